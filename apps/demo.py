@@ -17,7 +17,7 @@ from typing import Any
 
 from mlx_zip.device import choose_device, disable_tf32
 from mlx_zip.errors import ModelError
-from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT, bundled_model
+from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT, bundled_model_folder
 
 CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_untied_v2"
 
@@ -83,7 +83,7 @@ def tell_story() -> None:
     """Prints a story with coloured hypertokens, or why there is none if the bundled model is not installed."""
     print_line("\n4. A story by the bundled model, which was trained to use hypertokens.")
     try:
-        bundled_model(DEFAULT)
+        bundled_model_folder(DEFAULT)
     except ModelError as error:
         print_line(f"   No story: {error}")
         return

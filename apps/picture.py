@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 
 from mlx_zip.arguments import Parser
 from mlx_zip.engine.mlx.generate import load, stream_generate
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT
 
 COLUMNS = 86  # characters per line
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--out", default="docs/pictures/answer.svg", help="SVG file (default: %(default)s)")
     args = parser.parse_args()
     picture = draw_svg(args.prompt, generate_steps(args.model, args.prompt))
-    with whole_file(Path(args.out)) as partial:
+    with atomic_file(Path(args.out)) as partial:
         partial.write_text(picture, encoding="utf-8")
     return 0
 

@@ -14,7 +14,7 @@ from mlx_zip.apps.chat.store import Store
 from mlx_zip.apps.replay import ReplayEngine
 from mlx_zip.arguments import Parser
 from mlx_zip.engine.engines import Engines
-from mlx_zip.named import DEFAULT, bundled_model
+from mlx_zip.named import DEFAULT, bundled_model_folder
 from mlx_zip.server.options import Options
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -22,7 +22,7 @@ from mlx_zip.text.tokenizers import load_tokenizer
 def main() -> int:
     """Serves the app until a signal comes; returns the exit status."""
     args = _parser().parse_args()
-    tokenizer = load_tokenizer(bundled_model(DEFAULT))
+    tokenizer = load_tokenizer(bundled_model_folder(DEFAULT))
     if args.chat_template is not None:
         tokenizer._tokenizer.chat_template = args.chat_template
     engine = ReplayEngine(tokenizer, Path(args.text).read_text("utf-8"), args.speed)

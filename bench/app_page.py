@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.errors import MlxZipError, missing_library
+from mlx_zip.errors import MlxZipError, missing_library_error
 
 from .recording import environment_fields, load_before_bench, summarize_samples
 
@@ -297,7 +297,7 @@ def running_browser(*flags: str) -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
-        raise missing_library("the browser", "playwright", extra="browser") from error
+        raise missing_library_error("the browser", "playwright", extra="browser") from error
     program = find_chromium()
     if program is None:
         raise MlxZipError(f"a browser is needed: {missing_browser_requirement()}")

@@ -8,8 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.errors import MlxZipError, missing_library
-from mlx_zip.files import whole_file
+from mlx_zip.errors import MlxZipError, missing_library_error
+from mlx_zip.files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def new_figure(width: float = 10, height: float = 4) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise missing_library("a picture", "matplotlib", extra="bench") from error
+        raise missing_library_error("a picture", "matplotlib", extra="bench") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -82,7 +82,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a file whole or not at all. Raises `MlxZipError` if it cannot be written."""
     try:
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_bytes(data)
     except OSError as error:
         raise MlxZipError(f"{path} cannot be written: {error.strerror or error}") from error

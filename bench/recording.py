@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from mlx_zip.errors import MlxZipError, reason
-from mlx_zip.files import whole_file
+from mlx_zip.errors import MlxZipError, failure_reason
+from mlx_zip.files import atomic_file
 
 from .records import read_lines
 
@@ -209,10 +209,10 @@ def append_lines(file: Path, lines: str) -> None:
     """Writes the file's lines and these after them, whole or not at all. Raises `MlxZipError` if that fails."""
     try:
         old = file.read_text(encoding="utf-8") if file.exists() else ""
-        with whole_file(file) as partial:
+        with atomic_file(file) as partial:
             partial.write_text(old + ("\n" if old and not old.endswith("\n") else "") + lines, encoding="utf-8")
     except OSError as error:
-        raise MlxZipError(f"--record {file} cannot be written: {reason(error)}") from error
+        raise MlxZipError(f"--record {file} cannot be written: {failure_reason(error)}") from error
 
 
 class CopyingStream(StringIO):

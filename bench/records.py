@@ -11,8 +11,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, MlxZipError, reason
-from mlx_zip.files import check_in
+from mlx_zip.errors import DataError, MlxZipError, failure_reason
+from mlx_zip.files import check_regular_file
 
 PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
@@ -64,10 +64,10 @@ class Records:
 def read_lines(path: Path) -> list[Record]:
     """Returns the JSON lines of a file. Raises `MlxZipError` with its name if it is no file of JSON lines."""
     try:
-        check_in(path)
+        check_regular_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError, DataError) as error:
-        raise MlxZipError(f"{path} cannot be read: {reason(error)}") from error
+        raise MlxZipError(f"{path} cannot be read: {failure_reason(error)}") from error
     try:
         return [json.loads(line, parse_constant=refuse_json_constant) for line in lines if line]
     except (ValueError, RecursionError) as error:

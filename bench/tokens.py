@@ -22,7 +22,7 @@ from mlx_zip.arguments import add_limit_bytes_flag, check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
-from mlx_zip.errors import DataError, MlxZipError, missing_library
+from mlx_zip.errors import DataError, MlxZipError, missing_library_error
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
@@ -244,5 +244,5 @@ def import_upstream() -> Any:
     try:
         import zip2zip_compression
     except ImportError as error:
-        raise missing_library("--check", "zip2zip-compression") from error
+        raise missing_library_error("--check", "zip2zip-compression") from error
     return zip2zip_compression

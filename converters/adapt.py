@@ -19,10 +19,10 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_zip
-from mlx_zip.config import config_of
+from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.tensors import load, read_model_files, read_object
+from mlx_zip.converters.tensors import load_lazily, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
@@ -47,7 +47,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     tokenizer.json. vocabulary: the file that `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises
     `ConversionError`, `ConfigError` or `DataError` naming the file, tensor or key at fault.
     """
-    out, place = Path(mlx_path), source.local(model)
+    out, place = Path(mlx_path), source.locate_locally(model)
     output.refuse_existing(out)
     if place is None:
         raise ConversionError(f"{model} is not a folder")
@@ -61,8 +61,8 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
         )
     new_ids = {int(old): new for new, old in enumerate(kept.ids)}
     config = _adapted_config(read_object(place.folder / "config.json"), new_ids)
-    weights = _select_rows(load(read_model_files(place.folder)), kept.ids)
-    files = _renumbered_files(place.folder, kept, base.source, new_ids)
+    weights = _select_rows(load_lazily(read_model_files(place.folder)), kept.ids)
+    files = _adapt_json_files(place.folder, kept, base.source, new_ids)
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
     with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
@@ -72,7 +72,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
             prints.add(name, array, data)
             step()
 
-        output.write_model(folder, weights, _parameters(weights, config.get("quantization", {})), stored)
+        output.write_model(folder, weights, _count_parameters(weights, config.get("quantization", {})), stored)
         if "zip2zip" in config:
             made = ModelArgs.from_dict(config).zip_config
             config["zip2zip"]["fingerprint"] = prints.sides(made, config.get("quantization", {}))
@@ -114,7 +114,7 @@ def _select_rows(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
     return weights | {name: mx.take(array, chosen, axis=0) for name, array in rows.items()}
 
 
-def _parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> int:
+def _count_parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> int:
     """Returns the number of parameters of a model, each weight of a quantized layer counted as one.
 
     quantization: the section of config.json, {} for an unquantized model.
@@ -138,18 +138,18 @@ def _adapted_config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str,
     """
     if "vocab_size" not in config:
         raise ConversionError("config.json has no vocab_size of its own: only plain text models can be adapted")
-    made = {**_renumbered("config.json", config, new), "vocab_size": len(new)}
+    made = {**_translate_ids_in_json("config.json", config, new), "vocab_size": len(new)}
     if "zip2zip" in config:
-        made["zip2zip"] = _zip_section(config["zip2zip"], new)
+        made["zip2zip"] = _adapt_zip_section(config["zip2zip"], new)
     return made
 
 
-def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
+def _adapt_zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
     """Returns config.json's zip2zip section with new ids. new: old id -> new id.
 
     Entries of the model's pack that contain an id without a new one are left out, with a warning.
     """
-    old = config_of(section)
+    old = parse_zip_section(section)
     if high := [i for i in new if i >= old.vocab_size]:
         raise ConversionError(f"the vocabulary keeps id {high[0]}, but hypertokens begin at {old.vocab_size}")
     if old.pad_id not in new:
@@ -166,7 +166,7 @@ def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, A
     return {**kept, **made.to_dict()}
 
 
-def _renumbered_files(
+def _adapt_json_files(
     folder: Path, kept: AdaptedVocabulary, source: Mapping[str, Any] | None, new: Mapping[int, int]
 ) -> dict[str, Any]:
     """Returns the JSON files of the tokenizer and of generation with new ids, by file name.
@@ -177,23 +177,25 @@ def _renumbered_files(
     files = {"tokenizer.json": lawful_json(kept, source)}
     own = folder / CONFIG
     if own.is_file():
-        data = _renumbered(CONFIG, read_object(own), new)
+        data = _translate_ids_in_json(CONFIG, read_object(own), new)
         if "added_tokens_decoder" in data:
             known = data["added_tokens_decoder"].items()
-            ids = _new_ids(f"{CONFIG}: added_tokens_decoder", ((_text_of(token), _id_of(i)) for i, token in known), new)
+            ids = _translate_ids(
+                f"{CONFIG}: added_tokens_decoder", ((_token_text(token), _parse_id_key(i)) for i, token in known), new
+            )
             data["added_tokens_decoder"] = dict(zip(map(str, ids), dict(known).values(), strict=True))
         files[CONFIG] = data
     generation = folder / "generation_config.json"
     if generation.is_file():
-        files[generation.name] = _renumbered(generation.name, read_object(generation), new)
+        files[generation.name] = _translate_ids_in_json(generation.name, read_object(generation), new)
     added = folder / "added_tokens.json"
     if added.is_file():
         known = read_object(added)
-        files[added.name] = dict(zip(known, _new_ids(added.name, known.items(), new), strict=True))
+        files[added.name] = dict(zip(known, _translate_ids(added.name, known.items(), new), strict=True))
     return files
 
 
-def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, int]) -> list[int]:
+def _translate_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, int]) -> list[int]:
     """Returns the new ids of (token, old id) pairs. place: file and key, for messages. new: old id -> new id.
 
     Raises `ConversionError` for a token that is not kept: transformers would give it an id after the last one, where
@@ -209,16 +211,16 @@ def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, in
     return [new[i] for _, i in tokens]
 
 
-def _id_of(key: str) -> int | str:
+def _parse_id_key(key: str) -> int | str:
     return int(key) if key.isdecimal() else key
 
 
-def _text_of(token: Any) -> Any:
+def _token_text(token: Any) -> Any:
     """Returns the text of a token in tokenizer_config.json, which is an object with `content` or the text itself."""
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _renumbered(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
+def _translate_ids_in_json(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
     """Returns the content of a JSON file with new ids under every key that holds ids. new: old id -> new id.
 
     file: its name, for messages. Raises `ConversionError` for an id that is not kept.

@@ -14,16 +14,16 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.config import config_of
+from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.gguf.gguf_conversion import convert_gguf
 from mlx_zip.converters.output import write_adapter, write_model_folder
-from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
-from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
-from mlx_zip.converters.source import Place
-from mlx_zip.converters.tensors import FLOATS, load, read_header, some
+from mlx_zip.converters.prepared import DTYPES, PreparedModel, prepare_model
+from mlx_zip.converters.quantization import QuantizationRecipe, QuantPredicate, quantize_encoders, quantize_model
+from mlx_zip.converters.source import ModelPlace
+from mlx_zip.converters.tensors import FLOATS, list_some_names, load_lazily, read_header
 from mlx_zip.errors import CodecError, ConversionError, DataError
-from mlx_zip.packs.chosen import named, read_packs
+from mlx_zip.packs.chosen import pack_flag_with_files, read_packs
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, PackLike, pack_in_folder
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -81,8 +81,10 @@ def convert(
         output.check_repository(upload_repo)
     out = Path(mlx_path)
     output.refuse_existing(out)
-    recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize, q_half)
-    place = source.locate(hf_path, revision)
+    recipe = QuantizationRecipe(
+        quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize, q_half
+    )
+    place = source.locate_model(hf_path, revision)
     if base is not None:
         source.check_takes_base(place)
     if place.folder.is_file():
@@ -103,36 +105,36 @@ def convert(
     elif lora_only:
         others = any(option is not None for option in (canonical, pack, policy))
         _refuse_with_lora_only(recipe, keep_adapter or others)
-        write_adapter(out, source.complete(place), dtype, progress)
+        write_adapter(out, source.download_all_files(place), dtype, progress)
     else:
-        with base_folder(base, out, progress) as given:
-            prepared = prepare(place, dtype, keep_adapter, trust_remote_code, given)
-            _set_options(prepared.config["zip2zip"], canonical, policy)
+        with open_base_model(base, out, progress) as given:
+            prepared = prepare_model(place, dtype, keep_adapter, trust_remote_code, given)
+            _set_codec_options(prepared.config["zip2zip"], canonical, policy)
             packs = read_packs(pack)
             if packs is not None:
-                _begin_with(prepared, packs, trust_remote_code)
+                _add_pack(prepared, packs, trust_remote_code)
             elif source.is_converted(place):
-                _keep_pack(prepared, trust_remote_code)
+                _keep_source_pack(prepared, trust_remote_code)
             _quantize(prepared, recipe)
-            _check_rows(prepared, packs)
+            _check_tuned_rows(prepared, packs)
             if packs is None and not source.is_converted(place):
-                _take_trained_rows(prepared, source.complete(place), trust_remote_code)
+                _add_trained_rows(prepared, source.download_all_files(place), trust_remote_code)
             write_model_folder(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
-        output.upload(out, upload_repo)
+        output.upload_folder(out, upload_repo)
     return out
 
 
-def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
+def _refuse_with_lora_only(recipe: QuantizationRecipe, others: bool) -> None:
     """Raises `ConversionError` for options that --lora-only cannot use. others: whether any besides `recipe` is set."""
-    if recipe != Recipe() or others:
+    if recipe != QuantizationRecipe() or others:
         raise ConversionError(
             "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "
             "no --pack and no --policy"
         )
 
 
-def _set_options(section: dict[str, Any], canonical: bool | None, policy: str | None) -> None:
+def _set_codec_options(section: dict[str, Any], canonical: bool | None, policy: str | None) -> None:
     """Sets `canonical` and `policy` in the config's zip2zip section; None leaves the source's value.
 
     Raises `ConfigError` if they contradict each other.
@@ -141,11 +143,11 @@ def _set_options(section: dict[str, Any], canonical: bool | None, policy: str | 
         section["canonical"] = canonical
     if policy is not None:
         section["compression"]["policy"] = policy
-    settled = config_of(section)
+    settled = parse_zip_section(section)
     section["compression"] = settled.to_dict()["compression"]
 
 
-def _quantize(prepared: Prepared, recipe: Recipe) -> None:
+def _quantize(prepared: PreparedModel, recipe: QuantizationRecipe) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints what it did
         prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
     quantize_encoders(prepared.model, prepared.config, recipe)
@@ -154,7 +156,7 @@ def _quantize(prepared: Prepared, recipe: Recipe) -> None:
 # ---- the pack that a converted model begins with: given by the caller, or brought along by the source
 
 
-def _begin_with(prepared: Prepared, pack: Pack, trust_remote_code: bool) -> None:
+def _add_pack(prepared: PreparedModel, pack: Pack, trust_remote_code: bool) -> None:
     """Makes every codebook of the model begin with the entries of this pack.
 
     Raises `DataError` or `ConversionError` if it does not fit the model or its tokenizer.
@@ -164,12 +166,12 @@ def _begin_with(prepared: Prepared, pack: Pack, trust_remote_code: bool) -> None
     try:
         params = config.codec_params.with_start(pack)
     except CodecError as error:
-        raise ConversionError(f"{named(pack)} does not fit the model: {error}") from error
+        raise ConversionError(f"{pack_flag_with_files(pack)} does not fit the model: {error}") from error
     prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
     prepared.pack = None if pack.rows is None else pack
 
 
-def _keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
+def _keep_source_pack(prepared: PreparedModel, trust_remote_code: bool) -> None:
     """Sets `prepared.pack` to the tuned pack in the source's folder, None if there is none.
 
     Raises `ModelError` or `DataError` for a pack of another model or tokenizer.
@@ -180,7 +182,7 @@ def _keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
         pack.check_made_for(load_tokenizer(prepared.tokenizer, trust_remote_code), str(prepared.tokenizer / IN_FOLDER))
 
 
-def _check_rows(prepared: Prepared, given: Pack | None) -> None:
+def _check_tuned_rows(prepared: PreparedModel, given: Pack | None) -> None:
     """Checks that the tuned rows of `prepared.pack` were tuned for the weights that will be written.
 
     given: the pack that the caller gave, None if `prepared.pack` is the source's own. If the rows were tuned for other
@@ -194,7 +196,7 @@ def _check_rows(prepared: Prepared, given: Pack | None) -> None:
         return
     if given is not None:
         raise ConversionError(
-            f"{named(given)}: its rows were tuned for other weights than those to be written; "
+            f"{pack_flag_with_files(given)}: its rows were tuned for other weights than those to be written; "
             "convert first, tune the pack for the new folder, then convert that one with it, or drop its rows "
             "(mlx_zip vocab pack merge --drop-rows)"
         )
@@ -202,7 +204,7 @@ def _check_rows(prepared: Prepared, given: Pack | None) -> None:
     prepared.pack = None
 
 
-def _take_trained_rows(prepared: Prepared, place: Place, trust_remote_code: bool) -> None:
+def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_code: bool) -> None:
     """Sets `prepared.pack` to the checkpoint's pack with the rows that were trained with its adapter, if there are any.
 
     Call it when the weights are those to be written. Raises `ConversionError` naming a file that does not fit.
@@ -217,11 +219,13 @@ def _take_trained_rows(prepared: Prepared, place: Place, trust_remote_code: bool
     wanted = ROWS[1:] if model.sides_are_one else ROWS
     table = read_header(file)
     if table.keys() != set(wanted) or any(one.shape != shape or one.dtype not in FLOATS for one in table.values()):
-        found = some([f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(table.items())])
+        found = list_some_names([f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(table.items())])
         raise ConversionError(
             f"{file} must hold {' and '.join(wanted)}, numbers of shape {list(shape)}; it holds {found}"
         )
-    kept = {name: rows if rows.dtype == mx.float16 else rows.astype(mx.float32) for name, rows in load(table).items()}
+    kept = {
+        name: rows if rows.dtype == mx.float16 else rows.astype(mx.float32) for name, rows in load_lazily(table).items()
+    }
     rows = {name: np.array(value) for name, value in kept.items()}
     try:
         tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
@@ -235,7 +239,7 @@ def _take_trained_rows(prepared: Prepared, place: Place, trust_remote_code: bool
 
 
 @contextlib.contextmanager
-def base_folder(base: str | None, out: Path, progress: bool) -> Iterator[Place | None]:
+def open_base_model(base: str | None, out: Path, progress: bool) -> Iterator[ModelPlace | None]:
     """Gives the place of the base model that the caller names, None for None.
 
     base: a folder, a hub id or a GGUF file. The weights of a GGUF file are unpacked to float32 in a temporary folder
@@ -244,13 +248,15 @@ def base_folder(base: str | None, out: Path, progress: bool) -> Iterator[Place |
     if base is None:
         yield None
         return
-    place = source.locate(base, None)
+    place = source.locate_model(base, None)
     if not place.folder.is_file():
-        yield place if place.revision is None else source.fetch(place.name, place.revision, source.BASE_FILES)
+        yield (
+            place if place.revision is None else source.download_to_cache(place.name, place.revision, source.BASE_FILES)
+        )
         return
     unpacked = out.with_name(f".{out.name}.partial-{os.getpid()}-base")
     try:
-        convert_gguf(place, unpacked, "float32", Recipe(dequantize=True), progress)
-        yield Place(unpacked, place.name, place.revision)
+        convert_gguf(place, unpacked, "float32", QuantizationRecipe(dequantize=True), progress)
+        yield ModelPlace(unpacked, place.name, place.revision)
     finally:
         shutil.rmtree(unpacked, ignore_errors=True)

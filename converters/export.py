@@ -18,8 +18,8 @@ import mlx_zip
 from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
 from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted, parameters_of
-from mlx_zip.converters.source import Place
+from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted, tensors_by_name
+from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import ConversionError
@@ -46,7 +46,7 @@ _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
 
 
 @dataclass
-class _Export:
+class _PreparedExport:
     """A checked model with lazy weights, not yet written.
 
     config, zip_config: the contents of config.json (the decoder's) and zip2zip_config.json. facts: the tokenizer's.
@@ -79,32 +79,32 @@ def export(
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     out = Path(save_path)
     output.refuse_existing(out, FLAG)
-    place = source.locate(model, None)
+    place = source.locate_model(model, None)
     if not source.is_converted(place):
         raise ConversionError(f"{place.name} is not an mlx_zip model: its config.json has no zip2zip section")
-    place = source.complete(place)
+    place = source.download_all_files(place)
     prepared = _prepare(place, dtype, drop_start, trust_remote_code)
-    _write(out, place, prepared, trust_remote_code, progress)
+    _write_checkpoint(out, place, prepared, trust_remote_code, progress)
     return out
 
 
 # ---- reading
 
 
-def _prepare(place: Place, dtype: str | None, drop_start: bool, trust_remote_code: bool) -> _Export:
+def _prepare(place: ModelPlace, dtype: str | None, drop_start: bool, trust_remote_code: bool) -> _PreparedExport:
     """Reads and checks a converted model; dequantizes it, merges its adapter and casts it, all lazily."""
     facts = read_tokenizer(place.folder, trust_remote_code)
     config = read_object(place.folder / "config.json")
     model, _ = load_converted(place)
-    _check(model, facts, drop_start, (place.folder / ADAPTED).is_file())
-    model = _dequantized(model, place.folder, quantized=bool(config.get("quantization")))
+    _check_exportable(model, facts, drop_start, (place.folder / ADAPTED).is_file())
+    model = _dequantize(model, place.folder, quantized=bool(config.get("quantization")))
     stored = dtype or str(model.model.embed_tokens.weight.dtype).removeprefix("mlx.core.")
-    model = _with_adapter_merged(model, place.folder / ADAPTERS)
+    model = _merge_adapter(model, place.folder / ADAPTERS)
     cast_floats(model, DTYPES[stored])
-    return _Export(model, _decoder_config(config, stored), _zip_config(model.config), facts)
+    return _PreparedExport(model, _decoder_config(config, stored), _zip_config(model.config), facts)
 
 
-def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
+def _check_exportable(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
     """Raises `ConversionError` for a model that zip2zip 0.2.0 cannot run; warns if it would run it differently.
 
     drop_start: whether the model's pack may be left out. adapted: whether the folder has an adapted vocabulary.
@@ -142,10 +142,10 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
     if config.start is not None:
         warnings.warn(f"the pack of {len(config.start)} entries that the model begins with is left out", stacklevel=2)
     if model.traits.embed_scale != 1.0:
-        warnings.warn(_about_gemma(model.traits.soft_cap), stacklevel=2)
+        warnings.warn(_gemma_warning(model.traits.soft_cap), stacklevel=2)
 
 
-def _about_gemma(soft_cap: float | None) -> str:
+def _gemma_warning(soft_cap: float | None) -> str:
     """Returns the warning for a Gemma model. soft_cap: limit of its logits, None if it has none."""
     cap = f", and its soft cap lifts entries that are not installed from -inf to -{soft_cap:g}" if soft_cap else ""
     return (
@@ -154,7 +154,7 @@ def _about_gemma(soft_cap: float | None) -> str:
     )
 
 
-def _dequantized(model: Any, folder: Path, quantized: bool) -> Any:
+def _dequantize(model: Any, folder: Path, quantized: bool) -> Any:
     if not quantized:
         return model
     from mlx_lm.utils import dequantize_model
@@ -163,7 +163,7 @@ def _dequantized(model: Any, folder: Path, quantized: bool) -> Any:
     return dequantize_model(model)
 
 
-def _with_adapter_merged(model: Any, adapters: Path) -> Any:
+def _merge_adapter(model: Any, adapters: Path) -> Any:
     """Returns the model with the adapter in the folder `adapters` merged in float32, if there is that folder."""
     if not adapters.is_dir():
         return model
@@ -202,11 +202,13 @@ def _zip_config(config: ZipConfig) -> dict[str, Any]:
     return made
 
 
-def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, progress: bool) -> None:
+def _write_checkpoint(
+    out: Path, place: ModelPlace, made: _PreparedExport, trust_remote_code: bool, progress: bool
+) -> None:
     """Writes the checkpoint `made` to the new folder `out`. place: the source, whose tokenizer files are copied."""
     from mlx_lm.utils import get_total_parameters
 
-    weights, parameters = parameters_of(made.model), get_total_parameters(made.model)
+    weights, parameters = tensors_by_name(made.model), get_total_parameters(made.model)
     made.model.update(tree_map(lambda _: mx.array([]), made.model.parameters()))  # only `weights` holds them now
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
@@ -221,10 +223,10 @@ def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, prog
         write_json(folder / "config.json", made.config)
         write_json(folder / source.CONFIG, made.zip_config)
         copy_tokenizer(place.folder, folder, made.facts, trust_remote_code)
-        (folder / "README.md").write_text(_card(place), encoding="utf-8")
+        (folder / "README.md").write_text(_model_card(place), encoding="utf-8")
 
 
-def _card(place: Place) -> str:
+def _model_card(place: ModelPlace) -> str:
     """Returns the text of README.md. place: the exported model."""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- zip2zip\n- mlx_zip\n---\n\n"

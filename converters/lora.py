@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.converters.tensors import FLOATS, Tensor, load, read_header, read_object, some
+from mlx_zip.converters.tensors import FLOATS, StoredTensor, list_some_names, load_lazily, read_header, read_object
 from mlx_zip.errors import ConversionError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -44,11 +44,11 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the othe
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoraPair:
     """The adapter of one linear layer W, which becomes W + scale * up @ down; down [r, in], up [out, r]."""
 
-    down: Tensor
-    up: Tensor
+    down: StoredTensor
+    up: StoredTensor
     scale: float
 
     @property
@@ -59,9 +59,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA adapter. pairs: module path -> its `Pair`. dropout: the rate it was trained with."""
+    """A LoRA adapter. pairs: module path -> its `LoraPair`. dropout: the rate it was trained with."""
 
-    pairs: dict[str, Pair]
+    pairs: dict[str, LoraPair]
     dropout: float
 
 
@@ -73,7 +73,7 @@ def read_lora(folder: Path) -> Lora:
     _refuse_unsupported(config)
     if not (folder / WEIGHTS).is_file():
         raise ConversionError(f"{folder} has {CONFIG} but no {WEIGHTS}")
-    halves: dict[str, dict[str, Tensor]] = {}
+    halves: dict[str, dict[str, StoredTensor]] = {}
     unknown = []
     for name, tensor in read_header(folder / WEIGHTS).items():
         if (match := _NAME.fullmatch(name)) is None:
@@ -81,11 +81,11 @@ def read_lora(folder: Path) -> Lora:
         else:
             halves.setdefault(match["module"], {})[match["side"]] = tensor
     if unknown:
-        raise ConversionError(f"{WEIGHTS}: not LoRA tensors of linear layers: {some(unknown)}")
+        raise ConversionError(f"{WEIGHTS}: not LoRA tensors of linear layers: {list_some_names(unknown)}")
     if not halves:
         raise ConversionError(f"{WEIGHTS} holds no LoRA tensors")
-    pairs = {module: _pair(module, half, config) for module, half in sorted(halves.items())}
-    return Lora(pairs, _number(config, "lora_dropout", 0.0))
+    pairs = {module: _read_pair(module, half, config) for module, half in sorted(halves.items())}
+    return Lora(pairs, _read_number(config, "lora_dropout", 0.0))
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -101,10 +101,10 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConversionError(f"{CONFIG}: init_lora_weights {start!r} changes the base weights; merge it in PEFT")
     active = {key for key, value in config.items() if value} - _READ - _HARMLESS - {"bias"}
     if active:
-        raise ConversionError(f"{CONFIG}: not supported: {some(active)}; merge the adapter in PEFT first")
+        raise ConversionError(f"{CONFIG}: not supported: {list_some_names(active)}; merge the adapter in PEFT first")
 
 
-def _pair(module: str, half: Mapping[str, Tensor], config: Mapping[str, Any]) -> Pair:
+def _read_pair(module: str, half: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> LoraPair:
     """Returns the adapter of one module. half: its tensors, "A" and "B". Raises `ConversionError`."""
     if half.keys() != {"A", "B"}:
         raise ConversionError(f"{WEIGHTS}: {module} has only one of lora_A and lora_B")
@@ -113,14 +113,14 @@ def _pair(module: str, half: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         raise ConversionError(f"{WEIGHTS}: {module}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit")
     if not {down.dtype, up.dtype} <= FLOATS.keys():
         raise ConversionError(f"{WEIGHTS}: {module} has dtypes {down.dtype}, {up.dtype}, not {', '.join(FLOATS)}")
-    rank = _number({"r": _pattern(config, "rank_pattern", module, config.get("r"))}, "r", None)
-    alpha = _number({"a": _pattern(config, "alpha_pattern", module, config.get("lora_alpha"))}, "a", None)
+    rank = _read_number({"r": _match_pattern(config, "rank_pattern", module, config.get("r"))}, "r", None)
+    alpha = _read_number({"a": _match_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))}, "a", None)
     if rank != down.shape[0] or rank < 1:
         raise ConversionError(f"{CONFIG} gives {module} rank {rank:g}, its tensors have {down.shape[0]}")
-    return Pair(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return LoraPair(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+def _match_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
     """Returns a module's own rank or alpha, as PEFT finds it, or `default` if no pattern matches the module.
 
     config[key] maps patterns to values; the first pattern that matches the end of the module's path counts.
@@ -137,7 +137,7 @@ def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> 
     return default
 
 
-def _number(config: Mapping[str, Any], key: str, default: float | None) -> float:
+def _read_number(config: Mapping[str, Any], key: str, default: float | None) -> float:
     """Returns the number under a key, or `default` if the key is missing. Raises `ConversionError` for no number."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 53:
@@ -152,23 +152,25 @@ def check_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
     shapes: tensor name -> shape, of all tensors of the decoder.
     """
     if unknown := [m for m in lora.pairs if f"{m}.weight" not in shapes or not _LAYER.search(m)]:
-        raise ConversionError(f"the adapter changes modules other than the decoder layers' own: {some(unknown)}")
+        raise ConversionError(
+            f"the adapter changes modules other than the decoder layers' own: {list_some_names(unknown)}"
+        )
     for module, pair in lora.pairs.items():
         need, have = (pair.up.shape[0], pair.down.shape[1]), shapes[f"{module}.weight"]
         if need != have:
             raise ConversionError(f"the adapter for {module} is {list(need)}, the layer {list(have)}")
 
 
-def merge(weights: dict[str, mx.array], lora: Lora) -> None:
+def merge_lora(weights: dict[str, mx.array], lora: Lora) -> None:
     """Adds the adapter to the weights that it changes, in place and lazily; these become float32."""
     for module, pair in lora.pairs.items():
-        arrays = load({"down": pair.down, "up": pair.up})
+        arrays = load_lazily({"down": pair.down, "up": pair.up})
         down, up = arrays["down"].astype(mx.float32), arrays["up"].astype(mx.float32)
         name = f"{module}.weight"
         weights[name] = weights[name].astype(mx.float32) + pair.scale * (up @ down)
 
 
-def mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str, mx.array], dict[str, Any]]:
+def to_mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Returns the adapter as mlx-lm stores it: the tensors of `adapters.safetensors`, and `adapter_config.json`.
 
     mlx-lm has one rank and one scale for all layers: lower ranks are filled up with zeros, and other scales are
@@ -178,7 +180,7 @@ def mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str, mx
     scale = next(iter(lora.pairs.values())).scale
     weights = {}
     for module, pair in lora.pairs.items():
-        arrays = load({"a": pair.down, "b": pair.up})
+        arrays = load_lazily({"a": pair.down, "b": pair.up})
         a, b = arrays["a"].T, arrays["b"].T
         if pair.scale != scale:
             b = (b.astype(mx.float32) * (pair.scale / scale)).astype(b.dtype)

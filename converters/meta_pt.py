@@ -43,8 +43,8 @@ def encoder_overrides(path: Path) -> dict[str, bool]:
     if not args:
         return {}
     return {
-        "causal": _flag(args, "encoder_causal", path),
-        "residual": not _flag(args, "no_encoder_residual", path),
+        "causal": _read_flag(args, "encoder_causal", path),
+        "residual": not _read_flag(args, "no_encoder_residual", path),
     }
 
 
@@ -54,7 +54,7 @@ def _plain_dict(value: Any) -> dict[Any, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _flag(args: dict[Any, Any], name: str, path: Path) -> bool:
+def _read_flag(args: dict[Any, Any], name: str, path: Path) -> bool:
     """Returns whether an option in `args` is true; a missing one is false. Raises `ConversionError` for an object."""
     value = args.get(name, False)
     if value is not None and not isinstance(value, bool | int | float | str):
@@ -70,17 +70,17 @@ def read_meta(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
             if zipfile.is_zipfile(file):
-                return _one_pickle(io.BytesIO(_zip_pickle(path)))
+                return _read_one_pickle(io.BytesIO(_pickle_in_zip(path)))
             file.seek(0)
             data = file.read(MAX_PICKLE_BYTES + 1)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise ConversionError(f"cannot read {path.name}: {error}") from error
     except _PickleError as error:
         raise ConversionError(f"{path.name} is malformed: {error}") from error
-    return _legacy(path, data)
+    return _read_legacy_format(path, data)
 
 
-def _zip_pickle(path: Path) -> bytes:
+def _pickle_in_zip(path: Path) -> bytes:
     """Returns the pickle in a zip file of torch, its only member called data.pkl."""
     with zipfile.ZipFile(path) as archive:
         names = [i for i in archive.infolist() if i.filename == "data.pkl" or i.filename.endswith("/data.pkl")]
@@ -93,15 +93,15 @@ def _zip_pickle(path: Path) -> bytes:
     return data
 
 
-def _legacy(path: Path, data: bytes) -> Any:
+def _read_legacy_format(path: Path, data: bytes) -> Any:
     """Returns the object in torch's old format: magic number, protocol, system info and object, a pickle each."""
     stream = io.BytesIO(data)
     try:
-        if _one_pickle(stream) != _LEGACY_MAGIC:
+        if _read_one_pickle(stream) != _LEGACY_MAGIC:
             raise _PickleError("not a file written by torch.save")
         for _ in range(2):
-            _one_pickle(stream)
-        return _one_pickle(stream)
+            _read_one_pickle(stream)
+        return _read_one_pickle(stream)
     except _PickleError as error:
         raise ConversionError(f"{path.name} is malformed: {error}") from error
 
@@ -110,15 +110,15 @@ class _PickleError(Exception):
     """The reason why a pickle cannot be read; reported as a `ConversionError` with the file's name."""
 
 
-def _one_pickle(stream: io.BytesIO) -> Any:
+def _read_one_pickle(stream: io.BytesIO) -> Any:
     """Reads one pickle, leaving the stream after it, and returns its object. Raises `_PickleError`."""
     try:
-        return _Machine().run(pickletools.genops(stream))
+        return _PickleMachine().run(pickletools.genops(stream))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
         raise _PickleError(str(error)[:200] or type(error).__name__) from error
 
 
-class _Machine:
+class _PickleMachine:
     """Pickle's stack machine, restricted to plain values. stack: values and marks. memo: number -> stored value."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class _Machine:
             elif opcode.name in _CONSTANTS:
                 self.stack.append(_CONSTANTS[opcode.name]())
             elif opcode.name not in _IGNORED:
-                _handler(opcode.name)(self, argument)
+                _opcode_handler(opcode.name)(self, argument)
         raise _PickleError("it has no end")
 
     def pop_mark(self) -> list[Any]:
@@ -174,7 +174,7 @@ class _Machine:
         if not isinstance(items, dict) or len(values) % 2:
             raise _PickleError("it sets items of something that is not a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            items[_key(key)] = value
+            items[_hashable_key(key)] = value
 
     def opaque(self, consumed: list[Any]) -> None:
         """Pushes an `Opaque` in place of an object. consumed: its class and arguments, already off the stack."""
@@ -189,7 +189,7 @@ class _Machine:
         self.stack[-1].state = state
 
 
-def _key(key: Any) -> Any:
+def _hashable_key(key: Any) -> Any:
     """Returns a dict key as it is if hashing it cannot recurse, else a new `Opaque` in its place."""
     return key if key is None or isinstance(key, str | int | float | bytes) else Opaque()
 
@@ -227,24 +227,24 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_SET": list,
 }
 _IGNORED = {"PROTO", "FRAME"}
-_Handler = Callable[[_Machine, Any], object]
+_Handler = Callable[[_PickleMachine, Any], object]
 
 
-def _dict(values: list[Any]) -> dict[Any, Any]:
+def _dict_from_items(values: list[Any]) -> dict[Any, Any]:
     if len(values) % 2:
         raise _PickleError("a dict has a key without value")
-    return {_key(k): v for k, v in zip(values[::2], values[1::2], strict=True)}
+    return {_hashable_key(k): v for k, v in zip(values[::2], values[1::2], strict=True)}
 
 
-def _get(m: _Machine, index: Any) -> None:
+def _push_from_memo(m: _PickleMachine, index: Any) -> None:
     m.stack.append(m.memo[int(index)])
 
 
-def _put(m: _Machine, index: Any) -> None:
+def _put_in_memo(m: _PickleMachine, index: Any) -> None:
     m.memo[int(index)] = m.stack[-1]
 
 
-def _instance(m: _Machine, name: Any) -> None:
+def _push_instance(m: _PickleMachine, name: Any) -> None:
     """Pushes an `Opaque` for an object of the class `name`, whose arguments lie above the last mark."""
     m.pop_mark()
     m.stack.append(Opaque(str(name)))
@@ -254,13 +254,13 @@ _HANDLERS: dict[str, _Handler] = {
     "POP": lambda m, _: m.pop(1),
     "POP_MARK": lambda m, _: m.pop_mark(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "GET": _get,
-    "BINGET": _get,
-    "LONG_BINGET": _get,
-    "PUT": _put,
-    "BINPUT": _put,
-    "LONG_BINPUT": _put,
-    "MEMOIZE": lambda m, _: _put(m, len(m.memo)),
+    "GET": _push_from_memo,
+    "BINGET": _push_from_memo,
+    "LONG_BINGET": _push_from_memo,
+    "PUT": _put_in_memo,
+    "BINPUT": _put_in_memo,
+    "LONG_BINPUT": _put_in_memo,
+    "MEMOIZE": lambda m, _: _put_in_memo(m, len(m.memo)),
     "APPEND": lambda m, _: m.extend(m.pop(1)),
     "APPENDS": lambda m, _: m.extend(m.pop_mark()),
     "ADDITEMS": lambda m, _: m.extend(m.pop_mark()),
@@ -270,7 +270,7 @@ _HANDLERS: dict[str, _Handler] = {
     "TUPLE1": lambda m, _: m.stack.append(tuple(m.pop(1))),
     "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop(2))),
     "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop(3))),
-    "DICT": lambda m, _: m.stack.append(_dict(m.pop_mark())),
+    "DICT": lambda m, _: m.stack.append(_dict_from_items(m.pop_mark())),
     "SETITEM": lambda m, _: m.set_items(m.pop(2)),
     "SETITEMS": lambda m, _: m.set_items(m.pop_mark()),
     "GLOBAL": lambda m, name: m.stack.append(Opaque(str(name))),
@@ -278,7 +278,7 @@ _HANDLERS: dict[str, _Handler] = {
     "REDUCE": lambda m, _: m.opaque(m.pop(2)),
     "NEWOBJ": lambda m, _: m.opaque(m.pop(2)),
     "NEWOBJ_EX": lambda m, _: m.opaque(m.pop(3)),
-    "INST": _instance,
+    "INST": _push_instance,
     "OBJ": lambda m, _: m.opaque(m.pop_mark()),
     "BUILD": lambda m, _: m.build(),
     "PERSID": lambda m, _: m.stack.append(Opaque("storage")),
@@ -286,7 +286,7 @@ _HANDLERS: dict[str, _Handler] = {
 }
 
 
-def _handler(name: str) -> _Handler:
+def _opcode_handler(name: str) -> _Handler:
     """Returns the function that runs an opcode. Raises `_PickleError` for an opcode that is not read."""
     if name not in _HANDLERS:
         raise _PickleError(f"opcode {name} is not read")

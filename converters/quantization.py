@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_zip.config import SIDES
-from mlx_zip.converters.tensors import some
+from mlx_zip.converters.tensors import list_some_names
 from mlx_zip.errors import ConversionError
 
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
@@ -26,14 +26,14 @@ QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class QuantizationRecipe:
     """What to quantize and how.
 
     quantize: decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of `MODES`. predicate: a
     name in `RECIPES`, a function of a layer's path and module, or None for all layers. encoder_bits: bits of the
     hyper-encoders' weights; "none" leaves them as they are; None is 8 with `quantize`, else "none". dequantize:
-    instead, dequantize everything. half: scales and biases by `_in_half`, for 8 bits. Raises `ConversionError` for
-    values that are unknown or contradict each other.
+    instead, dequantize everything. half: scales and biases by `_quantize_with_float16_values`, for 8 bits. Raises
+    `ConversionError` for values that are unknown or contradict each other.
     """
 
     quantize: bool = False
@@ -70,7 +70,9 @@ class Recipe:
         return self.encoder_bits if isinstance(self.encoder_bits, int) else None
 
 
-def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
+def quantize_model(
+    model: nn.Module, config: dict[str, Any], recipe: QuantizationRecipe
+) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model and its config, quantized or dequantized as the recipe says, the encoders as they were.
 
     Raises `ConversionError` if the recipe does not fit the model or would quantize no layer.
@@ -90,7 +92,12 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
     before = {path: module.weight for path, module in model.named_modules() if recipe.half and "weight" in module}
     try:
         quantized, config = utils.quantize_model(
-            model, config, recipe.group_size, recipe.bits, recipe.mode, quant_predicate=_predicate(model, recipe)
+            model,
+            config,
+            recipe.group_size,
+            recipe.bits,
+            recipe.mode,
+            quant_predicate=_quantizable_layers(model, recipe),
         )
     except ValueError as error:  # MLX's message on bits, group size and mode
         raise ConversionError(f"cannot quantize as asked: {error}") from error
@@ -98,17 +105,17 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
         raise ConversionError("-q would quantize nothing: quant_predicate refuses every layer")
     for path, module in quantized.named_modules():
         if recipe.half and hasattr(module, "scales"):
-            module.weight, module.scales, module.biases = _in_half(before[path], module.group_size)
+            module.weight, module.scales, module.biases = _quantize_with_float16_values(before[path], module.group_size)
     if left_out:
         warnings.warn(
             f"{len(left_out)} layers are not quantized, because their width is not a multiple of the group size: "
-            f"{some(left_out, 3)}",
+            f"{list_some_names(left_out, 3)}",
             stacklevel=2,
         )
     return quantized, config
 
 
-def _in_half(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
+def _quantize_with_float16_values(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
     """Returns a matrix [R, D] in 8 bits as `mx.quantize` packs it, words, scales and biases, every value a float16.
 
     Scales and biases are whole multiples of a power of two, and no value exceeds 2,048 times it: float16 has 11 bits.
@@ -127,12 +134,12 @@ def _in_half(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.
     return words, scales, biases
 
 
-def _check_widths(model: Any, recipe: Recipe) -> list[str]:
+def _check_widths(model: Any, recipe: QuantizationRecipe) -> list[str]:
     """Returns the paths of layers whose width is no multiple of the group size, which therefore stay unquantized.
 
     Raises `ConversionError` if no other layer is left.
     """
-    group, allowed = recipe.group_size, _allowed(model)
+    group, allowed = recipe.group_size, _model_predicate(model)
     group = GROUP_SIZES[recipe.mode] if group is None else group
     widths = {
         path: module.weight.shape[-1]
@@ -150,7 +157,7 @@ def _check_widths(model: Any, recipe: Recipe) -> list[str]:
     return sorted(left_out)
 
 
-def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
+def _quantizable_layers(model: Any, recipe: QuantizationRecipe) -> QuantPredicate:
     """Returns the function that says which layers to quantize: the recipe's, for layers that the model allows.
 
     The model never allows the encoders.
@@ -160,18 +167,18 @@ def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
         from mlx_lm.convert import mixed_quant_predicate_builder
 
         chosen = mixed_quant_predicate_builder(chosen, model, recipe.group_size or 64)
-    allowed = _allowed(model)
+    allowed = _model_predicate(model)
     if chosen is None:
         return allowed
     return lambda path, module: allowed(path, module) and chosen(path, module)
 
 
-def _allowed(model: Any) -> QuantPredicate:
+def _model_predicate(model: Any) -> QuantPredicate:
     """Returns the model's function that says which layers may be quantized: all of a model that has none."""
     return getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
 
-def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> None:
+def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: QuantizationRecipe) -> None:
     """Quantizes the encoders' linear layers in place if the recipe says so, and records each in `config`.
 
     A layer is quantized in groups of 64 weights if 64 divides its width, else of 32. A layer whose width neither
@@ -199,7 +206,7 @@ def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: Recipe) 
     if left_out:
         warnings.warn(
             f"{len(left_out)} encoder layers are not quantized, because their width is not a multiple of "
-            f"{_GROUPS[-1]}: {some(sorted(left_out), 3)}",
+            f"{_GROUPS[-1]}: {list_some_names(sorted(left_out), 3)}",
             stacklevel=2,
         )
     if chosen:

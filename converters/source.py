@@ -10,10 +10,10 @@ from typing import Any
 
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters.gguf.gguf_file import is_gguf
-from mlx_zip.converters.tensors import Table, read_header, read_model_files, read_object, some
-from mlx_zip.errors import ConversionError, first_line
-from mlx_zip.files import at_home
-from mlx_zip.named import here_or_bundled
+from mlx_zip.converters.tensors import Table, list_some_names, read_header, read_model_files, read_object
+from mlx_zip.errors import ConversionError, first_message_line
+from mlx_zip.files import expand_home
+from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
 
@@ -36,7 +36,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPlace:
     """A folder on disk and where it came from. name: hub id, or the local folder's name; revision: hub commit."""
 
     folder: Path
@@ -54,8 +54,8 @@ class Checkpoint:
     None. meta: the path of meta.pt, or None.
     """
 
-    place: Place
-    base: Place
+    place: ModelPlace
+    base: ModelPlace
     zip_config: dict[str, Any]
     base_config: dict[str, Any]
     decoder: Table
@@ -65,36 +65,36 @@ class Checkpoint:
     meta: Path | None
 
 
-def locate(path: str, revision: str | None) -> Place:
+def locate_model(path: str, revision: str | None) -> ModelPlace:
     """Returns the folder at `path`, or that of a hub repository, of which only the configuration is downloaded.
 
     For a GGUF file, and for a folder or repository that holds one and no other model, that file takes the folder's
     place. Raises `ConversionError`, also for a folder or file with a `revision`.
     """
-    place = local(path)
-    if place is None and not os.path.isfile(at_home(path)):
-        return _on_hub(path, revision)
+    place = locate_locally(path)
+    if place is None and not os.path.isfile(expand_home(path)):
+        return _locate_on_hub(path, revision)
     if revision is not None:
         kind = "file" if place is None else "folder"
         raise ConversionError(f"{path} is a {kind}, so --revision {revision} does not apply")
     if place is None:
-        file = at_home(path)
+        file = expand_home(path)
         if not is_gguf(file):
             raise ConversionError(f"{path} is neither a folder nor a GGUF file")
-        return Place(file, file.name)
+        return ModelPlace(file, file.name)
     if _is_checkpoint(place):
         return place
-    name = _only_gguf(path, [file.name for file in place.folder.iterdir() if file.is_file()])
-    return place if name is None else Place(place.folder / name, name)
+    name = _find_only_gguf(path, [file.name for file in place.folder.iterdir() if file.is_file()])
+    return place if name is None else ModelPlace(place.folder / name, name)
 
 
-def local(path: str | Path) -> Place | None:
+def locate_locally(path: str | Path) -> ModelPlace | None:
     """Returns the folder at `path`, or else the bundled model of that name, or None if there is neither."""
-    folder = here_or_bundled(path)
-    return Place(folder, folder.resolve().name) if os.path.isdir(folder) else None
+    folder = resolve_model_name(path)
+    return ModelPlace(folder, folder.resolve().name) if os.path.isdir(folder) else None
 
 
-def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
+def download_to_cache(name: str, revision: str | None, patterns: list[str]) -> ModelPlace:
     """Returns the local copy of a hub repository's files that match `patterns`; downloads those not in the cache.
 
     name: the repository's hub id. revision: branch, tag or commit, None for the main branch.
@@ -102,26 +102,28 @@ def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
     """
     if not _REPOSITORY.fullmatch(name) or set(name) == {"."}:
         raise ConversionError(f"{name} is neither a folder nor a hub id")
-    folder = hub.download(name, patterns, revision, ConversionError)
-    return Place(folder, name, folder.name)
+    folder = hub.download_files(name, patterns, revision, ConversionError)
+    return ModelPlace(folder, name, folder.name)
 
 
-def list_files(place: Place) -> list[str]:
+def list_files(place: ModelPlace) -> list[str]:
     """Returns the names of all files of a hub repository at the place's commit. Raises `ConversionError`."""
     from huggingface_hub import HfApi
 
     try:
         return HfApi().list_repo_files(place.name, revision=place.revision)
-    except hub.hub_errors() as error:
-        raise ConversionError(f"the hub does not list the files of {place.name}: {first_line(error)}") from error
+    except hub.hub_error_types() as error:
+        raise ConversionError(
+            f"the hub does not list the files of {place.name}: {first_message_line(error)}"
+        ) from error
 
 
-def _is_checkpoint(place: Place) -> bool:
+def _is_checkpoint(place: ModelPlace) -> bool:
     """Returns whether a folder is a zip2zip checkpoint, an adapter or a converted model, whatever else it holds."""
     return (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place)
 
 
-def _on_hub(name: str, revision: str | None) -> Place:
+def _locate_on_hub(name: str, revision: str | None) -> ModelPlace:
     """Returns the place of a hub repository, or of a GGUF file in it, which is named behind the repository's id or the
     only model there. That file is downloaded.
     """
@@ -129,26 +131,26 @@ def _on_hub(name: str, revision: str | None) -> Place:
     if _is_named_gguf(file):
         if repository.count("/") != 1 or name.startswith((".", "/", "~")):
             raise ConversionError(f"{name}: no such file; on the hub, a GGUF file is owner/name/FILE.gguf")
-        return _gguf_on_hub(fetch(repository, revision, [file]), file)
-    place = fetch(name, revision, CONFIG_FILES)
+        return _download_gguf(download_to_cache(repository, revision, [file]), file)
+    place = download_to_cache(name, revision, CONFIG_FILES)
     if _is_checkpoint(place):
         return place
-    found = _only_gguf(name, list_files(place))
-    return place if found is None else _gguf_on_hub(fetch(name, place.revision, [found]), found)
+    found = _find_only_gguf(name, list_files(place))
+    return place if found is None else _download_gguf(download_to_cache(name, place.revision, [found]), found)
 
 
-def _gguf_on_hub(place: Place, file: str) -> Place:
+def _download_gguf(place: ModelPlace, file: str) -> ModelPlace:
     """Returns the place of a downloaded GGUF file. Raises `ConversionError` if the repository has no such file."""
     if not (place.folder / file).is_file():
         raise ConversionError(f"{place.name} has no file {file}")
-    return Place(place.folder / file, f"{place.name}/{file}", place.revision)
+    return ModelPlace(place.folder / file, f"{place.name}/{file}", place.revision)
 
 
 def _is_named_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def _only_gguf(where: str, names: list[str]) -> str | None:
+def _find_only_gguf(where: str, names: list[str]) -> str | None:
     """Returns the only GGUF file among a model's files; None if there is none, or weights of another format.
 
     Raises `ConversionError` listing the files if there are several.
@@ -158,25 +160,25 @@ def _only_gguf(where: str, names: list[str]) -> str | None:
         return None
     if len(found) > 1:
         raise ConversionError(
-            f"{where} holds {len(found)} GGUF files; name one of them, {where}/FILE: {some(found, 40)}"
+            f"{where} holds {len(found)} GGUF files; name one of them, {where}/FILE: {list_some_names(found, 40)}"
         )
     return found[0]
 
 
-def complete(place: Place) -> Place:
+def download_all_files(place: ModelPlace) -> ModelPlace:
     """Returns the place with all files of a checkpoint; those of a hub repository are downloaded at its commit."""
     if place.revision is None:
         return place
-    return fetch(place.name, place.revision, CHECKPOINT_FILES)
+    return download_to_cache(place.name, place.revision, CHECKPOINT_FILES)
 
 
-def is_converted(place: Place) -> bool:
+def is_converted(place: ModelPlace) -> bool:
     """Returns whether the folder is a model that mlx_zip wrote: its config.json has a zip2zip section."""
     config = place.folder / "config.json"
     return config.is_file() and "zip2zip" in read_object(config)
 
 
-def check_takes_base(place: Place) -> None:
+def check_takes_base(place: ModelPlace) -> None:
     """Raises `ConversionError` unless the place is a checkpoint that needs a base model, which --base can name."""
     config = place.folder / CONFIG
     if not place.folder.is_dir() or is_converted(place) or not config.is_file():
@@ -185,7 +187,7 @@ def check_takes_base(place: Place) -> None:
         raise ConversionError(f"--base: {place.name} holds its own base model")
 
 
-def open_checkpoint(place: Place, base: Place | None = None) -> Checkpoint:
+def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkpoint:
     """Reads the configs of a checkpoint and lists its tensors, without their data.
 
     base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` for a
@@ -193,11 +195,11 @@ def open_checkpoint(place: Place, base: Place | None = None) -> Checkpoint:
     """
     folder = place.folder
     if not (folder / CONFIG).is_file():
-        raise ConversionError(f"{place.name} has no {CONFIG}: {_other_kind(folder)}")
-    place = complete(place)
+        raise ConversionError(f"{place.name} has no {CONFIG}: {_describe_other_kind(folder)}")
+    place = download_all_files(place)
     zip_config = read_object(folder / CONFIG)
-    base = base or _base(place, zip_config)
-    base_config = _base_config(base)
+    base = base or _locate_base(place, zip_config)
+    base_config = _read_base_config(base)
     contained = base.folder == folder
     adapter = folder if not contained and (folder / ADAPTER_CONFIG).is_file() else None
     has_partial = not contained and adapter is None and (folder / PARTIAL).is_file()
@@ -208,14 +210,14 @@ def open_checkpoint(place: Place, base: Place | None = None) -> Checkpoint:
         zip_config=zip_config,
         base_config=base_config,
         decoder=read_model_files(base.folder),
-        encoders=_encoders(folder, zip_config),
+        encoders=_read_encoder_table(folder, zip_config),
         partial=read_header(folder / PARTIAL) if has_partial else {},
         adapter=adapter,
         meta=meta if meta.is_file() else None,
     )
 
 
-def _other_kind(folder: Path) -> str:
+def _describe_other_kind(folder: Path) -> str:
     """Returns what a folder that is no zip2zip checkpoint seems to be, and what to do with it, for a message."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "it is a PEFT adapter; convert it on its own with --lora-only"
@@ -224,7 +226,7 @@ def _other_kind(folder: Path) -> str:
     return "it is not a zip2zip checkpoint"
 
 
-def _base(place: Place, zip_config: dict[str, Any]) -> Place:
+def _locate_base(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
     """Returns the place of the base model that the checkpoint's config names.
 
     The name may be "." for the checkpoint itself, a folder relative to the checkpoint, any other folder, or a hub id;
@@ -235,14 +237,14 @@ def _base(place: Place, zip_config: dict[str, Any]) -> Place:
         raise ConversionError(f"{CONFIG}: base_model_name_or_path must be a string, got {name!r}")
     if name == SELF_CONTAINED:
         return place
-    if (relative := local(place.folder / name)) is not None:
+    if (relative := locate_locally(place.folder / name)) is not None:
         return relative
-    if (elsewhere := local(name)) is not None:
+    if (elsewhere := locate_locally(name)) is not None:
         return elsewhere
-    return fetch(name, None, BASE_FILES)
+    return download_to_cache(name, None, BASE_FILES)
 
 
-def _base_config(base: Place) -> dict[str, Any]:
+def _read_base_config(base: ModelPlace) -> dict[str, Any]:
     """Returns the base model's config.json. Raises `ConversionError` if it is missing or the model is quantized."""
     if not (base.folder / "config.json").is_file():
         raise ConversionError(f"the base model {base.name} has no config.json")
@@ -253,7 +255,7 @@ def _base_config(base: Place) -> dict[str, Any]:
     return config
 
 
-def _encoders(folder: Path, zip_config: dict[str, Any]) -> Table:
+def _read_encoder_table(folder: Path, zip_config: dict[str, Any]) -> Table:
     """Returns the tensors of the encoder file; {} for averaging, which has none. Raises `ConversionError`."""
     for name in ENCODER_FILES:
         if (folder / name).is_file():
@@ -263,7 +265,7 @@ def _encoders(folder: Path, zip_config: dict[str, Any]) -> Table:
     raise ConversionError(f"no {' or '.join(ENCODER_FILES)} in {folder}")
 
 
-def check_converted(place: Place) -> None:
+def check_converted(place: ModelPlace) -> None:
     """Raises `ConversionError` for a converted model with an unmerged adapter, which converting again would lose."""
     if (place.folder / "adapters").is_dir():
         raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")

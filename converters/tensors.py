@@ -39,7 +39,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Tensor:
+class StoredTensor:
     """A tensor in a file: path, name in the file, dtype as safetensors names it, and shape."""
 
     path: Path
@@ -48,7 +48,7 @@ class Tensor:
     shape: tuple[int, ...]
 
 
-Table = dict[str, Tensor]
+Table = dict[str, StoredTensor]
 
 
 def read_json(path: Path) -> Any:
@@ -106,7 +106,7 @@ def read_header(path: Path) -> Table:
         raise ConversionError(f"the header of {path} is not an object")
     header.pop("__metadata__", None)
     _check_extents(path, header, size - 8 - length)
-    return {key: Tensor(path, key, value["dtype"], tuple(value["shape"])) for key, value in header.items()}
+    return {key: StoredTensor(path, key, value["dtype"], tuple(value["shape"])) for key, value in header.items()}
 
 
 def _check_extents(path: Path, header: Mapping[str, Any], data_bytes: int) -> None:
@@ -114,7 +114,7 @@ def _check_extents(path: Path, header: Mapping[str, Any], data_bytes: int) -> No
     extents = []
     for name, entry in header.items():
         dtype, shape, span = _entry_fields(entry)
-        if dtype not in ITEM_BYTES or not _sizes(shape) or not _sizes(span) or len(span) != 2:
+        if dtype not in ITEM_BYTES or not _is_shape(shape) or not _is_shape(span) or len(span) != 2:
             raise ConversionError(f"{path}: the header's entry for {name} is malformed")
         if span[1] - span[0] != ITEM_BYTES[dtype] * prod(shape):
             raise ConversionError(f"{path}: {name} has {span[1] - span[0]} bytes, not {dtype} {shape}")
@@ -134,7 +134,7 @@ def _entry_fields(entry: Any) -> tuple[Any, Any, Any]:
     return entry["dtype"], entry.get("shape"), entry.get("data_offsets")
 
 
-def _sizes(value: Any) -> bool:
+def _is_shape(value: Any) -> bool:
     """Returns whether a value is a list of integers from 0 to 2^62 - 1."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
 
@@ -168,11 +168,11 @@ def _read_shards(folder: Path) -> Table:
                 raise ConversionError(f"{shard} holds {name}, which {INDEX} puts in {weight_map.get(name)}")
             table[name] = tensor
     if absent := weight_map.keys() - table.keys():
-        raise ConversionError(f"{INDEX} names tensors that no shard holds: {some(absent)}")
+        raise ConversionError(f"{INDEX} names tensors that no shard holds: {list_some_names(absent)}")
     return table
 
 
-def load(table: Mapping[str, Tensor]) -> dict[str, mx.array]:
+def load_lazily(table: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
     """Returns lazy arrays by name; a tensor's data are read when the array is first evaluated.
 
     Raises `ConversionError` for a file that MLX refuses although `read_header` accepts it.
@@ -189,7 +189,7 @@ def load(table: Mapping[str, Tensor]) -> dict[str, mx.array]:
     return arrays
 
 
-def some(names: Iterable[str], limit: int = 12) -> str:
+def list_some_names(names: Iterable[str], limit: int = 12) -> str:
     """Returns sorted names for a message, at most `limit` of them, and the number of the others."""
     ordered = sorted(names)
     rest = len(ordered) - limit

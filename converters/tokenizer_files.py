@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.converters.tensors import read_object
-from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors, first_line
+from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.files import write_json
 from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE as ADAPTED
 
@@ -62,7 +62,9 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFa
             tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
             probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
     except (*failures, StrictDataclassError) as error:  # the last: config.json has a value of a wrong type
-        raise ConversionError(f"the tokenizer in {folder.name} cannot be loaded: {first_line(error)[:300]}") from error
+        raise ConversionError(
+            f"the tokenizer in {folder.name} cannot be loaded: {first_message_line(error)[:300]}"
+        ) from error
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return TokenizerFacts(type(tokenizer).__name__, len(tokenizer), pad, probe)
 
@@ -98,10 +100,10 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
         write_json(target / CONFIG, config)
     if not config.get("tokenizer_class") or read_tokenizer(target, trust_remote_code) != facts:
         write_json(target / CONFIG, {**config, "tokenizer_class": facts.kind})
-        _check_same(target, facts, trust_remote_code)
+        _check_copy(target, facts, trust_remote_code)
 
 
-def _check_same(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
+def _check_copy(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
     """Raises `ConversionError` unless the tokenizer in `folder` has the properties `facts`."""
     found = read_tokenizer(folder, trust_remote_code)
     if found != facts:

@@ -7,7 +7,7 @@ transformers or torch. Importing it also makes `mlx_lm` able to load converted m
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.errors import explained_imports
+from mlx_zip.errors import explain_missing_mlx
 from mlx_zip.models.register import register
 
 if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
@@ -76,7 +76,7 @@ __all__ = [*sorted(_HOMES), "register"]  # pyright: ignore[reportUnsupportedDund
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'mlx_zip' has no attribute {name!r}")
-    with explained_imports():
+    with explain_missing_mlx():
         value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

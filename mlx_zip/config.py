@@ -74,7 +74,7 @@ class EncoderConfig:
                 "encoder: residual_by_side needs residual, and an encoder for each side (tie_encoders false)"
             )
 
-    def residual_of(self, side: str) -> str | None:
+    def residual_base_row(self, side: str) -> str | None:
         """Returns which base row `res_latent_attn` adds to a row: "first", "last", "mean" of all, or None.
 
         side: one of `SIDES`. An input row begins as the entry's last base row, after which the text goes on; an output
@@ -104,17 +104,17 @@ class EncoderConfig:
         """
         if not isinstance(kind, str) or kind not in ENCODER_FIELDS:
             raise ConfigError(f"encoder_type {kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
-        fields = _object("encoder", fields)
-        _refuse_unknown("encoder", fields, ENCODER_FIELDS[kind])
+        fields = _require_object("encoder", fields)
+        _refuse_unknown_keys("encoder", fields, ENCODER_FIELDS[kind])
         needed = {"hidden_size"} | (ENCODER_FIELDS[kind] & {"num_hidden_layers", "num_heads"})
-        values: dict[str, Any] = {name: _integer("encoder", fields, name, low=1) for name in sorted(needed)}
+        values: dict[str, Any] = {name: _read_integer("encoder", fields, name, low=1) for name in sorted(needed)}
         if values.get("num_hidden_layers", 1) > MAX_LAYERS:
             raise ConfigError(f"encoder: num_hidden_layers is {values['num_hidden_layers']}, at most {MAX_LAYERS}")
         for name in {"intermediate_size", "model_hidden_size"} & fields.keys():
             if fields[name] is not None:
-                values[name] = _integer("encoder", fields, name, low=1)
+                values[name] = _read_integer("encoder", fields, name, low=1)
         for name in {"tie_encoders", "causal", "residual", "residual_by_side"} & fields.keys():
-            values[name] = _flag("encoder", fields, name)
+            values[name] = _read_flag("encoder", fields, name)
         return cls(kind=kind, position_encoding=fields.get("position_encoding"), **values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class ZipConfig:
             )
         except CodecError as error:
             raise ConfigError(f"zip2zip config: {error}") from error
-        _flag("zip2zip config", vars(self), "canonical")
+        _read_flag("zip2zip config", vars(self), "canonical")
         if self.canonical and self.policy != "freeze":
             raise ConfigError(f"zip2zip config: canonical decoding needs policy freeze, not {self.policy}")
         object.__setattr__(self, "codec_params", params)
@@ -185,27 +185,27 @@ class ZipConfig:
         pad_id: the tokenizer's pad id; None takes the one in `data`, which only `to_dict` writes.
         Raises `ConfigError` naming the key that is unknown, missing or out of range.
         """
-        data = _object("zip2zip config", data)
-        _refuse_unknown("zip2zip config", data, _TOP | {"pad_token_id", "start", "canonical"})
-        version = _integer("zip2zip config", {"format_version": 1, **data}, "format_version", low=1)
+        data = _require_object("zip2zip config", data)
+        _refuse_unknown_keys("zip2zip config", data, _TOP | {"pad_token_id", "start", "canonical"})
+        version = _read_integer("zip2zip config", {"format_version": 1, **data}, "format_version", low=1)
         if version > 2:
             raise ConfigError(f"format_version {version} is newer than the formats 1 and 2 known here")
-        part = _object("compression", data.get("compression"))
-        _refuse_unknown("compression", part, _COMPRESSION)
+        part = _require_object("compression", data.get("compression"))
+        _refuse_unknown_keys("compression", part, _COMPRESSION)
         pad_id = data.get("pad_token_id") if pad_id is None else pad_id
         if isinstance(pad_id, bool) or not isinstance(pad_id, int):
             raise ConfigError("no pad id: the tokenizer has neither a pad nor an eos token")
         return cls(
-            vocab_size=_integer("compression", part, "initial_vocab_size", low=1),
-            codebook_size=_integer("compression", part, "max_codebook_size", low=0, high=1 << 20),
-            merge_size=_integer("compression", part, "max_subtokens", low=1, high=16),
-            disabled_ids=_ids(part.get("disabled_ids")),
+            vocab_size=_read_integer("compression", part, "initial_vocab_size", low=1),
+            codebook_size=_read_integer("compression", part, "max_codebook_size", low=0, high=1 << 20),
+            merge_size=_read_integer("compression", part, "max_subtokens", low=1, high=16),
+            disabled_ids=_read_disabled_ids(part.get("disabled_ids")),
             pad_id=pad_id,
             encoder=EncoderConfig.from_dict(data.get("encoder_type"), data.get("encoder")),
             position_mode=data.get("position_mode", "compressed"),
             format_version=version,
             base_model=data.get("base_model_name_or_path"),
-            start=_start(data.get("start")),
+            start=_read_start_entries(data.get("start")),
             canonical=data.get("canonical", False),
             policy=part.get("policy", "freeze"),
         )
@@ -233,25 +233,25 @@ class ZipConfig:
         }
 
 
-def config_of(section: Mapping[str, Any]) -> ZipConfig:
+def parse_zip_section(section: Mapping[str, Any]) -> ZipConfig:
     """Returns what a `zip2zip` section of config.json says of codec and encoders. Raises `ConfigError`."""
     return ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
 
 
-def _object(where: str, value: Any) -> Mapping[str, Any]:
+def _require_object(where: str, value: Any) -> Mapping[str, Any]:
     """Returns value, which must be a JSON object. Raises `ConfigError`; here and below, where: the section named."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
     return value
 
 
-def _refuse_unknown(where: str, fields: Mapping[str, Any], known: Iterable[str]) -> None:
+def _refuse_unknown_keys(where: str, fields: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raises `ConfigError` naming the keys of `fields` that are not known."""
     if unknown := fields.keys() - set(known):
         raise ConfigError(f"{where}: unknown key {', '.join(sorted(map(str, unknown)))}")
 
 
-def _integer(where: str, fields: Mapping[str, Any], name: str, low: int, high: int = (1 << 31) - 1) -> int:
+def _read_integer(where: str, fields: Mapping[str, Any], name: str, low: int, high: int = (1 << 31) - 1) -> int:
     """Returns the field `name`. Raises `ConfigError` unless it is an integer from low to high."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -259,7 +259,7 @@ def _integer(where: str, fields: Mapping[str, Any], name: str, low: int, high: i
     return value
 
 
-def _flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
+def _read_flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
     """Returns the field `name`. Raises `ConfigError` unless it is true or false."""
     value = fields[name]
     if not isinstance(value, bool):
@@ -267,7 +267,7 @@ def _flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _read_disabled_ids(value: Any) -> tuple[int, ...]:
     """Returns the disabled ids, sorted. Raises `ConfigError` if they are missing, repeated or no 32-bit integers."""
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError("compression: disabled_ids must be a non-empty list (at least the special tokens)")
@@ -278,7 +278,7 @@ def _ids(value: Any) -> tuple[int, ...]:
     return tuple(sorted(value))
 
 
-def _start(value: Any) -> tuple[tuple[int, ...], ...] | None:
+def _read_start_entries(value: Any) -> tuple[tuple[int, ...], ...] | None:
     """Returns the start entries, None for none. Raises `ConfigError` unless value is a list of lists."""
     if value is None:
         return None

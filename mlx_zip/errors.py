@@ -97,7 +97,7 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
-def first_line(error: BaseException) -> str:
+def first_message_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its class when it has none.
 
     If that line ends in a colon, the lines that it announces are joined to it. Of a text that is no JSON, the field is
@@ -114,24 +114,22 @@ def first_line(error: BaseException) -> str:
     return lines[0].strip() if lines else type(error).__name__
 
 
-def reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Returns why something failed: the system's words without number and path, or the message's first line."""
     words = error.strerror if isinstance(error, OSError) else None
-    return str(words or first_line(error))
+    return str(words or first_message_line(error))
 
 
-def missing_library(purpose: str, *libraries: str, extra: str = "") -> InstallationError:
+def missing_library_error(purpose: str, *libraries: str, extra: str = "") -> InstallationError:
     """Returns the error for libraries that are not installed, with the command that installs them.
 
     purpose: what needs them, a flag for example. extra: the extra of mlx_zip that brings them, "" if there is none.
     """
-    verb = "is" if len(libraries) == 1 else "are"
-    return InstallationError(
-        f"{purpose} needs {', '.join(libraries)}, which {verb} not installed: {install_hint(*libraries, extra=extra)}"
-    )
+    verb, command = "is" if len(libraries) == 1 else "are", install_command(*libraries, extra=extra)
+    return InstallationError(f"{purpose} needs {', '.join(libraries)}, which {verb} not installed: {command}")
 
 
-def install_hint(*libraries: str, extra: str = "") -> str:
+def install_command(*libraries: str, extra: str = "") -> str:
     """Returns the command that installs libraries, or an extra of mlx_zip from the folder of its source."""
     if extra:
         return f"in the folder of mlx_zip's source run pip install -e '.[{extra}]'"
@@ -139,26 +137,26 @@ def install_hint(*libraries: str, extra: str = "") -> str:
 
 
 @contextmanager
-def explained_imports() -> Iterator[None]:
+def explain_missing_mlx() -> Iterator[None]:
     """Turns a failed import of MLX into an `InstallationError` that says what to install on this system."""
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mlx":
             raise
-        raise InstallationError(f"MLX is not installed here: {_install_mlx()}") from error
+        raise InstallationError(f"MLX is not installed here: {_mlx_install_command()}") from error
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "mlx":
             raise
         raise InstallationError(
             f"MLX is installed but cannot be loaded ({error}); if this machine has no GPU driver, install MLX for the "
-            f"CPU: {_install_mlx()}"
+            f"CPU: {_mlx_install_command()}"
         ) from error
 
 
-def _install_mlx() -> str:
+def _mlx_install_command() -> str:
     """Returns the command that installs MLX on this system."""
     if sys.platform == "darwin":
-        return install_hint("mlx")
+        return install_command("mlx")
     cards = "with an NVIDIA GPU: '.[mlx-cuda]', or '.[cuda]' and --engine cuda"
-    return f"{install_hint(extra='cpu')} ({cards}; without MLX: '.[torch]' and --engine torch)"
+    return f"{install_command(extra='cpu')} ({cards}; without MLX: '.[torch]' and --engine torch)"

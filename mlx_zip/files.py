@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all: written under a temporary name, flushed to disk, renamed.
 
-`signals_as_exit` has temporary ones removed where a signal ends the process.
+`exit_on_signals` has temporary ones removed where a signal ends the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, reason
+from mlx_zip.errors import DataError, failure_reason
 
 _INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
@@ -28,7 +28,7 @@ _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Gives a temporary path next to `path` to write to; on success it is flushed to disk and renamed to `path`.
 
     If `path` is a symbolic link, the file that it points to is replaced. On any error the temporary file is removed
@@ -37,12 +37,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a file that could be replaced", str(path))
-    partial = _partial(path)
+    partial = _temporary_path(path)
     try:
         yield partial
-        sync(partial)
+        flush_to_disk(partial)
         partial.replace(path)
-        sync(path.parent)
+        flush_to_disk(path.parent)
     except OSError as error:
         if error.filename == str(partial):
             error.filename = str(path)
@@ -55,13 +55,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
+def atomic_folder(path: Path, replace: bool = True) -> Iterator[Path]:
     """Gives a temporary folder next to `path` to fill; on success it is flushed to disk and renamed to `path`.
 
     replace: whether an existing folder at `path` is replaced; if not, `FileExistsError` is raised. On any error the
     temporary folder is removed, with the parents made for it, and what was at `path` stays. Raises `OSError`.
     """
-    partial = _partial(path)
+    partial = _temporary_path(path)
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     new_parents = [parent for parent in path.absolute().parents if not os.path.lexists(parent)]
     if path.exists() and not path.is_dir():
@@ -70,13 +70,13 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
         partial.mkdir(parents=True)
         yield partial
-        sync_tree(partial)
+        flush_folder_to_disk(partial)
         if os.path.lexists(path):
             if not replace:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
             path.rename(old)
         partial.rename(path)
-        sync(path.parent)
+        flush_to_disk(path.parent)
     finally:
         if old.exists() and not path.exists():  # the new folder could not take its place
             old.rename(path)
@@ -89,7 +89,7 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def _partial(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Returns the temporary path next to `path`, which differs between processes, and between threads."""
     main = threading.current_thread() is threading.main_thread()
     thread = "" if main else f"-{threading.get_native_id()}"
@@ -106,14 +106,14 @@ def make_private(folder: Path) -> str | None:
             one.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
-        return f"cannot be used: {reason(error)}"
+        return f"cannot be used: {failure_reason(error)}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
         return "is not used: other users can write to it; use a folder of your own (chmod 700)"
     return None
 
 
-def remove_partials(folder: Path) -> None:
-    """Removes unfinished files that killed processes left in a folder. Call it only as the folder's `sole_user`."""
+def remove_unfinished(folder: Path) -> None:
+    """Removes unfinished files that killed processes left in a folder. Call it only while holding the folder's lock."""
     for left in (*folder.glob(".*.partial-*"), *folder.glob(".*.old-*")):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -122,19 +122,19 @@ def remove_partials(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def sole_user(folder: Path) -> Iterator[bool]:
+def try_lock_folder(folder: Path) -> Iterator[bool]:
     """Locks a folder until the block or the process ends; gives False if another process has locked it.
 
     Nothing is written. On a file system without locks the result is always True. Raises `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _locked(handle)
+        yield _try_lock(handle)
     finally:
         os.close(handle)
 
 
-def begin_use(folder: Path, if_alone: Callable[[], None]) -> int:
+def mark_folder_in_use(folder: Path, if_alone: Callable[[], None]) -> int:
     """Marks a folder as used by this process until the returned handle is closed.
 
     Calls `if_alone` before, if nobody else has marked the folder. Never calls it on a file system without locks.
@@ -153,7 +153,7 @@ def begin_use(folder: Path, if_alone: Callable[[], None]) -> int:
     return handle
 
 
-def _locked(handle: int) -> bool:
+def _try_lock(handle: int) -> bool:
     """Locks an open folder if it can be locked; returns False if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,16 +165,16 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def sync_tree(folder: Path) -> None:
+def flush_folder_to_disk(folder: Path) -> None:
     """Flushes a folder and everything in it to disk; a Mac's disk empties its own cache once, at the end."""
     for root, _, files in os.walk(folder):
         for name in files:
-            sync(Path(root, name), full=False)
-        sync(Path(root), full=False)
-    sync(folder)
+            flush_to_disk(Path(root, name), full=False)
+        flush_to_disk(Path(root), full=False)
+    flush_to_disk(folder)
 
 
-def sync(path: Path, full: bool = True) -> None:
+def flush_to_disk(path: Path, full: bool = True) -> None:
     """Flushes one file or folder to disk.
 
     On a Mac, `os.fsync` leaves the data in the disk's own cache, which a power cut empties. full: empty that cache too
@@ -182,13 +182,13 @@ def sync(path: Path, full: bool = True) -> None:
     """
     handle = os.open(path, os.O_RDONLY)
     try:
-        if not (full and _full_sync(handle)):
+        if not (full and _flush_disk_cache(handle)):
             os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def at_home(name: str | os.PathLike[str]) -> Path:
+def expand_home(name: str | os.PathLike[str]) -> Path:
     """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is.
 
     Raises `DataError` for what is no path.
@@ -204,9 +204,9 @@ def data_folder() -> Path:
     On a Mac ~/Library/Application Support/mlx_zip, elsewhere mlx_zip in $XDG_DATA_HOME or in ~/.local/share.
     """
     if sys.platform == "darwin":
-        return at_home("~/Library/Application Support/mlx_zip")
+        return expand_home("~/Library/Application Support/mlx_zip")
     given = os.environ.get("XDG_DATA_HOME", "")
-    return (Path(given) if os.path.isabs(given) else at_home("~/.local/share")) / "mlx_zip"
+    return (Path(given) if os.path.isabs(given) else expand_home("~/.local/share")) / "mlx_zip"
 
 
 def cache_folder() -> Path:
@@ -215,12 +215,12 @@ def cache_folder() -> Path:
     On a Mac ~/Library/Caches/mlx_zip, elsewhere mlx_zip in $XDG_CACHE_HOME or in ~/.cache.
     """
     if sys.platform == "darwin":
-        return at_home("~/Library/Caches/mlx_zip")
+        return expand_home("~/Library/Caches/mlx_zip")
     given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else at_home("~/.cache")) / "mlx_zip"
+    return (Path(given) if os.path.isabs(given) else expand_home("~/.cache")) / "mlx_zip"
 
 
-def _full_sync(handle: int) -> bool:
+def _flush_disk_cache(handle: int) -> bool:
     """Flushes an open file and the cache of its disk; returns False where there is no such call."""
     command = getattr(fcntl, "F_FULLFSYNC", None)  # Macs only
     if command is None:
@@ -234,7 +234,7 @@ def _full_sync(handle: int) -> bool:
     return True
 
 
-def check_out(path: Path, what: str = "", suffix: str = "") -> None:
+def check_writable(path: Path, what: str = "", suffix: str = "") -> None:
     """Raises `DataError` if no file can be written at `path`; writes nothing, so it can be called before long work.
 
     what, suffix: the kind of file, for the message, and the only suffix that it may have ("" for any).
@@ -249,7 +249,7 @@ def check_out(path: Path, what: str = "", suffix: str = "") -> None:
         raise DataError(f"{path}: is a folder or device, not a file")
 
 
-def check_in(path: Path) -> None:
+def check_regular_file(path: Path) -> None:
     """Raises `DataError` if there is a folder, device or pipe at `path`; a missing file is no error here.
 
     Reading a device or pipe may never end.
@@ -265,24 +265,24 @@ def write_json(path: Path, data: Any) -> None:
     A list of integers stands on one line. Raises `OSError`, and `ValueError` for NaN and infinity.
     """
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         partial.write_text(_INTEGERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
-def signals_as_exit() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Makes SIGTERM and SIGHUP raise `SystemExit`, so that unfinished files are cleaned up as on Ctrl-C.
 
     Leaves a signal alone if a handler is already installed for it.
     """
 
-    def end(number: int, _: Any) -> None:
+    def exit_process(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
     main = threading.current_thread() is threading.main_thread()
     ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) == signal.SIG_DFL]
     for number in ours:
-        signal.signal(number, end)
+        signal.signal(number, exit_process)
     try:
         yield
     finally:

@@ -69,11 +69,11 @@ class Layout:
             )
 
 
-def is_zip(model: Any) -> bool:
+def has_hypertokens(model: Any) -> bool:
     """Returns whether a model has hypertokens: a model that has them has a `Layout` as its `layout`."""
     return isinstance(getattr(model, "layout", None), Layout)
 
 
-def base_config(model: Any) -> Mapping[str, Any]:
+def decoder_config(model: Any) -> Mapping[str, Any]:
     """Returns the decoder's config: config.json, or for a plain model the arguments that mlx-lm read from it."""
-    return model.args.config if is_zip(model) else vars(model.args)
+    return model.args.config if has_hypertokens(model) else vars(model.args)

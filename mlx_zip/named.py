@@ -14,8 +14,8 @@ from hashlib import sha256
 from importlib import import_module, metadata
 from pathlib import Path
 
-from mlx_zip.errors import ModelError, explained_imports
-from mlx_zip.files import at_home, cache_folder
+from mlx_zip.errors import ModelError, explain_missing_mlx
+from mlx_zip.files import cache_folder, expand_home
 
 FOLDER = Path(__file__).parent / "bundle"
 BUNDLED = {
@@ -50,7 +50,7 @@ PROMPT = "Tell me a story about a boy and his boat."  # the prompt if neither a 
 MAX_TOKENS = 400  # base tokens; a story has about 200
 
 
-def bundled_model(name: str) -> Path:
+def bundled_model_folder(name: str) -> Path:
     """Returns the folder of a bundled model. Raises `ModelError` for an unknown name or a model not installed."""
     if name not in BUNDLED:
         raise ModelError(f"{name} is not a bundled model; there are {', '.join(BUNDLED)}")
@@ -63,21 +63,21 @@ def bundled_model(name: str) -> Path:
     return folder
 
 
-def here_or_bundled(name: str | Path) -> Path:
+def resolve_model_name(name: str | Path) -> Path:
     """Returns the path itself, or the folder of the model that a name of `KNOWN` stands for.
 
     A local model folder of that name takes precedence. A model of `MADE` is made if need be. Raises `ModelError`
     if the bundled model is not installed, and for a path that the system cannot look up, for example one that is too
     long; `MlxZipError` if a named model cannot be made.
     """
-    path = at_home(name)
+    path = expand_home(name)
     try:
         path.exists()
     except OSError as error:
         raise ModelError(f"{name!s:.80}: no such model folder ({error.strerror or error})") from error
     if str(name) not in KNOWN or (path / "config.json").is_file():
         return path
-    return bundled_model(str(name)) if str(name) in BUNDLED else named_model(str(name))
+    return bundled_model_folder(str(name)) if str(name) in BUNDLED else ensure_named_model(str(name))
 
 
 # ---- the models that are made
@@ -98,30 +98,30 @@ _WHOLE = ("config.json", "model.safetensors", "tokenizer.json")  # files without
 _READ = ("*.json", "*.safetensors")  # the adapter's files that decide the result
 
 
-def named_model(name: str) -> Path:
+def ensure_named_model(name: str) -> Path:
     """Returns the folder of a model of `MADE`; the first time, it is made, which is reported on stderr.
 
     Raises `MlxZipError` if the model cannot be made, for example because no source of the base is there.
     """
-    check_adapter(name)
-    found = made(name)
+    check_bundled_adapter(name)
+    found = find_made_model(name)
     if found is not None:
         return found
-    with explained_imports():
+    with explain_missing_mlx():
         return import_module("mlx_zip.converters").make_named(name)
 
 
-def made(name: str) -> Path | None:
+def find_made_model(name: str) -> Path | None:
     """Returns the folder of a model if it was made before, else None.
 
     A folder made from the installed package is preferred, and is the only one that counts while that is installed.
     """
-    origins = [PACKED_SHA256] if package_file() is not None else [PACKED_SHA256, HUB]
-    folders = (folder_of(name, origin) for origin in origins)
+    origins = [PACKED_SHA256] if packaged_weights_file() is not None else [PACKED_SHA256, HUB]
+    folders = (named_model_folder(name, origin) for origin in origins)
     return next((folder for folder in folders if all((folder / file).is_file() for file in _WHOLE)), None)
 
 
-def folder_of(name: str, origin: str) -> Path:
+def named_model_folder(name: str, origin: str) -> Path:
     """Returns the folder that a model has when its base is from `origin`; it may not exist.
 
     Its name has a digest of base, adapter and format, so that a new adapter gets a new folder.
@@ -129,12 +129,12 @@ def folder_of(name: str, origin: str) -> Path:
     digest = sha256(f"{FORMAT} {origin} {BITS} {GROUP_SIZE} {DTYPE}".encode())
     if name == ZIP:
         for file in sorted(file for pattern in _READ for file in ADAPTER.glob(pattern)):
-            digest.update(file.name.encode() + _digest_of(file, file.stat().st_mtime_ns))
+            digest.update(file.name.encode() + _file_sha256(file, file.stat().st_mtime_ns))
     return models_folder() / f"{name}-{digest.hexdigest()[:12]}"
 
 
 @cache
-def _digest_of(file: Path, changed: int) -> bytes:
+def _file_sha256(file: Path, changed: int) -> bytes:
     """Returns the SHA-256 of a file, which is read once. changed: when it was last changed."""
     return sha256(file.read_bytes()).digest()
 
@@ -142,10 +142,10 @@ def _digest_of(file: Path, changed: int) -> bytes:
 def models_folder() -> Path:
     """Returns the folder that models are kept in: $MLX_ZIP_MODELS, else `models` in the user's cache folder."""
     given = os.environ.get(ENVIRONMENT, "")
-    return at_home(given) if given else cache_folder() / "models"
+    return expand_home(given) if given else cache_folder() / "models"
 
 
-def package_file() -> Path | None:
+def packaged_weights_file() -> Path | None:
     """Returns the file of weights in the installed package, None without one. The package is not imported."""
     try:
         file = Path(str(metadata.distribution(PACKAGE).locate_file(PACKED)))
@@ -154,14 +154,14 @@ def package_file() -> Path | None:
     return file if file.is_file() else None
 
 
-def check_adapter(name: str) -> None:
+def check_bundled_adapter(name: str) -> None:
     """Raises `ModelError` if a model needs the adapter of this package and this installation has none."""
     if name == ZIP and not (ADAPTER / "adapter_model.safetensors").is_file():
         raise ModelError(f"{ZIP}: its adapter is not in this installation; {ZIP}-base, the model without it, works")
 
 
-def at_hand() -> list[str]:
+def offline_model_names() -> list[str]:
     """Returns the names of models that were made before, or that can be made without fetching anything."""
-    there = package_file() is not None
+    there = packaged_weights_file() is not None
     has_adapter = (ADAPTER / "adapter_model.safetensors").is_file()
-    return [name for name in MADE if (name != ZIP or has_adapter) and (there or made(name) is not None)]
+    return [name for name in MADE if (name != ZIP or has_adapter) and (there or find_made_model(name) is not None)]

@@ -61,18 +61,18 @@ class ProgressBar:
 
     def __call__(self, count: int = 1) -> None:
         """Adds `count` units to those done, and updates what is shown."""
-        self.reach(self.done + count)
+        self.set_done(self.done + count)
 
-    def reach(self, done: int) -> None:
+    def set_done(self, done: int) -> None:
         """Sets the number of units done, and updates what is shown."""
         if self._bar is not None:
             self._bar.update(done - self.done)
         self.done = done
         if self._bar is None and done != self.total and time.monotonic() - self._printed_at >= self._interval_s:
             self._printed_at = time.monotonic()
-            self.say(f"{self.name}: {self._counts()}")
+            self.say(f"{self.name}: {self._progress_text()}")
 
-    def note(self, figures: str) -> None:
+    def show_figures(self, figures: str) -> None:
         """Shows figures of the work so far in the bar; nothing where there is none."""
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
@@ -85,7 +85,9 @@ class ProgressBar:
     def report(self, figures: str) -> None:
         """Shows figures of the last units: in the bar, elsewhere on a line with the units done and the time left."""
         if self._bar is None:
-            self.say(f"{self.unit} {self.done:,} of {self.total:,}: {figures}, {clock(self._left_s())} left")
+            self.say(
+                f"{self.unit} {self.done:,} of {self.total:,}: {figures}, {format_duration(self._remaining_s())} left"
+            )
         else:
             self._bar.set_postfix_str(figures)
 
@@ -97,23 +99,25 @@ class ProgressBar:
             elif self._shown:
                 print(line, file=sys.stderr, flush=True)
 
-    def _counts(self) -> str:
+    def _progress_text(self) -> str:
         """Returns in words: units done, rate and time left; without the time if the total is not known."""
-        rate = f"{self._per_s():.3g} per s"
+        rate = f"{self._units_per_s():.3g} per s"
         if self.total is None:
             return f"{self.done:,} {plural(self.unit)}, {rate}"
-        return f"{self.done:,} of {self.total:,} {plural(self.unit)}, {rate}, {clock(self._left_s())} left"
+        return (
+            f"{self.done:,} of {self.total:,} {plural(self.unit)}, {rate}, {format_duration(self._remaining_s())} left"
+        )
 
-    def _per_s(self) -> float:
+    def _units_per_s(self) -> float:
         """Returns the mean number of units per second so far."""
         return (self.done - self._first) / max(1e-9, time.monotonic() - self._begun)
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         """Returns the seconds left at the mean rate so far; 0 if nothing is done."""
-        return ((self.total or 0) - self.done) / self._per_s() if self.done > self._first else 0.0
+        return ((self.total or 0) - self.done) / self._units_per_s() if self.done > self._first else 0.0
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Returns a number with its noun, which is in the plural unless the number is 1: "1 entry", "1,024 entries"."""
     return f"{number:,} {noun if number == 1 else plural(noun)}"
 
@@ -125,7 +129,7 @@ def plural(noun: str) -> str:
     return f"{noun}es" if noun.endswith("ch") else f"{noun}s"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Returns a duration as m:ss, or h:mm:ss from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

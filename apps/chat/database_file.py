@@ -21,8 +21,8 @@ from mlx_zip.apps.chat.schema import (
     schema_version,
     transaction,
 )
-from mlx_zip.errors import DataError, MlxZipError, reason
-from mlx_zip.files import check_in
+from mlx_zip.errors import DataError, MlxZipError, failure_reason
+from mlx_zip.files import check_regular_file
 
 PATIENCE_S = 5.0  # for another process that writes
 _FILE_SUFFIXES = ("", "-wal", "-shm")  # SQLite's files of one database
@@ -108,7 +108,7 @@ def open_file(path: Path) -> OpenedFile:
     cannot be opened, also because another process uses what is damaged, and for a database of a later version.
     """
     try:
-        check_in(path)
+        check_regular_file(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock, alone = _lock_file(path)
     except (OSError, DataError) as error:
@@ -135,7 +135,9 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 def _open_error(path: Path, error: Exception) -> StoreError:
     unwritable = getattr(error, "errno", None) in _UNWRITABLE or sqlite_code(error) in TAKES_NO_MORE
-    words = error_in_words(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
+    words = (
+        error_in_words(error) if isinstance(error, sqlite3.Error) else failure_reason(error).removeprefix(f"{path}: ")
+    )
     return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
 
 
@@ -264,4 +266,4 @@ def error_in_words(error: BaseException) -> str:
         sqlite3.SQLITE_CORRUPT: "it is damaged",
         sqlite3.SQLITE_IOERR: "the disk is full, or cannot be read or written",
     }
-    return words.get(sqlite_code(error), reason(error))
+    return words.get(sqlite_code(error), failure_reason(error))

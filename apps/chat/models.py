@@ -11,7 +11,7 @@ from mlx_zip.engine.engines import OFF, OtherModel
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.errors import RequestError
-from mlx_zip.text.prompts import check_system
+from mlx_zip.text.prompts import check_system_message
 
 
 class Models:
@@ -56,7 +56,7 @@ class Models:
         known here. "" is no system prompt.
         """
         if system and name in (None, self.main.model):
-            check_system(self.main.engine.tokenizer, system, self.main.options.template_options)
+            check_system_message(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:
         """Opens a model, which may be a new one. Raises `RequestError`, and what opening the model raises."""
@@ -104,7 +104,7 @@ class Models:
 def _system_refusal(core: Core) -> str | None:
     """Returns why a model's chat template takes no system prompt, None if it takes one."""
     try:
-        check_system(core.engine.tokenizer, "Be brief.", core.options.template_options)
+        check_system_message(core.engine.tokenizer, "Be brief.", core.options.template_options)
     except GenerationError as error:
         return str(error)
     return None

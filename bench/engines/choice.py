@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from mlx_zip.errors import MlxZipError, missing_library
+from mlx_zip.errors import MlxZipError, missing_library_error
 
 from .interface import ENGINES, Engine
 from .shape_table import Models
@@ -33,7 +33,7 @@ def check_engine_names(names: Sequence[str]) -> None:
             raise MlxZipError(f"engine {name} is named twice")
         missing = [library for library in LIBRARIES.get(name, ()) if find_spec(library) is None]
         if missing:
-            raise missing_library(f"engine {name}", *missing)
+            raise missing_library_error(f"engine {name}", *missing)
         if name in ON_MLX_CUDA:
             check_mlx_runs_on_cuda(name)
 

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 
 from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, config_with_hypertokens
 
@@ -79,10 +79,10 @@ def models_from_folders(model: str | None, base: str | None) -> Models:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")
     nothing: tuple[Any, Any] = (None, None)
     zipped, tokenizer = load(model) if model else nothing
-    if zipped is not None and not is_zip(zipped):
+    if zipped is not None and not has_hypertokens(zipped):
         raise MlxZipError(f"--model {model} has no hypertokens; a plain model is named with --base")
     plain, base_tokenizer = load(base) if base else nothing
-    if is_zip(plain):
+    if has_hypertokens(plain):
         raise MlxZipError(f"--base {base} has hypertokens; name a plain model")
     if len({len(one) for one in (tokenizer, base_tokenizer) if one is not None}) > 1:
         raise MlxZipError(f"--base {base} and --model {model} have tokenizers of different sizes")
@@ -136,7 +136,7 @@ def model_copier(loaded: Any, name: Any) -> Callable[[], Any]:
         dict(tree_flatten(loaded.parameters())),
         read_model_config(find_model_folder(name)).get("quantization"),
     )
-    pack = loaded.row_source.pack if is_zip(loaded) else None
+    pack = loaded.row_source.pack if has_hypertokens(loaded) else None
 
     def make() -> Any:
         model = load_weights_into(type(loaded)(loaded.args), weights, quantization)

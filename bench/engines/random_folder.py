@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mlx_zip.config import config_of
+from mlx_zip.config import parse_zip_section
 from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.network.checkpoint import Folder, Weight
@@ -66,7 +66,7 @@ def random_folder(
     """
     where = find_device(device)
     raise_if_dtype_unsupported(dtype, where)
-    section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
+    section = parse_zip_section(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
     raise_if_no_room("random weights of the decoder", decoder_matrix_bytes(decoder, dtype, bits, group), where)
     numbers = torch.Generator(where if made_on is None else made_on).manual_seed(0)

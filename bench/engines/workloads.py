@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
-from mlx_zip.text.sources import Item, Reader, Record, Skipped, Source, parse
+from mlx_zip.text.sources import Item, Record, Skipped, Source, SourceReader, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
@@ -204,14 +204,14 @@ def read_text_pieces(files: Sequence[Path]) -> Iterator[str]:
 
 
 def read_documents(file: Path) -> Iterator[str]:
-    for item in Reader(Source((str(file),))):
+    for item in SourceReader(Source((str(file),))):
         text = item_text(item)
         yield from text.split("\n\n") if item.kind == "text" else [text]
 
 
 def item_text(item: Item) -> str:
-    found = [parse(item, columns) for columns in COLUMNS]
-    record = next((one for one in found if isinstance(one, Record)), parse(item))
+    found = [parse_item(item, columns) for columns in COLUMNS]
+    record = next((one for one in found if isinstance(one, Record)), parse_item(item))
     if isinstance(record, Skipped):
         if record.empty:
             return ""

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.engines.interface import Run
-from mlx_zip.errors import MlxZipError, reason
+from mlx_zip.errors import MlxZipError, failure_reason
 
 SCHEMA = 1
 FIGURES = {  # name: (unit, what it is); one sample per trial
@@ -152,7 +152,7 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
         try:
             lines = Path(name).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise MlxZipError(f"{name} cannot be read: {reason(error)}") from error
+            raise MlxZipError(f"{name} cannot be read: {failure_reason(error)}") from error
         for number, line in enumerate(lines, 1):
             if line.strip() and (record := parse_record(line, f"{name}, line {number}")) is not None:
                 found.append(record)

@@ -20,8 +20,8 @@ from xml.etree import ElementTree
 from mlx_zip.bench.machine import card_state
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import read_lines
-from mlx_zip.errors import MlxZipError, first_line, reason
-from mlx_zip.files import whole_file
+from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
+from mlx_zip.files import atomic_file
 
 Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
@@ -71,7 +71,7 @@ class CaseRunner:
     def _record_failure(self, name: str, error: Exception) -> None:
         if not isinstance(error, MlxZipError):
             traceback.print_exc()
-        said = f"{type(error).__name__}: {first_line(error)}"
+        said = f"{type(error).__name__}: {first_message_line(error)}"
         print(f"error: {name}: {said}", file=sys.stderr, flush=True)
         self.add(make_record("error", what=name, error=said))
 
@@ -99,7 +99,7 @@ def make_writable_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise MlxZipError(f"--out {folder} cannot be written to: {reason(error)}") from error
+        raise MlxZipError(f"--out {folder} cannot be written to: {failure_reason(error)}") from error
 
 
 def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
@@ -124,10 +124,10 @@ def records_path(folder: Path, part: str) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Writes a file, whole or not at all. Raises `MlxZipError`."""
     try:
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise MlxZipError(f"{path} cannot be written: {reason(error)}") from error
+        raise MlxZipError(f"{path} cannot be written: {failure_reason(error)}") from error
 
 
 def write_part_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
@@ -163,7 +163,7 @@ def read_float64_test_record(folder: Path) -> list[Record]:
         suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
         count = {name: sum(int(one.attrib[name]) for one in suites) for name in ("tests", "skipped", *FAILED_TESTS)}
     except (OSError, ElementTree.ParseError, KeyError, ValueError) as error:
-        raise MlxZipError(f"{path} cannot be read: {reason(error)}") from error
+        raise MlxZipError(f"{path} cannot be read: {failure_reason(error)}") from error
     failed = sum(count[name] for name in FAILED_TESTS)
     passed = count["tests"] - count["skipped"] - failed
     return [{"bench": "nvidia-float64", "passed": passed, "failed": failed, "skipped": count["skipped"]}]
@@ -187,4 +187,4 @@ def read_text(path: Path, what: str) -> str:
             raise MlxZipError(f"{what} {os.fspath(path)}: there is no such file")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise MlxZipError(f"{what} {path} cannot be read: {reason(error)}") from error
+        raise MlxZipError(f"{what} {path} cannot be read: {failure_reason(error)}") from error

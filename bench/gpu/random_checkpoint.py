@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens, narrow_shape_config
-from mlx_zip.errors import MlxZipError, missing_library, reason
-from mlx_zip.files import check_out, whole_folder, write_json
+from mlx_zip.errors import MlxZipError, failure_reason, missing_library_error
+from mlx_zip.files import atomic_folder, check_writable, write_json
 from mlx_zip.layout import Layout
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -47,18 +47,18 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise missing_library("bench checkpoint", "torch", extra="cuda") from error
+        raise missing_library_error("bench checkpoint", "torch", extra="cuda") from error
     config = narrow_shape_config(SHAPES[args.shape]) if args.rehearse else SHAPES[args.shape]
     tokenizer = load_tokenizer(args.tokenizer)
     Layout(config["vocab_size"], 0, config["vocab_size"]).check_tokenizer(len(tokenizer))
     if args.out.exists():
         raise MlxZipError(f"--out {args.out} exists already")
-    check_out(args.out)
+    check_writable(args.out)
     try:
-        with whole_folder(args.out, replace=False) as partial:
+        with atomic_folder(args.out, replace=False) as partial:
             write_checkpoint(partial, config, ZipOptions(), tokenizer, DTYPES[args.precision])
     except OSError as error:
-        raise MlxZipError(f"--out {args.out} cannot be written: {reason(error)}") from error
+        raise MlxZipError(f"--out {args.out} cannot be written: {failure_reason(error)}") from error
     size = sum(file.stat().st_size for file in args.out.iterdir())
     print(f"{args.out}: random weights of {args.shape}, {size / 1e6:.0f} MB", file=sys.stderr)
     return 0

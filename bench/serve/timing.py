@@ -28,7 +28,7 @@ from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
-from mlx_zip.named import here_or_bundled
+from mlx_zip.named import resolve_model_name
 from mlx_zip.progress import ProgressBar
 
 from .client import CHAT, DIALECTS, Dialect, Reply, send_request
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             "zip": stack.enter_context(ServerProcess(serve_command(args.model, folder / "zip"))),
             "base": stack.enter_context(ServerProcess(serve_command(args.base, folder / "base"))),
             "mlx-lm": stack.enter_context(
-                ServerProcess(["mlx_lm", "server", "--model", str(here_or_bundled(args.base))])
+                ServerProcess(["mlx_lm", "server", "--model", str(resolve_model_name(args.base))])
             ),
         }
         asked = {

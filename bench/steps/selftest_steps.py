@@ -61,7 +61,7 @@ def measure_smollm2(limit_s: float) -> dict[str, Any]:
     """Returns `measure_steps` of SmolLM2 by name against its base, or why it is left out; fetches and makes nothing."""
     if not on_gpu():
         return {"skipped": "on a CPU a step of this size takes too long"}
-    if any(named.made(name) is None for name in named.MADE):
+    if any(named.find_made_model(name) is None for name in named.MADE):
         return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
     models = models_from_folders("smollm2", "smollm2-base")
     return measure_steps(models, first_request(models), None, limit_s)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.converters.gguf.gguf_file import GgufFile
-from mlx_zip.converters.tensors import some
+from mlx_zip.converters.tensors import list_some_names
 from mlx_zip.errors import ConversionError
 from mlx_zip.models.decoder_options import head_width
 
@@ -33,7 +33,7 @@ _LARGE = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27 billion para
 _META = "Meta AI original pth"  # the only known order of q and k rows, which `row_order` undoes
 
 
-class Settings:
+class GgufSettings:
     """Takes one key after the other from a file's metadata; what is left at the end is unknown."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -108,7 +108,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
 
     Raises `ConversionError` for an architecture or a value that is not supported, and for unknown keys, by name.
     """
-    take = Settings(file)
+    take = GgufSettings(file)
     heads, width = take.size("attention.head_count"), take.size("embedding_length")
     model_type, made_by = KINDS[take.kind]
     config: dict[str, Any] = {
@@ -121,7 +121,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": take.size("attention.head_count_kv", heads),
         "rms_norm_eps": take.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": take.size("context_length"),
-        "vocab_size": _rows(take),
+        "vocab_size": _vocabulary_rows(take),
         "tie_word_embeddings": HEAD not in file.tensors,
         "hidden_act": "gelu_pytorch_tanh" if model_type.startswith("gemma") else "silu",
     }
@@ -134,11 +134,11 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if (order := take.take("tensor_data_layout", _META)) != _META:
         raise take.error(f"{take.kind}.tensor_data_layout is {str(order)[:80]!r}, which is not supported")
     if take.left:
-        raise take.error(f"unknown keys: {some(take.left)}")
+        raise take.error(f"unknown keys: {list_some_names(take.left)}")
     return config
 
 
-def _rows(take: Settings) -> int:
+def _vocabulary_rows(take: GgufSettings) -> int:
     if EMBEDDING not in take.file.tensors:
         raise take.error(f"the tensor {EMBEDDING} is missing")
     rows = take.file.tensors[EMBEDDING].shape[0]
@@ -147,7 +147,7 @@ def _rows(take: Settings) -> int:
     return rows
 
 
-def _add_head_width(take: Settings, config: dict[str, Any]) -> None:
+def _add_head_width(take: GgufSettings, config: dict[str, Any]) -> None:
     """Adds the width of an attention head, and how much of it is rotated."""
     even = config["hidden_size"] // config["num_attention_heads"]
     width = take.size("attention.key_length", even)
@@ -164,7 +164,7 @@ def _add_head_width(take: Settings, config: dict[str, Any]) -> None:
         raise take.error(f"{take.kind}.rope.dimension_count is {rotated}; expected {width}, the width of a head")
 
 
-def _check_sizes(take: Settings, config: Mapping[str, Any]) -> None:
+def _check_sizes(take: GgufSettings, config: Mapping[str, Any]) -> None:
     """Raises `ConversionError` unless the sizes agree with the first layer's tensors, so that the file bounds them."""
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     queries = config["num_attention_heads"] * head_width(config)
@@ -184,7 +184,7 @@ def _check_sizes(take: Settings, config: Mapping[str, Any]) -> None:
             raise take.error(f"{name} has the shape {list(found.shape)}; the metadata say {list(shape)}")
 
 
-def _add_attention(take: Settings, config: dict[str, Any]) -> None:
+def _add_attention(take: GgufSettings, config: dict[str, Any]) -> None:
     """Adds windows, soft caps, biases and the scale of attention."""
     kind, window = take.kind, take.take("attention.sliding_window", 0)
     if type(window) is not int or not 0 <= window < 1 << 31:
@@ -211,7 +211,7 @@ def _add_attention(take: Settings, config: dict[str, Any]) -> None:
         config["use_sliding_window"] = False
 
 
-def _add_rope(take: Settings, config: dict[str, Any]) -> None:
+def _add_rope(take: GgufSettings, config: dict[str, Any]) -> None:
     """Adds the rotary embedding's base and scaling, from the metadata and from the tensors that hold factors."""
     config["rope_theta"] = take.number("rope.freq_base", 10_000.0)
     if take.kind == "gemma3":
@@ -224,12 +224,12 @@ def _add_rope(take: Settings, config: dict[str, Any]) -> None:
     scaling: dict[str, Any] = {}
     expected = 1.0
     if take.kind == "phi3" and (_LONG in take.file.tensors or _SHORT in take.file.tensors):
-        scaling = _longrope(take, config, original, kind)
+        scaling = _longrope_scaling(take, config, original, kind)
         expected = _longrope_magnitude(config)
     elif _ROPE_FREQS in take.file.tensors:
         if kind not in ("none", "llama3"):
             raise take.error(f"{_ROPE_FREQS} beside {take.kind}.rope.scaling of the type {str(kind)[:80]!r}")
-        scaling = _llama3(take, config)
+        scaling = _llama3_scaling(take, config)
     elif kind in ("linear", "yarn"):
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
@@ -249,7 +249,7 @@ def _add_rope(take: Settings, config: dict[str, Any]) -> None:
 _YARN = ("beta_fast", "beta_slow")
 
 
-def _longrope(take: Settings, config: dict[str, Any], original: int | None, kind: str) -> dict[str, Any]:
+def _longrope_scaling(take: GgufSettings, config: dict[str, Any], original: int | None, kind: str) -> dict[str, Any]:
     """Returns Phi-3's scaling, whose factors are tensors."""
     if kind not in ("none", "longrope") or original is None or original < 2:
         raise take.error(f"{_LONG} and {_SHORT} need phi3.rope.scaling.original_context_length and type longrope")
@@ -268,7 +268,7 @@ def _longrope_magnitude(config: Mapping[str, Any]) -> float:
     return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
 
 
-def _llama3(take: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Llama 3's scaling, of which the file holds only the resulting divisors of the frequencies.
 
     The divisors are computed anew for each possible original context, a power of two, until they are those of the file.

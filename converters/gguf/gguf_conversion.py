@@ -19,12 +19,12 @@ from mlx.utils import tree_map
 import mlx_zip
 from mlx_zip.converters import output
 from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, read_config, row_order, tensor_names
-from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, Tensor, dequantizer, read_gguf
-from mlx_zip.converters.output import Planned
-from mlx_zip.converters.prepared import DTYPES, parameters_of
-from mlx_zip.converters.quantization import Recipe, quantize_model
-from mlx_zip.converters.source import Place
-from mlx_zip.converters.tensors import some
+from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, GgufTensor, dequantizer, read_gguf
+from mlx_zip.converters.output import LazyTensor
+from mlx_zip.converters.prepared import DTYPES, tensors_by_name
+from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
+from mlx_zip.converters.source import ModelPlace
+from mlx_zip.converters.tensors import list_some_names
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer
 from mlx_zip.errors import ConfigError, ConversionError, DataError
 from mlx_zip.files import write_json
@@ -34,19 +34,19 @@ from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
 
 @dataclass
-class _Source:
+class _GgufSource:
     """A file that has been read and checked but for the shapes of its tensors.
 
     architecture: general.architecture. config: the content of config.json, to be completed. tensors: those of the
     model, by its names. dtype: name of the type of scales, and of tensors that are not packed.
     """
 
-    place: Place
+    place: ModelPlace
     file: GgufFile
     architecture: str
     config: dict[str, Any]
     tokenizer: GgufTokenizer
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensor]
     dtype: str
 
     def error(self, what: str) -> ConversionError:
@@ -54,7 +54,7 @@ class _Source:
         return ConversionError(f"{self.file.path}: {what}")
 
 
-def convert_gguf(place: Place, out: Path, dtype: str | None, recipe: Recipe, progress: bool) -> None:
+def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: QuantizationRecipe, progress: bool) -> None:
     """Writes the model in a GGUF file as the new folder `out`, which appears whole or not at all.
 
     place: its `folder` is the file. dtype: type of the tensors that are not packed, and of scales; None for float16,
@@ -62,13 +62,13 @@ def convert_gguf(place: Place, out: Path, dtype: str | None, recipe: Recipe, pro
     Q8_0, Q4_0 and Q4_1 stay packed with the values they have. Raises `ConversionError`, and `InstallationError` if a
     tensor type needs the library gguf.
     """
-    source = _read(place, dtype)
-    model, exact = _packed(source, _checked_model(source), recipe)
-    _complete(source)
-    _write(out, source, model, _planned(source, model, exact), progress)
+    source = _read_source(place, dtype)
+    model, exact = _pack_layers(source, _build_checked_model(source), recipe)
+    _complete_config(source)
+    _write_folder(out, source, model, _plan_tensors(source, model, exact), progress)
 
 
-def _read(place: Place, dtype: str | None) -> _Source:
+def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
     """Reads everything but the tensors' data. dtype: as in `convert_gguf`. Raises as it does."""
     file = read_gguf(place.folder)
     try:
@@ -81,9 +81,9 @@ def _read(place: Place, dtype: str | None) -> _Source:
         raise ConversionError(f"{where}{error}") from error
     names = tensor_names(config, architecture)
     tensors = {names[name]: tensor for name, tensor in file.tensors.items() if name in names}
-    source = _Source(place, file, architecture, config, tokenizer, tensors, dtype or _own_dtype(tensors))
+    source = _GgufSource(place, file, architecture, config, tokenizer, tensors, dtype or _stored_dtype(tensors))
     if unknown := file.tensors.keys() - names.keys() - {*SETTINGS_TENSORS.get(architecture, ())}:
-        raise source.error(f"unknown tensors: {some(unknown)}")
+        raise source.error(f"unknown tensors: {list_some_names(unknown)}")
     if (length := tokenizer.library.get_vocab_size()) > config["vocab_size"]:
         raise source.error(f"the tokenizer has {length} ids, and the embedding {config['vocab_size']} rows")
     if any(not tensor.kind.bits and tensor.kind.name not in DENSE for tensor in tensors.values()):
@@ -91,13 +91,13 @@ def _read(place: Place, dtype: str | None) -> _Source:
     return source
 
 
-def _own_dtype(tensors: dict[str, Tensor]) -> str:
+def _stored_dtype(tensors: dict[str, GgufTensor]) -> str:
     """Returns the name of the type that holds the matrices' values: float16 unless none is packed or in float16."""
     kinds = {tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1}
     return "float32" if kinds == {"F32"} else "bfloat16" if kinds <= {"F32", "BF16"} else "float16"
 
 
-def _checked_model(source: _Source) -> nn.Module:
+def _build_checked_model(source: _GgufSource) -> nn.Module:
     """Returns mlx-lm's model with lazy random weights, of which none is ever computed.
 
     Raises `ConversionError` unless its tensors have the names and shapes of the file's.
@@ -108,24 +108,24 @@ def _checked_model(source: _Source) -> nn.Module:
     model, tensors = made(arguments.from_dict(source.config)), source.tensors
     if hasattr(model, "sanitize"):
         model.sanitize(dict.fromkeys(tensors))  # drops the head of a tied Gemma 3
-    expected = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
+    expected = {name: tuple(array.shape) for name, array in tensors_by_name(model).items()}
     problems = []
     if unknown := tensors.keys() - expected.keys():
-        problems.append(f"unknown: {some(tensors[name].name for name in unknown)}")
+        problems.append(f"unknown: {list_some_names(tensors[name].name for name in unknown)}")
     if missing := expected.keys() - tensors.keys():
-        problems.append(f"missing: {some(missing)}")
+        problems.append(f"missing: {list_some_names(missing)}")
     if wrong := [name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name]]:
         shapes = (f"{tensors[n].name} {list(tensors[n].shape)} instead of {list(expected[n])}" for n in wrong)
-        problems.append(f"misshapen: {some(shapes)}")
+        problems.append(f"misshapen: {list_some_names(shapes)}")
     if packed := [t.name for t in tensors.values() if len(t.shape) == 1 and t.kind.name not in DENSE]:
-        problems.append(f"vectors in a packed type: {some(packed)}")
+        problems.append(f"vectors in a packed type: {list_some_names(packed)}")
     if problems:
         raise source.error(f"the tensors do not match the metadata; {'; '.join(problems)}")
     model.set_dtype(DTYPES[source.dtype])
     return model
 
 
-def _packed(source: _Source, model: nn.Module, recipe: Recipe) -> tuple[nn.Module, bool]:
+def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationRecipe) -> tuple[nn.Module, bool]:
     """Returns the model with the packed layers that are to be written, and whether they hold the file's own levels.
 
     The config gets a section that describes them.
@@ -148,7 +148,7 @@ def _packed(source: _Source, model: nn.Module, recipe: Recipe) -> tuple[nn.Modul
     return model, True
 
 
-def _complete(source: _Source) -> None:
+def _complete_config(source: _GgufSource) -> None:
     """Adds to the config the type of the weights, the special ids, and a record of where the model comes from."""
     metadata = source.file.metadata
     said = {name: metadata.get(f"general.{name}") for name in ("name", "license", "organization", "quantized_by")}
@@ -166,7 +166,7 @@ def _complete(source: _Source) -> None:
         source.config["eos_token_id"] = list(source.tokenizer.eos_ids)
 
 
-def _planned(source: _Source, model: nn.Module, exact: bool) -> dict[str, Planned]:
+def _plan_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[str, LazyTensor]:
     """Returns every tensor to write by name, made when it is written, so that few are in memory at a time."""
     file, dtype = source.file, DTYPES[source.dtype]
     modules: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
@@ -186,8 +186,8 @@ def _planned(source: _Source, model: nn.Module, exact: bool) -> dict[str, Planne
             quantized = _Quantized(dense, module.group_size, module.bits, module.mode)
             for part, kind in enumerate(("weight", "scales", "biases")):
                 makers[f"{path}.{kind}"] = functools.partial(quantized.take, part)
-    found = parameters_of(model)
-    return {name: Planned(tuple(array.shape), array.dtype, makers[name]) for name, array in found.items()}
+    found = tensors_by_name(model)
+    return {name: LazyTensor(tuple(array.shape), array.dtype, makers[name]) for name, array in found.items()}
 
 
 class _Quantized:
@@ -206,7 +206,9 @@ class _Quantized:
         return self.parts.pop(part)
 
 
-def _write(out: Path, source: _Source, model: nn.Module, weights: dict[str, Planned], progress: bool) -> None:
+def _write_folder(
+    out: Path, source: _GgufSource, model: nn.Module, weights: dict[str, LazyTensor], progress: bool
+) -> None:
     """Writes the folder, whole or not at all."""
     from mlx_lm.utils import get_total_parameters
 
@@ -223,10 +225,10 @@ def _write(out: Path, source: _Source, model: nn.Module, weights: dict[str, Plan
         found, meant = read_tokenizer(folder), tokenizer.library.encode(PROBE, add_special_tokens=False).ids
         if found.probe != tuple(meant) or found.length != tokenizer.library.get_vocab_size():
             raise source.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
-        (folder / "README.md").write_text(_card(config["mlx_zip"]["source"]), encoding="utf-8")
+        (folder / "README.md").write_text(_model_card(config["mlx_zip"]["source"]), encoding="utf-8")
 
 
-def _card(record: dict[str, Any]) -> str:
+def _model_card(record: dict[str, Any]) -> str:
     """Returns the text of README.md. record: where the model comes from."""
     licence = record.get("license")
     licence = licence if licence and licence.isascii() and licence.isprintable() else None

@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.converters.tensors import some
-from mlx_zip.errors import ConversionError, missing_library
+from mlx_zip.converters.tensors import list_some_names
+from mlx_zip.errors import ConversionError, missing_library_error
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 100_000_000  # metadata and tensor list; the largest known files need 20 MB
@@ -29,7 +29,7 @@ _CHUNK = 1 << 23  # values of a tensor that are held in float32 at a time
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorKind:
     """A tensor type. values, bytes: of one block. bits: per weight in MLX's affine form, 0 if that has no such form."""
 
     name: str
@@ -39,19 +39,19 @@ class Kind:
 
 
 KINDS = {
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18, 4),
-    3: Kind("Q4_1", 32, 20, 4),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34, 8),
-    10: Kind("Q2_K", 256, 84),
-    11: Kind("Q3_K", 256, 110),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
-    30: Kind("BF16", 1, 2),
+    0: TensorKind("F32", 1, 4),
+    1: TensorKind("F16", 1, 2),
+    2: TensorKind("Q4_0", 32, 18, 4),
+    3: TensorKind("Q4_1", 32, 20, 4),
+    6: TensorKind("Q5_0", 32, 22),
+    7: TensorKind("Q5_1", 32, 24),
+    8: TensorKind("Q8_0", 32, 34, 8),
+    10: TensorKind("Q2_K", 256, 84),
+    11: TensorKind("Q3_K", 256, 110),
+    12: TensorKind("Q4_K", 256, 144),
+    13: TensorKind("Q5_K", 256, 176),
+    14: TensorKind("Q6_K", 256, 210),
+    30: TensorKind("BF16", 1, 2),
 }
 DENSE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -68,13 +68,13 @@ def is_gguf(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GgufTensor:
     """A tensor in a file. shape: [rows, columns] or [columns], outermost first. offset: of its data, from the file's
     beginning.
     """
 
     name: str
-    kind: Kind
+    kind: TensorKind
     shape: tuple[int, ...]
     offset: int
 
@@ -97,14 +97,14 @@ class GgufFile:
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensor]
     data: memoryview
 
     def sha256(self) -> str:
         """Returns the hash of the whole file in hex."""
         return hashlib.sha256(self.data).hexdigest()
 
-    def dense(self, tensor: Tensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
+    def dense(self, tensor: GgufTensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
         """Returns the values of a tensor plus `shift`, in `dtype`; computed in float32, part by part.
 
         order: the rows in the order in which they are returned, None for all as they are. Raises `ConversionError` if a
@@ -112,20 +112,20 @@ class GgufFile:
         """
         rows = self._rows(tensor, order)
         step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
-        parts = (_values(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step))
+        parts = (_dequantize_rows(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step))
         made = [self._finite(part, dtype, f"{tensor.name} has a value") for part in parts]
         return (mx.concatenate(made) if len(made) > 1 else made[0]).reshape(tensor.shape)
 
-    def words(self, tensor: Tensor, order: np.ndarray | None) -> mx.array:
+    def words(self, tensor: GgufTensor, order: np.ndarray | None) -> mx.array:
         """Returns the levels of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
-        return mx.array(_words(self._rows(tensor, order), tensor.kind))
+        return mx.array(_unpack_levels(self._rows(tensor, order), tensor.kind))
 
-    def scales(self, tensor: Tensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False) -> mx.array:
+    def scales(self, tensor: GgufTensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False) -> mx.array:
         """Returns the scales, or the biases, of a Q8_0, Q4_0 or Q4_1 matrix [rows, columns / 32] in `dtype`.
 
         They are exact in float16 and float32. Raises `ConversionError` if one is not finite in `dtype`.
         """
-        stored = _scales(self._rows(tensor, order), tensor.kind)[biases]
+        stored = _read_scales(self._rows(tensor, order), tensor.kind)[biases]
         return self._finite(mx.array(stored), dtype, f"{tensor.name} has a scale")
 
     def _finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
@@ -137,7 +137,7 @@ class GgufFile:
             raise ConversionError(f"{self.path}: {what} that is not finite in {kind}{hint}")
         return made
 
-    def _rows(self, tensor: Tensor, order: np.ndarray | None) -> np.ndarray:
+    def _rows(self, tensor: GgufTensor, order: np.ndarray | None) -> np.ndarray:
         """Returns the bytes of the rows, uint8 [rows, row_bytes], or those of a vector's values [columns, bytes].
 
         They are not copied unless `order` is given.
@@ -146,7 +146,7 @@ class GgufFile:
         return rows if order is None else rows[order]
 
 
-def _words(rows: np.ndarray, kind: Kind) -> np.ndarray:
+def _unpack_levels(rows: np.ndarray, kind: TensorKind) -> np.ndarray:
     """Returns the levels of rows of Q8_0, Q4_0 or Q4_1 blocks as MLX packs them: uint32 [rows, columns * bits / 32]."""
     blocks = rows.reshape(-1, kind.bytes)
     if kind.bits == 8:
@@ -158,7 +158,7 @@ def _words(rows: np.ndarray, kind: Kind) -> np.ndarray:
     return np.ascontiguousarray(levels).view("<u4").reshape(len(rows), -1)
 
 
-def _scales(rows: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+def _read_scales(rows: np.ndarray, kind: TensorKind) -> tuple[np.ndarray, np.ndarray]:
     """Returns the scales and the biases of rows of Q8_0, Q4_0 or Q4_1 blocks, each float32 [rows, columns / 32]."""
     blocks = rows.reshape(-1, kind.bytes)
     stored = np.ascontiguousarray(blocks[:, : 4 if kind.name == "Q4_1" else 2]).view("<f2").astype(np.float32)
@@ -167,10 +167,10 @@ def _scales(rows: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     return scales, biases
 
 
-def _values(rows: np.ndarray, kind: Kind) -> mx.array:
+def _dequantize_rows(rows: np.ndarray, kind: TensorKind) -> mx.array:
     """Returns the values of rows of blocks, in float32 [rows, columns]."""
     if kind.bits:
-        parts = (mx.array(part) for part in (_words(rows, kind), *_scales(rows, kind)))
+        parts = (mx.array(part) for part in (_unpack_levels(rows, kind), *_read_scales(rows, kind)))
         return mx.dequantize(*parts, group_size=GROUP, bits=kind.bits)
     if kind.name == "BF16":
         return mx.array(np.ascontiguousarray(rows).view("<u2")).view(mx.bfloat16).astype(mx.float32)
@@ -185,7 +185,7 @@ def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
-        raise missing_library("this GGUF file's tensor types", "gguf", extra="gguf") from error
+        raise missing_library_error("this GGUF file's tensor types", "gguf", extra="gguf") from error
     return lambda rows, name: dequantize(rows, GGMLQuantizationType[name])
 
 
@@ -223,7 +223,7 @@ class _Reader:
         for _ in range(keys):
             key = self.name("key", metadata)
             metadata[key] = self.value(self.number(_U32), key)
-        listed: dict[str, Tensor] = {}
+        listed: dict[str, GgufTensor] = {}
         for _ in range(tensors):
             name = self.name("tensor", listed)
             listed[name] = self.tensor(name)
@@ -318,7 +318,7 @@ class _Reader:
             self.string(key)  # raises
         return found
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> GgufTensor:
         """Returns the rest of a tensor's entry; its offset still counts from where the data begin."""
         rank = self.number(_U32)
         if not 1 <= rank <= 4:
@@ -331,19 +331,21 @@ class _Reader:
             raise self.error(f"{name} has the tensor type number {number}, which is not supported; supported: {known}")
         if min(shape) < 1 or prod(shape) >= 1 << 62 or shape[-1] % kind.values:
             raise self.error(f"{name} cannot have the shape {list(shape)} in {kind.name}")
-        return Tensor(name, kind, shape, offset)
+        return GgufTensor(name, kind, shape, offset)
 
-    def placed(self, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
+    def placed(self, tensors: dict[str, GgufTensor], metadata: dict[str, Any]) -> dict[str, GgufTensor]:
         """Returns the tensors with offsets from the file's beginning, after checking that they fill the file."""
         step = metadata.get("general.alignment", 32)
         if type(step) is not int or not 8 <= step <= 1 << 16 or step & (step - 1):
-            raise self.error(f"general.alignment must be a power of two from 8 to 65536, got {some([str(step)[:40]])}")
+            raise self.error(
+                f"general.alignment must be a power of two from 8 to 65536, got {list_some_names([str(step)[:40]])}"
+            )
         begin = -(-self.at // step) * step
         end, placed = begin, {}
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             if begin + tensor.offset != end:
                 raise self.error(f"{tensor.name} begins at byte {begin + tensor.offset}, expected {end}")
-            placed[tensor.name] = Tensor(tensor.name, tensor.kind, tensor.shape, end)
+            placed[tensor.name] = GgufTensor(tensor.name, tensor.kind, tensor.shape, end)
             last = end + tensor.nbytes
             end = -(-last // step) * step
             if last > len(self.data):

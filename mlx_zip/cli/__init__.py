@@ -18,8 +18,8 @@ from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import escape_unprintable
 from mlx_zip.cli.engine_choice import MLX
 from mlx_zip.device import choose_device
-from mlx_zip.errors import MlxZipError, explained_imports, reason
-from mlx_zip.files import signals_as_exit
+from mlx_zip.errors import MlxZipError, explain_missing_mlx, failure_reason
+from mlx_zip.files import exit_on_signals
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {
@@ -120,7 +120,7 @@ def run_guarded(command: Callable[[], int | None]) -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     quiet_libraries()
     try:
-        with signals_as_exit(), explained_imports():
+        with exit_on_signals(), explain_missing_mlx():
             return command() or 0
     except MlxZipError as error:
         return _print_error(error)
@@ -153,6 +153,6 @@ def quiet_libraries() -> None:
 def _print_error(error: Exception) -> int:
     """Prints an error as one line of at most 1000 characters; control characters are escaped. Returns 2."""
     named = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    line = " ".join((named + reason(error) if isinstance(error, OSError) else str(error)).split())
+    line = " ".join((named + failure_reason(error) if isinstance(error, OSError) else str(error)).split())
     print(f"error: {escape_unprintable(line[:1000])}", file=sys.stderr)
     return 2

@@ -56,18 +56,18 @@ def open_first_stage(name: str) -> Any:
     A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
     `DataError` for a name that cannot be read.
     """
-    from mlx_zip.named import here_or_bundled
-    from mlx_zip.text.formats import is_tokenizer_file, pair_in, read_library
-    from mlx_zip.text.tokenizers import names_a_file, tokenizer_folder
+    from mlx_zip.named import resolve_model_name
+    from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file
+    from mlx_zip.text.tokenizers import must_be_local_path, tokenizer_folder
     from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer
 
-    path = here_or_bundled(name)
-    if not (path.exists() or is_tokenizer_file(path) or names_a_file(name)):
+    path = resolve_model_name(name)
+    if not (path.exists() or is_tokenizer_file(path) or must_be_local_path(name)):
         path = tokenizer_folder(name)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        path = pair_in(path) or path
+        path = find_gpt2_merges(path) or path
     if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
-        return TokenizerFile(path, "tokenizer", read_library(path).to_str().encode())
+        return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
     return open_tokenizer(path)
 
 
@@ -79,15 +79,15 @@ def writable_path(
     flag: names the file in errors. what, suffix: the kind of file and the only suffix it may have ("" for any). read:
     other files that the command reads or writes. Raises `DataError` if the file cannot be written or is one of `read`.
     """
-    from mlx_zip.files import at_home, check_out
+    from mlx_zip.files import check_writable, expand_home
 
-    path = at_home(name)
+    path = expand_home(name)
     try:
-        check_out(path, what, suffix)
+        check_writable(path, what, suffix)
     except DataError as error:
         raise DataError(f"{flag} {error}") from error
     for other in read:
-        if other is not None and os.path.realpath(at_home(other)) == os.path.realpath(path):
+        if other is not None and os.path.realpath(expand_home(other)) == os.path.realpath(path):
             raise DataError(f"{flag} {path}: the same command reads or writes that file; name another one")
     return path
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import DataError, GenerationError
-from mlx_zip.named import here_or_bundled
+from mlx_zip.named import resolve_model_name
 
 if TYPE_CHECKING:
     from mlx_zip.text.vocabularies import Vocabulary
@@ -130,7 +130,7 @@ def read_text(file: str) -> str:
 
 def model_codec_params(name: str) -> Any:
     """Returns the codec parameters of the converted or bundled model called `name`, None if it is no such model."""
-    folder = here_or_bundled(name)
+    folder = resolve_model_name(name)
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

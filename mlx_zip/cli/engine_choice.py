@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import choose_device
-from mlx_zip.errors import GenerationError, missing_library
+from mlx_zip.errors import GenerationError, missing_library_error
 from mlx_zip.models.decoder_options import why_not_on_torch
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
@@ -164,4 +164,4 @@ def import_torch_module(name: str, engine: str) -> Any:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
             raise
         needed = LIBRARIES if engine == CUDA else LIBRARIES[:1]
-        raise missing_library(f"--engine {engine}", *needed, extra=engine) from error
+        raise missing_library_error(f"--engine {engine}", *needed, extra=engine) from error

@@ -20,7 +20,7 @@ from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.generation_flags import REFUSED, SAMPLING_FLAGS, add_arguments, check_kv_size, check_model_flag
 from mlx_zip.cli.serving.opening import parse_json_map, request_pack
 from mlx_zip.errors import GenerationError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs import chosen as chosen_packs
 
@@ -117,7 +117,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
             **_pack_options(args, chosen, name),
         )
         if chosen is not None:
-            chosen_packs.check(chosen, model, tokenizer)
+            chosen_packs.check_pack_fits(chosen, model, tokenizer)
         if saved is not None:
             from mlx_zip.engine.sessions.mlx_caches import position_settings
 
@@ -132,8 +132,8 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
             **sampling,
             **{name: getattr(args, name) for name in PASSED_FLAGS},
         )
-        hyper = is_zip(model)
-        record = chosen_packs.record(chosen, model)
+        hyper = has_hypertokens(model)
+        record = chosen_packs.pack_record(chosen, model)
         yield _OpenedModel(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
 
 
@@ -243,7 +243,7 @@ def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -
 
 def _choose_bundled_model(args: argparse.Namespace) -> None:
     """Sets the bundled model in `args`, and its own default prompt and length unless the user gave them."""
-    args.model = str(named.bundled_model(named.DEFAULT))  # even if a folder of that name is here
+    args.model = str(named.bundled_model_folder(named.DEFAULT))  # even if a folder of that name is here
     if not hasattr(args, "given_prompt"):
         args.prompt = named.PROMPT
     if not hasattr(args, "given_max_tokens"):

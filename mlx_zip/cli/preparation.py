@@ -10,8 +10,8 @@ from typing import Any
 from mlx_zip.arguments import add_pack_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
 from mlx_zip.errors import DataError
-from mlx_zip.files import at_home
-from mlx_zip.progress import counted
+from mlx_zip.files import expand_home
+from mlx_zip.progress import pluralize
 
 _MOST_WORKERS = 8
 _DATA_ONLY_FLAGS = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError("--out is empty: name the folder to write")
     options = PrepareOptions(
         sources=make_sources(args),
-        out=at_home(args.out),
+        out=expand_home(args.out),
         disable=parse_disabled_ids(args),
         protect=tuple(args.protect),
         pack=_single_pack_path(args.pack),
@@ -234,10 +234,10 @@ def format_summary(out: str, index: dict[str, Any]) -> str:
     totals, skipped = index["totals"], index["skipped"]
     per_id = totals["base_ids"] / totals["ids"]
     lines = [
-        f"{counted(totals['samples'], 'sample')} in {counted(len(index['shards']), 'shard')}: {out}",
-        f"{counted(totals['base_ids'], 'base id')} -> {counted(totals['ids'], 'id')} ({per_id:.3f} per id), "
-        f"{counted(totals['bytes'], 'byte')} of text",
-        f"{counted(index['records'], 'record')}: {index['windowed']:,} longer than the context, "
+        f"{pluralize(totals['samples'], 'sample')} in {pluralize(len(index['shards']), 'shard')}: {out}",
+        f"{pluralize(totals['base_ids'], 'base id')} -> {pluralize(totals['ids'], 'id')} ({per_id:.3f} per id), "
+        f"{pluralize(totals['bytes'], 'byte')} of text",
+        f"{pluralize(index['records'], 'record')}: {index['windowed']:,} longer than the context, "
         + ", ".join(f"{n:,} {kind}" for kind, n in sorted(skipped.items())),
     ]
     if len(index["sources"]) > 1:

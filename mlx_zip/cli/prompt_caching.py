@@ -13,7 +13,7 @@ from mlx_zip.cli.engine_choice import ENGINE_NAMES, MLX, is_torch
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size, check_model_flag
 from mlx_zip.errors import GenerationError
-from mlx_zip.files import at_home, check_out
+from mlx_zip.files import check_writable, expand_home
 from mlx_zip.packs.chosen import read_packs
 
 NO_FILES = "on PyTorch a prompt that was read is saved by a server, mlx_zip serve --session-files"
@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
     if is_torch(args):
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
     check_model_flag(args)
-    file = at_home(args.prompt_cache_file)
-    check_out(file)
+    file = expand_home(args.prompt_cache_file)
+    check_writable(file)
     prompt, chosen = read_prompt(args.prompt), read_packs(args.pack)
-    name = args.model or str(named.bundled_model(named.DEFAULT))
+    name = args.model or str(named.bundled_model_folder(named.DEFAULT))
     check_kv_size(args, name)
 
     import mlx.core as mx

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 
 ENVIRONMENT = "MLX_ZIP_ROW_CACHE"
 OFF = "off"
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count_and_size(count: int, size: int) -> str:
-    return f"{counted(count, 'file')}, {size} bytes"
+    return f"{pluralize(count, 'file')}, {size} bytes"
 
 
 def add_row_cache_flags(add: Any) -> None:
@@ -86,10 +86,10 @@ def open_store(args: argparse.Namespace) -> Any:
 
 def _row_cache_folder(given: str | None) -> Path | None:
     """Returns the folder of stored rows, None for "off". given: the flag's value, None to ask the environment."""
-    from mlx_zip.files import at_home
+    from mlx_zip.files import expand_home
 
     name = os.environ.get(ENVIRONMENT, OFF) if given is None else given
-    return None if name in (OFF, "") else at_home(name)
+    return None if name in (OFF, "") else expand_home(name)
 
 
 def parse_size(text: str) -> int:

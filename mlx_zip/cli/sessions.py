@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from mlx_zip.cli.actions import escape_unprintable
-from mlx_zip.errors import GenerationError, reason
-from mlx_zip.progress import counted
+from mlx_zip.errors import GenerationError, failure_reason
+from mlx_zip.progress import pluralize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,15 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the folder's sessions, or how many were deleted; returns 0. Raises `GenerationError`."""
-    from mlx_zip.files import at_home
+    from mlx_zip.files import expand_home
 
-    folder = at_home(args.folder)
+    folder = expand_home(args.folder)
     try:
         if args.action == "purge":
             from mlx_zip.engine.sessions.folder import purge_session_folder
 
             count, size = purge_session_folder(folder)
-            print(f"removed: {counted(count, 'file')}, {size} bytes")
+            print(f"removed: {pluralize(count, 'file')}, {size} bytes")
         else:
             _print_sessions(folder)
     except OSError as error:
@@ -54,6 +54,6 @@ def _print_sessions(folder: Path) -> None:
             facts = read_session_file(path, whole=False).facts
             about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
         except (BadFileError, OSError) as error:  # the latter: a folder, a link to nothing
-            about = f"{'-':>8}  cannot be used: {reason(error)}"
+            about = f"{'-':>8}  cannot be used: {failure_reason(error)}"
         print(escape_unprintable(f"{size:>12}  {about}  {path.relative_to(folder)}"))
-    print(f"{counted(len(sizes), 'file')}, {sum(sizes)} bytes")
+    print(f"{pluralize(len(sizes), 'file')}, {sum(sizes)} bytes")

@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import TrainingError, reason
-from mlx_zip.files import at_home
+from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.files import expand_home
 from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_names
 from mlx_zip.training.settings import (
     ADAPTED_BITS,
@@ -194,7 +194,7 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
     chosen |= {
         "data": _folder_paths(values["data"]),
         "valid": _folder_paths(values.get("valid") or []),
-        "out": at_home(values["out"]),
+        "out": expand_home(values["out"]),
     }
     chosen |= {"init_from": _optional_path(values.get("init_from"))}
     chosen |= {
@@ -217,9 +217,9 @@ def _read_config(path: str | None) -> dict[str, Any]:
     from mlx_zip.training.yaml_file import read_yaml
 
     try:
-        values = read_yaml(at_home(path)) or {}
+        values = read_yaml(expand_home(path)) or {}
     except (OSError, ValueError) as error:
-        raise TrainingError(f"--config {path} cannot be read: {reason(error)}") from error
+        raise TrainingError(f"--config {path} cannot be read: {failure_reason(error)}") from error
     if not isinstance(values, dict):
         raise TrainingError(f"--config {path} holds no settings")
     known = {*_SETTINGS, *ENCODER_FLAGS.values(), *_KINDS, *_FOLDERS, *MLX_LM_NAMES}
@@ -256,11 +256,11 @@ def _check_value(path: str, name: str, value: Any) -> Any:
 
 
 def _folder_paths(value: str | list[str]) -> list[Path]:
-    return [at_home(one) for one in ([value] if isinstance(value, str) else value)]
+    return [expand_home(one) for one in ([value] if isinstance(value, str) else value)]
 
 
 def _optional_path(value: str | None) -> Path | None:
-    return None if value is None else at_home(value)
+    return None if value is None else expand_home(value)
 
 
 def flag_name(name: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_in
+from mlx_zip.files import check_regular_file
 
 _MAGIC = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")  # of an archive, an empty archive, an array
 _DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; MemoryError: a huge shape
@@ -41,7 +41,7 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
 
     what: the expected kind of file, for the message. Raises `DataError` naming the file if it cannot be read.
     """
-    with _as_data_errors(path, what):
+    with _raise_data_errors(path, what):
         _check_magic(path)
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -55,7 +55,7 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
 
 def read_npy(path: Path, what: str) -> NDArray[Any]:
     """Returns the array of a .npy file. Parameters and errors are those of `read_npz`."""
-    with _as_data_errors(path, what):
+    with _raise_data_errors(path, what):
         _check_magic(path)
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray):
@@ -72,13 +72,13 @@ def _check_magic(path: Path) -> None:
 
 
 @contextmanager
-def _as_data_errors(path: Path, what: str) -> Iterator[None]:
+def _raise_data_errors(path: Path, what: str) -> Iterator[None]:
     """Context manager: turns any error of reading a damaged file into a `DataError` that names the file.
 
     what: the expected kind of file, for the message.
     """
     try:
-        check_in(path)
+        check_regular_file(path)
         yield
     except DataError:
         raise

@@ -12,7 +12,7 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import CodecError
 
 
-def pad_batch(
+def left_pad_batch(
     rows: Sequence[Any], pad_id: int, length: int | None = None, truncate: bool = False
 ) -> tuple[Uint32s, NDArray[np.int32]]:
     """Left-pads B rows of ids to `length` (default: the longest row) -> ids uint32 [B, L], padding int32 [B].

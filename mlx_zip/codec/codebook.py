@@ -11,7 +11,7 @@ from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.calls import calls_for_one_id, ids_of
 from mlx_zip.codec.entries import Entries, Installed
 from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id
-from mlx_zip.codec.params import CodecParams, check, saved
+from mlx_zip.codec.params import CodecParams, raise_for_status, serialize_codebook
 from mlx_zip.errors import CodecError
 
 _UINT32 = np.dtype(np.uint32)
@@ -56,7 +56,7 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
         bad,
     )
     if status != lib.MLXZIP_OK:
-        _raise_for_id(status, params, base_ids, bad[0], None)
+        _raise_for_status(status, params, base_ids, bad[0], None)
     k = n_entries[0]
     return out[: n_out[0]], Entries(params.vocab_size, rows[:k], lengths[:k])
 
@@ -73,7 +73,7 @@ class Codebook:
 
     def __init__(self, params: CodecParams) -> None:
         out = ffi.new("mlxzip_codebook **")
-        check(lib.mlxzip_new(params.native, out))
+        raise_for_status(lib.mlxzip_new(params.native, out))
         self._set_up(params, out[0])
 
     def _set_up(self, params: CodecParams, book: Any) -> None:
@@ -113,7 +113,7 @@ class Codebook:
         bad, n_ids = ffi.new("size_t *"), len(ids)
         n = lib.mlxzip_push(self._book, _id_pointer(ids), n_ids, bad)
         if n < 0:
-            _raise_for_id(n, self.params, ids, bad[0], self)
+            _raise_for_status(n, self.params, ids, bad[0], self)
         packed = np.empty(n * (4 * (1 + self.params.merge_size) + 1) + n_ids, np.uint8)
         lib.mlxzip_installed(self._book, n_ids, ffi.cast("uint32_t *", ffi.from_buffer(packed)))
         new = Installed()
@@ -143,7 +143,7 @@ class Codebook:
                 self._book, _id_pointer(ids), len(ids), _id_pointer(out), len(out), counts, counts + 1
             )
         if status != lib.MLXZIP_OK:
-            _raise_for_id(status, self.params, ids, counts[1], self)
+            _raise_for_status(status, self.params, ids, counts[1], self)
         return out[: counts[0]]
 
     def spans(self, ids: Any) -> NDArray[np.int32]:
@@ -152,7 +152,7 @@ class Codebook:
         out = np.empty(len(ids), np.int32)
         status = lib.mlxzip_spans(self._book, _id_pointer(ids), len(ids), ffi.from_buffer("int32_t[]", out), bad)
         if status != lib.MLXZIP_OK:
-            _raise_for_id(status, self.params, ids, bad[0], self)
+            _raise_for_status(status, self.params, ids, bad[0], self)
         return out
 
     def compress(self, base_ids: Any) -> Uint32s:
@@ -166,13 +166,13 @@ class Codebook:
         out = np.empty(len(ids), np.uint32)
         status = lib.mlxzip_continue(self._book, _id_pointer(ids), len(ids), _id_pointer(out), counts, counts + 1)
         if status != lib.MLXZIP_OK:
-            _raise_for_id(status, self.params, ids, counts[1], None)
+            _raise_for_status(status, self.params, ids, counts[1], None)
         return out[: counts[0]]
 
     def rows(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns base ids [n, merge_size], padded, and lengths [n] of the entries in slots first..first+n-1."""
         rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
-        check(lib.mlxzip_entries(self._book, first, n, _id_pointer(rows), _byte_pointer(lengths)))
+        raise_for_status(lib.mlxzip_entries(self._book, first, n, _id_pointer(rows), _byte_pointer(lengths)))
         return rows, lengths
 
     def words(self, slot: int) -> bytes:
@@ -205,7 +205,7 @@ class Codebook:
         if first < 0 or n < 0 or first + n > self.mark():
             raise CodecError(f"ids {first} to {first + n} are not all in the log: the codebook has read {self.mark()}")
         rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
-        check(lib.mlxzip_logged(self._book, first, n, _id_pointer(rows), _byte_pointer(lengths)))
+        raise_for_status(lib.mlxzip_logged(self._book, first, n, _id_pointer(rows), _byte_pointer(lengths)))
         return rows, lengths
 
     def base_ids(self, first: int = 0) -> Uint32s:
@@ -256,13 +256,13 @@ class Codebook:
         """
         if not 0 <= mark <= self.mark():
             raise CodecError(f"cannot rewind to {mark}: the codebook has read {self.mark()} ids")
-        check(lib.mlxzip_rewind(self._book, mark))
+        raise_for_status(lib.mlxzip_rewind(self._book, mark))
         self.rewinds += 1
 
     def copy(self) -> Codebook:
         """Returns an independent codebook in the same state."""
         out = ffi.new("mlxzip_codebook **")
-        check(lib.mlxzip_copy(self._book, out))
+        raise_for_status(lib.mlxzip_copy(self._book, out))
         return self._around(self.params, out[0])
 
     __copy__ = copy
@@ -272,14 +272,14 @@ class Codebook:
 
     def to_bytes(self) -> bytes:
         """Returns parameters and id log in the saved form that `native/mlxzip.h` defines."""
-        return saved(self._book)
+        return serialize_codebook(self._book)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Codebook:
         """Returns the codebook that `to_bytes` saved, by replaying its log. Raises `CodecError` for any other bytes."""
         params = CodecParams.from_bytes(data)
         view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_codebook **")
-        check(lib.mlxzip_from_bytes(params.native, view, len(view), out))
+        raise_for_status(lib.mlxzip_from_bytes(params.native, view, len(view), out))
         return cls._around(params, out[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -299,7 +299,7 @@ def _byte_pointer(array: NDArray[np.uint8]) -> Any:
     return ffi.from_buffer("uint8_t[]", array)
 
 
-def _raise_for_id(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
+def _raise_for_status(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
     """Raises the exception for an error of the C library about the id at `index`.
 
     book: the codebook that read the ids; None if they were to be compressed, so that hypertokens are no valid input.
@@ -315,5 +315,5 @@ def _raise_for_id(status: int, params: CodecParams, ids: Any, index: int, book: 
         "ids that are no hypertoken ids",
     }
     if status not in reasons:
-        check(status)
+        raise_for_status(status)
     raise CodecError(f"id {ids[index]} at index {index} {reasons[status]}")

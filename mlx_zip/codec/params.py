@@ -20,7 +20,7 @@ MAX_MERGE: int = lib.MLXZIP_MAX_MERGE
 POLICIES = ("freeze", "lru", "use-count")  # as numbered in `native/mlxzip.h`
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
+def _require_integer(name: str, value: Any, low: int, high: int) -> int:
     """Returns `value` as an int. Raises `CodecError` naming it unless it is an integer within low..high."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise CodecError(f"{name} must be an integer, not {value!r}")
@@ -29,15 +29,15 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
-def _integers(name: str, values: Iterable[Any], low: int, high: int) -> tuple[int, ...]:
-    """Returns the values as a tuple of ints. Raises `CodecError` as `_integer` does.
+def _require_integers(name: str, values: Iterable[Any], low: int, high: int) -> tuple[int, ...]:
+    """Returns the values as a tuple of ints. Raises `CodecError` as `_require_integer` does.
 
     A tuple of ints is checked fast and returned as it is, because start entries hold thousands of ids.
     """
     values = tuple(values)
     if values and set(map(type, values)) == {int} and low <= min(values) and max(values) <= high:
         return values
-    return tuple(_integer(name, x, low, high) for x in values)
+    return tuple(_require_integer(name, x, low, high) for x in values)
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class CodecParams:
         policy: str = "freeze",
     ) -> None:
         put = object.__setattr__
-        put(self, "vocab_size", _integer("vocab_size", vocab_size, 1, MAX_VOCAB))
-        put(self, "codebook_size", _integer("codebook_size", codebook_size, 0, MAX_CODEBOOK))
-        put(self, "merge_size", _integer("merge_size", merge_size, 1, MAX_MERGE))
-        disabled = set(_integers("disabled id", disabled_ids, 0, MAX_ID))
+        put(self, "vocab_size", _require_integer("vocab_size", vocab_size, 1, MAX_VOCAB))
+        put(self, "codebook_size", _require_integer("codebook_size", codebook_size, 0, MAX_CODEBOOK))
+        put(self, "merge_size", _require_integer("merge_size", merge_size, 1, MAX_MERGE))
+        disabled = set(_require_integers("disabled id", disabled_ids, 0, MAX_ID))
         if pad_id is not None:
-            pad_id = _integer("pad_id", pad_id, 0, MAX_ID)
+            pad_id = _require_integer("pad_id", pad_id, 0, MAX_ID)
             disabled.add(pad_id)
         put(self, "pad_id", pad_id)
         put(self, "disabled_ids", tuple(sorted(disabled)))
@@ -95,7 +95,7 @@ class CodecParams:
             return None
         entries = tuple(map(tuple, start))
         given = tuple(chain.from_iterable(entries))
-        ids = _integers("start entry id", given, 0, MAX_ID)
+        ids = _require_integers("start entry id", given, 0, MAX_ID)
         if ids is not given:  # numpy's integers, for example
             entries = tuple(tuple(map(int, entry)) for entry in entries)
         if len(entries) > self.codebook_size:
@@ -150,7 +150,7 @@ class CodecParams:
         spec.start, spec.n_start = ffi.from_buffer("uint32_t[]", rows), len(rows)
         spec.start_lengths = ffi.from_buffer("uint8_t[]", lengths)
         out = ffi.new("mlxzip_params **")
-        check(lib.mlxzip_params_new(spec, out))
+        raise_for_status(lib.mlxzip_params_new(spec, out))
         return ffi.gc(out[0], lib.mlxzip_params_free)
 
     @cached_property
@@ -161,14 +161,14 @@ class CodecParams:
     def to_bytes(self) -> bytes:
         """Returns the saved form of a codebook without ids, as `native/mlxzip.h` defines it."""
         out = ffi.new("mlxzip_codebook **")
-        check(lib.mlxzip_new(self.native, out))
-        return saved(ffi.gc(out[0], lib.mlxzip_free))
+        raise_for_status(lib.mlxzip_new(self.native, out))
+        return serialize_codebook(ffi.gc(out[0], lib.mlxzip_free))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> CodecParams:
         """Returns the parameters of any saved codebook. Raises `CodecError` for other bytes."""
         view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_params **")
-        check(lib.mlxzip_params_from_bytes(view, len(view), out))
+        raise_for_status(lib.mlxzip_params_from_bytes(view, len(view), out))
         native, spec = ffi.gc(out[0], lib.mlxzip_params_free), ffi.new("mlxzip_spec *")
         lib.mlxzip_params_spec(native, spec)
         width = spec.merge_size
@@ -191,16 +191,16 @@ class CodecParams:
         return CodecParams, tuple(getattr(self, field.name) for field in fields(self))
 
 
-def saved(book: Any) -> bytes:
+def serialize_codebook(book: Any) -> bytes:
     """Returns a codebook of the C library in the saved form that `native/mlxzip.h` defines."""
     size = ffi.new("size_t *")
     lib.mlxzip_to_bytes(book, ffi.NULL, 0, size)
     data = bytearray(size[0])
-    check(lib.mlxzip_to_bytes(book, ffi.from_buffer("uint8_t[]", data), len(data), size))
+    raise_for_status(lib.mlxzip_to_bytes(book, ffi.from_buffer("uint8_t[]", data), len(data), size))
     return bytes(data)
 
 
-def check(status: int) -> None:
+def raise_for_status(status: int) -> None:
     """Raises the exception for an error status of the C library that concerns no single id; returns for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
         raise MemoryError("the codec is out of memory")

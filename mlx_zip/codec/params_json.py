@@ -25,12 +25,14 @@ def params_from_json(text: str) -> CodecParams | list[CodecParams]:
     """Returns the codecs that `params_to_json` wrote, one or a list. Raises `ModelError` for anything else."""
     try:
         found = json.loads(text)
-        return [_codec(fields) for fields in found] if isinstance(found, list) else _codec(found)
+        return (
+            [_params_from_fields(fields) for fields in found] if isinstance(found, list) else _params_from_fields(found)
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"saved cache: its codec parameters cannot be read: {error}") from error
 
 
-def _codec(fields: dict[str, Any]) -> CodecParams:
+def _params_from_fields(fields: dict[str, Any]) -> CodecParams:
     """Returns the codec with these fields, whose JSON lists become tuples."""
     start = fields["start"] and tuple(tuple(entry) for entry in fields["start"])
     return CodecParams(**{**fields, "disabled_ids": tuple(fields["disabled_ids"]), "start": start})

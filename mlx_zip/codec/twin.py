@@ -24,7 +24,7 @@ def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[i
     at = 0
     evicts = params.policy != "freeze" and len(codes) < params.codebook_size
     while at < len(ids) and not (evicts and len(codes) == params.codebook_size):
-        limit = _mergeable(params, ids, at)
+        limit = _mergeable_length(params, ids, at)
         if limit == 0:
             if ids[at] >= params.vocab_size and ids[at] not in params.disabled_ids:
                 raise CodecError(f"id {ids[at]} at index {at} is not a base id")
@@ -47,7 +47,7 @@ def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[i
     return out, {code: run for run, code in codes.items()}
 
 
-def _mergeable(params: CodecParams, ids: list[int], at: int) -> int:
+def _mergeable_length(params: CodecParams, ids: list[int], at: int) -> int:
     """Returns how many ids from index `at` on can be in one entry: up to a disabled id, at most merge_size."""
     n = 0
     for x in ids[at : at + params.merge_size]:
@@ -187,7 +187,7 @@ class Codebook:
             if ids[at] >= self.params.vocab_size and ids[at] not in self.params.disabled_ids:
                 raise CodecError(f"id {ids[at]} at index {at} is not a base id")
             codes = {run: code for code, run in book.entries.items() if code not in self.params.disabled_ids}
-            runs = [tuple(ids[at : at + k]) for k in range(2, _mergeable(self.params, ids, at) + 1)]
+            runs = [tuple(ids[at : at + k]) for k in range(2, _mergeable_length(self.params, ids, at) + 1)]
             run = max((run for run in runs if run in codes), key=len, default=(ids[at],))
             out.append(codes.get(run, ids[at]))
             book.push(out[-1:])

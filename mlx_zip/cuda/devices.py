@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from mlx_zip.cuda.kernels.dispatch import has_triton
 from mlx_zip.device import BANDWIDTH_SIDE
 from mlx_zip.engine.interface import Ceiling
-from mlx_zip.errors import ModelError, first_line
+from mlx_zip.errors import ModelError, first_message_line
 
 
 def find_device(name: str | torch.device | None = None) -> torch.device:
@@ -26,7 +26,7 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"device {name!r}: {first_line(error)}") from error
+        raise ModelError(f"device {name!r}: {first_message_line(error)}") from error
     if device.type not in ("cuda", "cpu"):
         raise ModelError(f"device {name!r} is not supported; supported: cuda, cuda:N, cpu")
     if device.type == "cuda":
@@ -43,7 +43,7 @@ def _raise_unless_card_works(device: torch.device) -> None:
         make_current(device)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device}: no usable CUDA card here: {first_line(error)}") from error
+        raise ModelError(f"device {device}: no usable CUDA card here: {first_message_line(error)}") from error
 
 
 def make_current(device: torch.device) -> None:
@@ -85,7 +85,9 @@ def host_memory_bytes() -> int:
 
 def as_out_of_memory_error(error: torch.OutOfMemoryError) -> ModelError:
     """Returns the error to show to users for PyTorch's own, in one line that says what to do."""
-    return ModelError(f"{first_line(error)}: use a smaller model or a quantized one, or fewer requests at a time")
+    return ModelError(
+        f"{first_message_line(error)}: use a smaller model or a quantized one, or fewer requests at a time"
+    )
 
 
 def raise_if_no_room(what: str, needed: int, device: torch.device) -> None:

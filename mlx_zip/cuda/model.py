@@ -27,7 +27,7 @@ from mlx_zip.cuda.network.linear import HalfMatrix, Linear
 from mlx_zip.cuda.sequence import SequenceStart, make_sequence_start
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
-from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, pack_of
+from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, resolve_pack
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 MAX_KEPT_PACKS = 16  # packs named by requests whose rows stay on the device
@@ -59,7 +59,7 @@ def open_model(
     where = find_device(device)
     kernels = where.type == "cuda" if kernels is None else kernels
     folder = read_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
-    start = None if pack is None else pack_of(pack)
+    start = None if pack is None else resolve_pack(pack)
     if folder.zip is None and (codebook_size is not None or start is not None):
         folder.zip = _config_of_plain_pack(folder, codebook_size, start)
     if not hypertokens:
@@ -188,7 +188,7 @@ class CudaModel:
 
         Raises `ConfigError` for an entry that does not fit, and what `sequence_start` raises.
         """
-        found = pack_of(pack)
+        found = resolve_pack(pack)
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
         config = replace(self.config, start=found.entries)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.packs.pack import PackOrEntries, pack_of
+from mlx_zip.packs.pack import PackOrEntries, resolve_pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ def make_sequence_start(
     are one, else 2. like: a tensor [any, D] with the rows' width, dtype and device. Raises `CodecError` for an entry
     that does not fit, `ModelError` for rows of another model, `DataError`.
     """
-    found = pack_of(pack)
+    found = resolve_pack(pack)
     own, rows = params.with_start(found), found.rows
     if rows is None:
         return SequenceStart(own, None, pack)

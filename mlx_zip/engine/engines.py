@@ -30,7 +30,7 @@ from mlx_zip.engine.interface import (
     Submission,
     Ticket,
 )
-from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_line
+from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.named import LABELS, PARTNERS, QUALITY
 
 OFF = "off"
@@ -201,7 +201,7 @@ def _open_or_raise_ours(other: OtherModel) -> Engine:
     except MlxZipError:
         raise
     except Exception as error:
-        message = f"the model {other.name} cannot be opened: {type(error).__name__}: {first_line(error)}"
+        message = f"the model {other.name} cannot be opened: {type(error).__name__}: {first_message_line(error)}"
         raise EngineError(message) from error
 
 
@@ -319,7 +319,7 @@ class _Turns:
             self._deliver_or_cancel(request, Failed(error))
         except Exception as error:
             self._deliver_or_cancel(
-                request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_line(error)}"))
+                request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_message_line(error)}"))
             )
 
 

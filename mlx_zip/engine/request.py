@@ -30,7 +30,7 @@ from mlx_zip.engine.interface import (
 from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
-from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
+from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_message_line
 from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.sampling.penalties import PenaltyTerms
 
@@ -368,7 +368,7 @@ def as_our_error(error: BaseException) -> MlxZipError:
     """Returns the error itself if it is ours, else an `EngineError` that says what it was."""
     if isinstance(error, MlxZipError):
         return error
-    ours = EngineError(f"the request failed: {type(error).__name__}: {first_line(error)}")
+    ours = EngineError(f"the request failed: {type(error).__name__}: {first_message_line(error)}")
     ours.__cause__ = error
     return ours
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from mlx_zip.engine.interface import Emitted, Engine, Event, Failed, Finished, Started, Submission
-from mlx_zip.text.stream import Piece, TextStream
+from mlx_zip.text.stream import TextPiece, TextStream
 
 RULE = "=" * 10  # the line that `generate(verbose=True)` prints before and after the text, as mlx-lm does
 
@@ -146,7 +146,7 @@ class Answer:
         return None
 
     def _response(
-        self, token: int, piece: Piece, logprobs: Any, step: bool = True, from_draft: bool = False
+        self, token: int, piece: TextPiece, logprobs: Any, step: bool = True, from_draft: bool = False
     ) -> GenerationResponse:
         """Returns the response for an emitted id. step: whether the id is one of a step."""
         now = time.perf_counter()

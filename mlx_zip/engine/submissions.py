@@ -16,7 +16,7 @@ from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.engine.interface import EngineInfo, Submission
 from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
-from mlx_zip.files import at_home
+from mlx_zip.files import expand_home
 from mlx_zip.packs.pack import Pack, as_pack
 from mlx_zip.sampling.options import Sampling
 
@@ -229,7 +229,7 @@ class _Packs:
         """Returns the pack, from its file if that is new. Raises `DataError`."""
         if isinstance(pack, Pack) or not isinstance(pack, str | os.PathLike):
             return as_pack(pack)
-        path = at_home(pack)
+        path = expand_home(pack)
         try:
             facts = os.stat(path)
         except OSError as error:

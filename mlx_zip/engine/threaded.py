@@ -40,7 +40,7 @@ from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
-from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
+from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.packs.pack import Pack
 
 Load = Callable[[], Any]
@@ -314,14 +314,18 @@ class ThreadedEngine(Engine):
 
     def _die(self, fault: BaseException) -> None:
         """Ends all requests because of a fault, and calls the functions given to `on_death`."""
-        stopped = EngineStoppedError(f"a fault has ended the engine: {type(fault).__name__}: {first_line(fault)}")
+        stopped = EngineStoppedError(
+            f"a fault has ended the engine: {type(fault).__name__}: {first_message_line(fault)}"
+        )
         stopped.__cause__ = fault
         with self._lock:
             self._fault = fault
             calls = list(self._on_death)
         if self._loaded.is_set():
             ours = isinstance(fault, MlxZipError)  # its message says all
-            log.critical("the engine's thread has ended: %s", first_line(fault), exc_info=None if ours else fault)
+            log.critical(
+                "the engine's thread has ended: %s", first_message_line(fault), exc_info=None if ours else fault
+            )
         self._fail_open_requests(stopped)
         for call in calls:
             try:

@@ -29,7 +29,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.errors import DataError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
@@ -225,7 +225,7 @@ def measure_bits(
         hyper_mass=float(sum(part.hyper_mass.sum() for part in scored) / ids),
         seconds=seconds,
         peak_bytes=model.peak_bytes() if scores_itself(model) else mx.get_peak_memory(),
-        availability=availability if is_zip(model) else None,
+        availability=availability if has_hypertokens(model) else None,
     )
 
 

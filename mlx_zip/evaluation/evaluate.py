@@ -17,21 +17,21 @@ import numpy as np
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
-from mlx_zip.errors import DataError, GenerationError, ModelError, reason
+from mlx_zip.errors import DataError, GenerationError, ModelError, failure_reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import BitsResult, Windows, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import RateSettings, measure_rates
-from mlx_zip.layout import MODEL_TYPE, is_zip
+from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.loading import codebook_config_changes, find_model_folder, load, read_model_config
 from mlx_zip.models.model_folder import ModelArgs, is_plain_model
 from mlx_zip.models.rows.fingerprints import model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.pack import Pack
-from mlx_zip.progress import ProgressBar, counted
+from mlx_zip.progress import ProgressBar, pluralize
 from mlx_zip.sampling.options import Sampling
-from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
+from mlx_zip.text.conversations import Conversation, Prompt, document_openings, make_conversations, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -214,7 +214,7 @@ def _read_inputs(
             _cut_and_check_windows(inputs, corpus, tokenizer, name, models[0], options.fill_windows)
         if number == 0 and options.generate is not None:
             if prompts is None and corpus is not None:
-                prompts = openings(tokenizer, corpus.documents, options.opening)
+                prompts = document_openings(tokenizer, corpus.documents, options.opening)
             inputs.conversations = make_conversations(
                 prompts or [], options.generate, options.turns, repeat=options.temp > 0
             )
@@ -258,12 +258,13 @@ def _describe_evaluation(
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
         parts.append(
-            f"text: {counted(inputs.corpus.n_bytes, 'byte')} in {counted(len(inputs.corpus.documents), 'document')}, "
-            f"{counted(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
+            f"text: {pluralize(inputs.corpus.n_bytes, 'byte')} in "
+            f"{pluralize(len(inputs.corpus.documents), 'document')}, "
+            f"{pluralize(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
         )
     if options.generate is not None:
         parts.append(
-            f"generation: {counted(options.generate, 'conversation')} of {counted(options.turns, 'turn')}, at most "
+            f"generation: {pluralize(options.generate, 'conversation')} of {pluralize(options.turns, 'turn')}, at most "
             f"{options.max_tokens:,} base tokens per turn"
         )
     if options.tasks:
@@ -285,14 +286,14 @@ def _measure_model(
     runner: ModelRunner,
 ) -> dict[str, Any]:
     model, tokenizer = _load_model(inputs.folders[name], options, inputs.pack, codebook_size, row_store, runner)
-    if inputs.pack is not None and is_zip(model):
-        chosen_packs.check(inputs.pack, model, tokenizer)
+    if inputs.pack is not None and has_hypertokens(model):
+        chosen_packs.check_pack_fits(inputs.pack, model, tokenizer)
     if inputs.task_context is None:
         inputs.task_context = context_limit(model) or LARGEST_DEFAULT_CONTEXT
     record: dict[str, Any] = {"model": name, "kind": "plain"}
-    if is_zip(model):
+    if has_hypertokens(model):
         record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
-        record |= {"canonical": model.config.canonical, **chosen_packs.record(inputs.pack, model)}
+        record |= {"canonical": model.config.canonical, **chosen_packs.pack_record(inputs.pack, model)}
     if inputs.windows is not None:
         record["text"] = _record_bits(name, model, options, inputs, progress)
     if options.generate is not None:
@@ -390,7 +391,7 @@ def _check_model_files(folder: Path, codebook_size: int | None, pack: Pack | Non
         try:
             mx.load(str(file))  # reads the header only
         except (OSError, RuntimeError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read: {reason(error)}") from error
+            raise ModelError(f"{file} cannot be read: {failure_reason(error)}") from error
 
 
 def _read_zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:

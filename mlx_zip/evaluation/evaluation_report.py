@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mlx_zip.evaluation.tasks import list_metrics
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 
 VERSION = 1
 _LIBRARIES = ("mlx_zip", "mlx", "mlx-lm", "torch", "transformers", "lm_eval")
@@ -180,12 +180,12 @@ def _list_limits(record: Mapping[str, Any]) -> list[str]:
     if texts and record["settings"].get("context"):
         settings = record["settings"]  # "pack" was once the name of "fill_windows"
         packed = "packed documents" if settings.get("fill_windows", settings.get("pack")) is True else "documents"
-        windows = f"{counted(texts[0]['windows'], 'window')} of {packed}"
+        windows = f"{pluralize(texts[0]['windows'], 'window')} of {packed}"
         notes.append(f"{windows}, at most {settings['context']} base ids each; standard errors over windows.")
     for model in record["models"]:
         if lost := (model.get("tasks") or {}).get("truncated"):
             notes.append(
-                f"{model['model']}: {counted(lost, 'request')} of tasks lost the beginning of their context, to fit "
+                f"{model['model']}: {pluralize(lost, 'request')} of tasks lost the beginning of their context, to fit "
                 f"{model['tasks']['context']} base ids (--context)."
             )
     return ["", *notes] if notes else []

@@ -26,7 +26,7 @@ from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits, prefix_id
 from mlx_zip.evaluation.rates import can_batch, stream_responses
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import render_chat
@@ -215,7 +215,7 @@ class ZipLM(TemplateLM):
         return self._keep_last_ids(self.tok_encode(context) or [self.prefix_token_id], room)
 
     def _generate_batch(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
-        options = {**options, "seed": seed, "pack": self.pack if is_zip(self.model) else None}
+        options = {**options, "seed": seed, "pack": self.pack if has_hypertokens(self.model) else None}
         texts = [""] * len(prompts)
         for row, response in stream_responses(self.model, self.tokenizer, prompts, **options):
             texts[row] += response.text

@@ -17,7 +17,7 @@ from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 from mlx_zip.engine.mlx.scoring import codec, scores_itself
 from mlx_zip.engine.responses import GenerationResponse
 from mlx_zip.errors import DataError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.conversations import Conversation, Prompt
@@ -127,12 +127,16 @@ def _keeps_cache(model: Any, settings: RateSettings) -> bool:
     """Returns whether turns continue from the cache of the turn before. Raises `DataError` if the model has none."""
     if settings.keep_cache and scores_itself(model):
         raise DataError("keep_cache (--keep-cache) needs a model on MLX (--engine mlx)")
-    return settings.keep_cache and is_zip(model)
+    return settings.keep_cache and has_hypertokens(model)
 
 
 def can_batch(model: Any) -> bool:
     """Returns whether `stream` takes several prompts for the model."""
-    return scores_itself(model) or is_zip(model) or all(type(entry) is KVCache for entry in make_prompt_cache(model))
+    return (
+        scores_itself(model)
+        or has_hypertokens(model)
+        or all(type(entry) is KVCache for entry in make_prompt_cache(model))
+    )
 
 
 def _generate_conversations(
@@ -166,7 +170,7 @@ def _stream_turn(
     """
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
-    if cache is None and is_zip(model):
+    if cache is None and has_hypertokens(model):
         options["pack"] = settings.pack
     if cache is None:
         yield from stream_responses(model, tokenizer, [turn.prompt for turn in turns], **options)
@@ -203,7 +207,7 @@ def _count_turn(model: Any, turn: _RunningTurn, pack: Pack | None) -> GeneratedT
     """Returns the counts of a finished turn. pack: None for the model's own."""
     grams, repeated = count_repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
-    if is_zip(model):
+    if has_hypertokens(model):
         book = Codebook(codec(model, pack)) if turn.context is None else turn.context
         canonical = count_canonical_steps(book, turn.prompt, turn.base_ids)
         invalid = count_invalid(book, turn.tokens)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, missing_library
+from mlx_zip.errors import DataError, missing_library_error
 
 
 def check_tasks(
@@ -110,7 +110,7 @@ def _import_zip_lm() -> Any:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        raise missing_library("--tasks", "lm-evaluation-harness", extra="eval") from error
+        raise missing_library_error("--tasks", "lm-evaluation-harness", extra="eval") from error
     return ZipLM
 
 

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_zip.errors import ModelError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
@@ -151,11 +151,11 @@ def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
 
 def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     """Returns the KV caches of a cache of this model. Raises `ModelError` for those that do not batch."""
-    kv = model.check_cache(cache)[0] if is_zip(model) else cache
+    kv = model.check_cache(cache)[0] if has_hypertokens(model) else cache
     for layer in flatten_cache_lists(kv):
         if not _entry_can_batch(layer):
             raise ModelError(f"KV caches of the kind {type(layer).__name__} do not batch")
-    count = len(model.layers) if is_zip(model) else len(make_prompt_cache(model))
+    count = len(model.layers) if has_hypertokens(model) else len(make_prompt_cache(model))
     if len(kv) != count:
         raise ModelError(f"the cache has {len(kv)} KV caches, this model's have {count}")
     return kv

@@ -17,9 +17,9 @@ from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.config import SIDES
-from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
-from mlx_zip.files import at_home
-from mlx_zip.layout import MODEL_TYPE, is_zip
+from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_message_line
+from mlx_zip.files import expand_home
+from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.machines import (
     Group,
     raise_unless_machines_agree,
@@ -30,7 +30,7 @@ from mlx_zip.models.machines import (
 from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME, config_with_pack, find_model_folder, read_model_config
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs.pack import IN_FOLDER, Pack, PackLike, as_pack, pack_in_folder
-from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
+from mlx_zip.text.tokenizers import find_damaged_json, silence_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -113,10 +113,10 @@ def _load_on_this_machine(
     pack = None if pack is None else as_pack(pack)
     changes = codebook_config_changes(config, codebook_size, pack)
     try:
-        with quiet_transformers(), bare_exceptions_as_value_errors():
+        with silence_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
-                adapter_path=None if adapter_path is None else str(at_home(adapter_path)),
+                adapter_path=None if adapter_path is None else str(expand_home(adapter_path)),
                 tokenizer_config=dict(tokenizer_config),
                 model_config={**rope_settings_for_mlx_lm(config), **changes},
                 lazy=lazy or group is not None,
@@ -126,12 +126,12 @@ def _load_on_this_machine(
     except MlxZipError:
         raise
     except load_error_types() as error:
-        raise ModelError(f"cannot load {folder}: {damaged_json(folder) or first_line(error)}") from error
+        raise ModelError(f"cannot load {folder}: {find_damaged_json(folder) or first_message_line(error)}") from error
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None:
         pack.check_made_for(loaded[1], "the pack (--pack)")
-    if is_zip(model):
+    if has_hypertokens(model):
         if fingerprint:
             model.row_source.keep_fingerprint(model, fingerprint)
         model.layout.check_tokenizer(len(loaded[1]))
@@ -152,7 +152,7 @@ def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
     """
     if path is None:
         return
-    folder = at_home(path)
+    folder = expand_home(path)
     try:
         is_peft = "peft_type" in json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -251,7 +251,7 @@ def _mlx_lm_argument_names(config: dict[str, Any]) -> set[str]:
     try:
         arguments = _get_classes(config)[1]
     except ValueError as error:
-        raise ModelError(f"config.json: {first_line(error)}") from error
+        raise ModelError(f"config.json: {first_message_line(error)}") from error
     return {f.name for f in fields(arguments)} if is_dataclass(arguments) else set()
 
 

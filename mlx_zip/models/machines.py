@@ -20,7 +20,7 @@ import numpy as np
 from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_zip.errors import MachineError, MlxZipError, ModelError, first_line
+from mlx_zip.errors import MachineError, MlxZipError, ModelError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.rows.fingerprints import fingerprint_samples, sample_tensors
 
@@ -53,7 +53,7 @@ def lost_machines_as_errors() -> Iterator[None]:
         if not str(error).startswith(_BACKEND_PREFIXES):
             raise
         raise MachineError(
-            f"another machine of this run has ended or cannot be reached: {first_line(error)}"
+            f"another machine of this run has ended or cannot be reached: {first_message_line(error)}"
         ) from error
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.config import ZipConfig, config_of
-from mlx_zip.errors import ConfigError, DataError, ModelError, first_line
-from mlx_zip.files import check_in
+from mlx_zip.config import ZipConfig, parse_zip_section
+from mlx_zip.errors import ConfigError, DataError, ModelError, first_message_line
+from mlx_zip.files import check_regular_file
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.named import KNOWN, here_or_bundled
+from mlx_zip.named import KNOWN, resolve_model_name
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
@@ -29,7 +29,7 @@ def find_model_folder(path_or_hf_repo: str | Path, revision: str | None = None) 
     A model on the hub is downloaded first, and a model of `named.MADE` is made the first time. revision: the hub's
     branch, tag or commit. Raises `ModelError`, and `MlxZipError` for a model that cannot be made.
     """
-    path, name = here_or_bundled(path_or_hf_repo), str(path_or_hf_repo)
+    path, name = resolve_model_name(path_or_hf_repo), str(path_or_hf_repo)
     if os.path.isdir(path):  # unlike Path.is_dir, does not raise for a name that is no valid path
         if revision is not None:
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
@@ -39,9 +39,9 @@ def find_model_folder(path_or_hf_repo: str | Path, revision: str | None = None) 
     if os.path.exists(path) or not hub.is_hub_id(name):
         raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(KNOWN)}), nor a hub id owner/name")
     _raise_unless_model_folder(
-        hub.download(name, ["*.json"], revision)
+        hub.download_files(name, ["*.json"], revision)
     )  # refuses a wrong kind of model before gigabytes arrive
-    return hub.download(name, _MODEL_FILES, revision)
+    return hub.download_files(name, _MODEL_FILES, revision)
 
 
 def _raise_unless_model_folder(folder: Path) -> Path:
@@ -61,10 +61,10 @@ def _raise_unless_model_folder(folder: Path) -> Path:
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Returns a folder's config.json. Raises `ModelError` if it cannot be read or names no model_type."""
     try:
-        check_in(folder / "config.json")
+        check_regular_file(folder / "config.json")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, DataError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {first_message_line(error)}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")
     return config
@@ -92,7 +92,7 @@ class ModelArgs:
         section = self.config.get("zip2zip")
         if not isinstance(section, dict):
             raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
-        return config_of(section)
+        return parse_zip_section(section)
 
     @property
     def decoder_config(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from mlx_zip.models.rows.encoders import encode_entries, make_encoder
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.sequence_rows import EvictedEntry
 from mlx_zip.models.rows.zip_state import Advance, HostIds, ZipState
-from mlx_zip.packs.pack import Pack, PackOrEntries, pack_of, split_packs
+from mlx_zip.packs.pack import Pack, PackOrEntries, resolve_pack, split_packs
 
 
 class DecoderBody(nn.Module):
@@ -179,7 +179,7 @@ class Model(nn.Module):
 
         Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
         """
-        found = pack_of(pack)
+        found = resolve_pack(pack)
         config = replace(self.config, start=found.entries)
         self.check_pack(found)
         self.row_source.config, self.row_source.pack = config, None if found.rows is None else found

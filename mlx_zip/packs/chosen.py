@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import CodecError, GenerationError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 
 if TYPE_CHECKING:
     from mlx_zip.config import ZipConfig
@@ -42,26 +42,26 @@ def load_options(pack: Pack | None, codebook_size: int | None, plain: bool) -> d
     return {"pack": pack, "codebook_size": None if plain else codebook_size}
 
 
-def record(pack: Pack | None, model: Any) -> dict[str, Any]:
+def pack_record(pack: Pack | None, model: Any) -> dict[str, Any]:
     """Returns the size of a zip2zip model's codebook and the fingerprint of its pack, by name; {} for a plain model.
 
     The fingerprint is that of the chosen pack, else of the tuned pack in the model's folder, else None.
     """
-    if not is_zip(model):
+    if not has_hypertokens(model):
         return {}
     used = model.row_source.pack if pack is None else pack
     fingerprint = None if used is None else used.fingerprint
     return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": fingerprint}
 
 
-def check(pack: Pack, model: Any, tokenizer: Any) -> None:
+def check_pack_fits(pack: Pack, model: Any, tokenizer: Any) -> None:
     """Raises `GenerationError` or `DataError` naming the pack if it does not fit the model or its tokenizer."""
     pack.check_made_for(tokenizer)
-    if is_zip(model):
+    if has_hypertokens(model):
         check_codec(pack, model.config)
 
 
-def named(pack: Pack) -> str:
+def pack_flag_with_files(pack: Pack) -> str:
     """Returns the flag with the pack's files, for messages."""
     return f"--pack {' '.join(pack.by_name)}"
 
@@ -72,13 +72,13 @@ def check_codec(pack: Pack, config: ZipConfig) -> None:
     try:
         config.codec_params.with_start(pack)
     except CodecError as error:
-        raise GenerationError(f"{named(pack)} does not fit the model: {error}") from error
+        raise GenerationError(f"{pack_flag_with_files(pack)} does not fit the model: {error}") from error
 
 
 def check_slots(pack: Pack, room: int) -> None:
     """Raises `GenerationError` naming the pack if it has more entries than a codebook of `room` slots holds."""
     if len(pack) > room:
         raise GenerationError(
-            f"{named(pack)}: {len(pack)} entries, but the model's codebook has {room} slots; give it more "
-            "(--codebook-size), or make a smaller pack with `mlx_zip vocab pack merge --size`"
+            f"{pack_flag_with_files(pack)}: {len(pack)} entries, but the model's codebook has {room} slots; "
+            "give it more (--codebook-size), or make a smaller pack with `mlx_zip vocab pack merge --size`"
         )

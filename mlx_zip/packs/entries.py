@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.arrays import read_npy, read_npz
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_in, whole_file
+from mlx_zip.files import atomic_file, check_regular_file
 
 Entry = tuple[int, ...]
 SUFFIXES = (".json", ".npz", ".npy")
@@ -54,20 +54,20 @@ def write_entries(
         raise DataError(f"{path}: a pack is a {', '.join(SUFFIXES)} file")
     checked = checked_entries(path, [tuple(entry) for entry in entries], merge_size)
     if path.suffix == ".json":
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text(json.dumps([list(entry) for entry in checked]) + "\n", encoding="utf-8")
         return
-    rows, lengths = padded(checked, merge_size, pad_id or 0)
+    rows, lengths = pad_entries(checked, merge_size, pad_id or 0)
     if path.suffix == ".npz":
-        with whole_file(path) as partial, open(partial, "wb") as file:
+        with atomic_file(path) as partial, open(partial, "wb") as file:
             np.savez(file, entries=rows, lengths=lengths)
         return
     for name, array in ((_lengths_file(path), lengths), (path, rows)):
-        with whole_file(name) as partial, open(partial, "wb") as file:
+        with atomic_file(name) as partial, open(partial, "wb") as file:
             np.save(file, array, allow_pickle=False)
 
 
-def padded(entries: Sequence[Entry], width: int, fill: int = 0) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def pad_entries(entries: Sequence[Entry], width: int, fill: int = 0) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Returns entries as arrays: uint32 [P, width], each row filled up with `fill`, and their lengths [P]."""
     rows = np.full((len(entries), width), fill, np.uint32)
     for row, entry in zip(rows, entries, strict=True):
@@ -83,7 +83,7 @@ def _lengths_file(path: Path) -> Path:
 def _read_json(path: Path) -> list[tuple[Any, ...]]:
     """Reads the entries of a .json pack; what they hold is not checked. Raises `DataError` naming the file."""
     try:
-        check_in(path)
+        check_regular_file(path)
         data = json.loads(path.read_text(encoding="utf-8"))
     except DataError:
         raise
@@ -101,14 +101,14 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
 def _read_arrays(path: Path) -> list[tuple[int, ...]]:
     """Reads the entries of a .npz or .npy pack. Raises `DataError` naming the file."""
     if path.suffix == ".npy":
-        return _entries_of(path, read_npy(path, _WHAT), read_npy(_lengths_file(path), f"the lengths of {path.name}"))
+        return _unpad_entries(path, read_npy(path, _WHAT), read_npy(_lengths_file(path), f"the lengths of {path.name}"))
     arrays = read_npz(path, _WHAT, NAMES)
     if missing := set(NAMES) - arrays.keys():
         raise DataError(f"{path} has no array {' and no '.join(sorted(missing))}")
-    return _entries_of(path, *(arrays[name] for name in NAMES))
+    return _unpad_entries(path, *(arrays[name] for name in NAMES))
 
 
-def _entries_of(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
+def _unpad_entries(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
     """Returns padded entries [P, M] and lengths [P] as tuples without padding. Errors as of `_check_arrays`."""
     _check_arrays(path, entries, lengths)
     return [tuple(row[:n]) for row, n in zip(entries.tolist(), lengths.tolist(), strict=True)]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mlx_zip import files
 from mlx_zip.codec.arrays import read_npz
 from mlx_zip.errors import CodecError, DataError, ModelError
-from mlx_zip.packs.entries import Entry, checked_entries, padded, read_entries
+from mlx_zip.packs.entries import Entry, checked_entries, pad_entries, read_entries
 from mlx_zip.packs.tuned import PlainCodec, TunedRows, rows_from_arrays, rows_to_arrays
 
 VERSION = 1
@@ -154,7 +154,7 @@ def as_pack(pack: PackLike) -> Pack:
     raise DataError(f"pack must be the path of a pack file or a Pack (mlx_zip.load_pack), not {type(pack).__name__}")
 
 
-def pack_of(pack: PackOrEntries) -> Pack:
+def resolve_pack(pack: PackOrEntries) -> Pack:
     """Returns the pack that a request begins with.
 
     Raises `DataError` for a file that is no pack, `CodecError` for something else that is none.
@@ -170,14 +170,16 @@ def pack_of(pack: PackOrEntries) -> Pack:
 def split_packs(pack: Any, batch: int) -> list[Pack | None]:
     """Returns what each of `batch` sequences begins with, given one pack for all of them or a list of one pack each.
 
-    A pack is one of those that `pack_of` takes, or None for the model's own. Raises `ModelError` for something else and
-    for another number of packs than sequences, `DataError` for a file that is no pack.
+    A pack is one of those that `resolve_pack` takes, or None for the model's own. Raises `ModelError` for other values
+    and for another number of packs than sequences, `DataError` for a file that is no pack.
     """
     if pack is None or _is_one_pack(pack):
-        return [None if pack is None else pack_of(pack)] * batch
+        return [None if pack is None else resolve_pack(pack)] * batch
     if len(pack) != batch:
         raise ModelError(f"there are {len(pack)} packs for {batch} sequence(s)")
-    found = {id(one): pack_of(one) for one in pack if one is not None}  # one that several sequences share is read once
+    found = {
+        id(one): resolve_pack(one) for one in pack if one is not None
+    }  # one that several sequences share is read once
     return [found.get(id(one)) for one in pack]
 
 
@@ -216,7 +218,7 @@ def tuned_fingerprint(begun: Any) -> str | None:
 
 def load_pack(path: str | PathLike[str]) -> Pack:
     """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
-    path = files.at_home(path)
+    path = files.expand_home(path)
     entries = read_entries(path)
     if path.suffix != SUFFIX:
         return Pack(entries, name=str(path))
@@ -271,18 +273,18 @@ def _read_about_and_rows(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[
 def save_pack(path: str | Path, pack: Pack) -> None:
     """Writes a pack to a .npz file; a file that exists is replaced only by a complete one.
 
-    Raises `DataError` as `files.check_out` does and for invalid entries, `OSError` if the disk is full or read-only.
+    Raises `DataError` as `files.check_writable` does and for invalid entries, `OSError` if the disk is full.
     """
     path = Path(path)
-    files.check_out(path, "a pack", SUFFIX)
+    files.check_writable(path, "a pack", SUFFIX)
     entries = checked_entries(path, pack.entries)
-    ids, lengths = padded(entries, pack.merge_size)
+    ids, lengths = pad_entries(entries, pack.merge_size)
     facts = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
     rows: dict[str, Any] = {}
     if pack.rows is not None:
         rows, facts["rows"] = rows_to_arrays(pack.rows)
     about = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    with files.whole_file(path) as partial, open(partial, "wb") as file:
+    with files.atomic_file(path) as partial, open(partial, "wb") as file:
         np.savez(file, entries=ids, lengths=lengths, about=about, **rows)
 
 

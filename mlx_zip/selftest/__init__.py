@@ -20,10 +20,10 @@ from typing import Any
 from mlx_zip.cli.actions import writable_path
 from mlx_zip.device import disable_tf32
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 from mlx_zip.selftest.check import PACKAGES, Check
 from mlx_zip.selftest.recorded import check_codec, check_models
-from mlx_zip.selftest.speed import TOTAL_S, Limit, measure, measure_steps
+from mlx_zip.selftest.speed import TOTAL_S, TimeLimit, measure_rough_speeds, measure_steps
 
 SCHEMA = 1  # of the JSON file
 MOST_REST_S = 3600
@@ -52,19 +52,23 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rest <= MOST_REST_S:
         raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
     disable_tf32()  # the recorded results are float32; before MLX computes anything
-    limit = Limit(time.monotonic() + TOTAL_S)
+    limit = TimeLimit(time.monotonic() + TOTAL_S)
     out = writable_path("--out", args.out)
-    data_file = writable_path("--out", figures_file(out))
+    data_file = writable_path("--out", json_report_file(out))
     golden = Path(str(files("mlx_zip.golden")))
     data: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        checks = [*check_codec(golden), *check_models(golden, Path(folder)), *measure(golden, Path(folder))]
+        checks = [
+            *check_codec(golden),
+            *check_models(golden, Path(folder)),
+            *measure_rough_speeds(golden, Path(folder)),
+        ]
     checks += measure_steps(limit, data, args.rest)
     failed = [check for check in checks if check.passed is False]
-    with whole_file(out) as partial:
-        partial.write_text(report(checks), encoding="utf-8")
-    with whole_file(data_file) as partial:
-        partial.write_text(json.dumps(figures(checks, data), indent=1) + "\n", encoding="utf-8")
+    with atomic_file(out) as partial:
+        partial.write_text(markdown_report(checks), encoding="utf-8")
+    with atomic_file(data_file) as partial:
+        partial.write_text(json.dumps(json_report(checks, data), indent=1) + "\n", encoding="utf-8")
     for check in checks:
         print(f"{_MARKS[check.passed]:>8}  {check.name}: {check.figure}")
     passed = sum(check.passed is True for check in checks)
@@ -73,18 +77,18 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def figures_file(out: Path) -> Path:
+def json_report_file(out: Path) -> Path:
     """Returns the JSON file that belongs to a report."""
     return out.with_suffix(".figures.json" if out.suffix == ".json" else ".json")
 
 
-def figures(checks: list[Check], data: dict[str, Any]) -> dict[str, Any]:
+def json_report(checks: list[Check], data: dict[str, Any]) -> dict[str, Any]:
     """Returns what the JSON file holds: the checks, the machine, and the data of the measurements."""
     found = [{"name": one.name, "passed": one.passed, "figure": one.figure} for one in checks]
     return {"selftest": SCHEMA, "machine": machine(), "checks": found, **data}
 
 
-def report(checks: list[Check]) -> str:
+def markdown_report(checks: list[Check]) -> str:
     """Returns the report in Markdown."""
     failed = sum(check.passed is False for check in checks)
     rows = [f"| {_MARKS[check.passed]} | {check.name} | {check.figure} |" for check in checks]

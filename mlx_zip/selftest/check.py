@@ -19,7 +19,7 @@ class Check:
     figure: str
 
 
-def attempt(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
     """Runs one check and returns its result; an error of the library, device or files counts as a failed check."""
     try:
         passed, figure = check()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import TF32_VARIABLE
-from mlx_zip.selftest.check import PACKAGES, Check, attempt
+from mlx_zip.selftest.check import PACKAGES, Check, run_check
 
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
 TRIALS = 7
@@ -30,7 +30,7 @@ AT_LEAST_S = 10.0  # a long part is left out when less time is left
 
 
 @dataclass(frozen=True)
-class Limit:
+class TimeLimit:
     """The time that the command may take. ends: `time.monotonic()` at its end."""
 
     ends: float
@@ -40,23 +40,23 @@ class Limit:
         return min(part_s, self.ends - time.monotonic())
 
 
-def measure(golden: Path, folder: Path) -> list[Check]:
+def measure_rough_speeds(golden: Path, folder: Path) -> list[Check]:
     """Measures rough speeds to compare machines by; each is the median of a few trials.
 
     golden: the recorded checkpoints. folder: the models that `check_models` converted.
     """
     plain, zipped = golden / "models" / PLAIN / "base", folder / PLAIN
     checks = [
-        attempt("codec: compress 2,048 ids", _compress_speed),
-        attempt("codec: push one id", _push_speed),
-        attempt("memory: read and write 64 MB", _bandwidth),
-        attempt("TF32 in float32 products", lambda: (None, _tf32_line())),
-        attempt("step, plain tiny model", lambda: (None, _step_time(plain))),
+        run_check("codec: compress 2,048 ids", _measure_compress_speed),
+        run_check("codec: push one id", _measure_push_speed),
+        run_check("memory: read and write 64 MB", _measure_bandwidth),
+        run_check("TF32 in float32 products", lambda: (None, _tf32_line())),
+        run_check("step, plain tiny model", lambda: (None, _step_time(plain))),
     ]
-    return [*checks, attempt("step, same model with hypertokens", lambda: (None, _step_time(zipped)))]
+    return [*checks, run_check("step, same model with hypertokens", lambda: (None, _step_time(zipped)))]
 
 
-def _timed(work: Callable[[], Any]) -> list[float]:
+def _time_trials(work: Callable[[], Any]) -> list[float]:
     work()  # warm-up
     times = []
     for _ in range(TRIALS):
@@ -72,15 +72,15 @@ def _synthetic_ids(count: int) -> Any:
     return (np.random.default_rng(0).zipf(1.3, count) % 32000).astype(np.uint32)
 
 
-def _compress_speed() -> tuple[None, str]:
+def _measure_compress_speed() -> tuple[None, str]:
     from mlx_zip.codec import CodecParams, compress
 
     params, ids = CodecParams(32000, 2048, 3), _synthetic_ids(2048)
-    compress_s = statistics.median(_timed(lambda: compress(params, ids)))
+    compress_s = statistics.median(_time_trials(lambda: compress(params, ids)))
     return None, f"{len(ids) / compress_s / 1e6:.1f} M ids/s (synthetic ids)"
 
 
-def _push_speed() -> tuple[None, str]:
+def _measure_push_speed() -> tuple[None, str]:
     """Measures how long a codebook takes to read one id."""
     from mlx_zip.codec import Codebook, CodecParams
 
@@ -92,12 +92,12 @@ def _push_speed() -> tuple[None, str]:
     return None, f"{statistics.median(times) * 1e6:.2f} microseconds"
 
 
-def _bandwidth() -> tuple[None, str]:
+def _measure_bandwidth() -> tuple[None, str]:
     """Measures the memory bandwidth: bytes read and written per second when a number is added to a 64 MB array."""
     from mlx_zip.device import make_memory_sums
 
     work, count = make_memory_sums()
-    return None, f"{count / statistics.median(_timed(work)) / 1e9:.1f} GB/s"
+    return None, f"{count / statistics.median(_time_trials(work)) / 1e9:.1f} GB/s"
 
 
 def _step_time(folder: Path) -> str:
@@ -116,7 +116,7 @@ def _step_time(folder: Path) -> str:
 # ---- steps
 
 
-def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Check]:
+def measure_steps(limit: TimeLimit, data: dict[str, Any], rest_s: float) -> list[Check]:
     """Measures steps of three models over mlx-lm's, bandwidth, what the host does in a step, and the machine's state.
 
     data: is filled with all figures, by part. rest_s: the longest rest before a first id, in seconds.
@@ -127,11 +127,11 @@ def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Che
     )
     data["state_before"] = state()
     parts = [
-        _bandwidth_part(bench, data),
-        *_steps_part("stories", bench.measure_bundled_model, bench.report_lines, limit.left(STORIES_S), data),
-        *_steps_part("smollm2", bench.measure_smollm2, bench.report_lines, limit.left(SMOLLM2_S), data),
-        *_steps_part("1B, 4 bit", bench.measure_random_shape, bench.report_lines, limit.left(SHAPE_S), data),
-        *_steps_part("host", partial(bench.measure_host_parts, rest_s), bench.host_parts.report_lines, HOST_S, data),
+        _check_bandwidth(bench, data),
+        *_check_steps("stories", bench.measure_bundled_model, bench.report_lines, limit.left(STORIES_S), data),
+        *_check_steps("smollm2", bench.measure_smollm2, bench.report_lines, limit.left(SMOLLM2_S), data),
+        *_check_steps("1B, 4 bit", bench.measure_random_shape, bench.report_lines, limit.left(SHAPE_S), data),
+        *_check_steps("host", partial(bench.measure_host_parts, rest_s), bench.host_parts.report_lines, HOST_S, data),
     ]
     data["state_after"] = state()
     data["surroundings"] = import_module("mlx_zip.bench.recording").environment_fields(*PACKAGES)
@@ -139,16 +139,20 @@ def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Che
     return [*parts, Check("machine", None, reported)]
 
 
-def _bandwidth_part(bench: Any, data: dict[str, Any]) -> Check:
+def _check_bandwidth(bench: Any, data: dict[str, Any]) -> Check:
     def measured() -> tuple[None, str]:
         found = data["bandwidth"] = bench.measure_bandwidth()
         return None, f"skipped: {found['skipped']}" if "skipped" in found else f"{found['gb_per_s']:.1f} GB/s"
 
-    return attempt("memory: read in matrix-vector products", measured)
+    return run_check("memory: read in matrix-vector products", measured)
 
 
-def _steps_part(
-    name: str, measure: Callable[[float], Any], lines: Callable[[Any], Any], limit_s: float, data: dict[str, Any]
+def _check_steps(
+    name: str,
+    measure: Callable[[float], Any],
+    lines: Callable[[Any], Any],
+    limit_s: float,
+    data: dict[str, Any],
 ) -> list[Check]:
     """Returns a line per figure of one model's steps; one line if it is left out or fails.
 
@@ -161,7 +165,7 @@ def _steps_part(
 
     if limit_s < AT_LEAST_S:
         data[name] = {"skipped": f"the limit of {TOTAL_S:.0f} seconds is nearly reached"}
-    elif (tried := attempt(f"{name}: steps", measured)).passed is False:
+    elif (tried := run_check(f"{name}: steps", measured)).passed is False:
         return [tried]
     return [Check(f"{name}: {what}", None, text) for what, text in lines(data[name])]
 
@@ -184,12 +188,12 @@ print(np.abs(np.array(mx.array(a) @ mx.array(b)) - exact).max() / np.abs(exact).
 
 def _tf32_line() -> str:
     """Returns whether MLX uses TF32 by default on this machine, and the errors with and without it, as text."""
-    default, full = _product_error(None), _product_error("0")
+    default, full = _matmul_error(None), _matmul_error("0")
     state = "on" if default > _SURELY_TF32 else "off"
     return f"{state} by default; relative error of a float32 product {default:.0e}, with {TF32_VARIABLE}=0 {full:.0e}"
 
 
-def _product_error(tf32: str | None) -> float:
+def _matmul_error(tf32: str | None) -> float:
     """Returns the largest error of a float32 product [128, 512] @ [512, 512], relative to its largest element.
 
     The product is computed on MLX's default device. tf32: value of MLX_ENABLE_TF32 in the process; None for MLX's

@@ -28,7 +28,7 @@ from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
 from mlx_zip.server.options import Options
-from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
+from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_size
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.token_facts import TokenTexts
 
@@ -169,7 +169,7 @@ class Core:
     async def check_body_size(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes for up to `prompts` prompts is too large for them."""
         if prompts:
-            await self.run_in_thread(self._texts.check_body, size, prompts)
+            await self.run_in_thread(self._texts.check_request_size, size, prompts)
 
     async def packs(self) -> list[PackInfo]:
         """Returns the packs that turns can name."""
@@ -210,7 +210,7 @@ class Core:
         if turn.prompt is not None:
             return encode_prompt(tokenizer, turn.prompt, encode=encode)
         as_written = [one["content"] for one in turn.messages if one["role"] in _UNSHORTENED_ROLES]
-        self._texts.check_bytes(sum(utf8_bytes(text) for text in as_written if isinstance(text, str)))
+        self._texts.check_text_size(sum(utf8_size(text) for text in as_written if isinstance(text, str)))
         options = {**self.options.template_options, **turn.template_options}
         if turn.tools and turn.tool_choice != "none":
             options["tools"] = openai_tools(turn.tools)

@@ -13,7 +13,14 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError, reason
+from mlx_zip.errors import (
+    EngineBusyError,
+    EngineStoppedError,
+    GenerationError,
+    MlxZipError,
+    PromptTooLongError,
+    failure_reason,
+)
 
 log = logging.getLogger("mlx_zip.server")
 
@@ -91,7 +98,7 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, GenerationError):
         return Failure(400, str(error), "invalid_request", getattr(error, "param", None))
     if isinstance(error, MlxZipError):
-        log.error("a request failed: %s", reason(error))
+        log.error("a request failed: %s", failure_reason(error))
         return Failure(500, str(error), "failed")
     log.error("a request failed", exc_info=error)
     return Failure(500, "the server made a mistake; its log says more", "internal_error")

@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mlx_zip.errors import first_line
+from mlx_zip.errors import first_message_line
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import OPENAI, Failure, RequestError, failure_of, json_bytes
 from mlx_zip.server.fields import Body, parse_body
@@ -108,7 +108,7 @@ def parse_json(body: bytes, max_depth: int) -> Any:
     except RecursionError as error:
         raise _depth_error(max_depth) from error
     except ValueError as error:  # no JSON, or a number with thousands of digits
-        raise RequestError(400, f"the body is not JSON: {first_line(error)}", "invalid_json") from error
+        raise RequestError(400, f"the body is not JSON: {first_message_line(error)}", "invalid_json") from error
     _check_depth(value, max_depth)
     return value
 

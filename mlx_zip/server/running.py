@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import (  # uvicorn brings its parser
 )
 
 from mlx_zip.engine import Engine
-from mlx_zip.errors import reason
+from mlx_zip.errors import failure_reason
 from mlx_zip.server.app import make_app
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import Failure, dialect_of, json_bytes
@@ -138,7 +138,7 @@ def serve(engine: Engine, options: Options, listener: socket.socket, log_level: 
         try:
             print(f"serving {core.model} on {place}/v1 (Ctrl-C ends)", flush=True)
         except OSError as error:  # the reader has left, or a disk is full: clients are served all the same
-            log.warning("serving on %s/v1; the output cannot be written: %s", place, reason(error))
+            log.warning("serving on %s/v1; the output cannot be written: %s", place, failure_reason(error))
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     server = Server(core, log_level, say)

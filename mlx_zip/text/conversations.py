@@ -11,7 +11,7 @@ from typing import Any
 from mlx_zip.errors import DataError
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import Messages, encode_prompt
-from mlx_zip.text.sources import Reader, Source, kind_of
+from mlx_zip.text.sources import Source, SourceReader, source_kind
 from mlx_zip.text.token_facts import encode_with_bytes
 
 
@@ -32,44 +32,44 @@ def read_prompts(file: str | Path) -> list[Prompt]:
 
     Raises `DataError` naming the file and line.
     """
-    if kind_of(str(file)) != "json":
+    if source_kind(str(file)) != "json":
         raise DataError(f"{file}: prompts are read from a .jsonl file")
-    prompts = [_prompt(item.where, item.raw) for item in Reader(Source((str(file),)))]
+    prompts = [_parse_prompt_line(item.where, item.raw) for item in SourceReader(Source((str(file),)))]
     if not prompts:
         raise DataError(f"{file}: no prompts")
     return prompts
 
 
-def _prompt(where: str, line: bytes) -> Prompt:
+def _parse_prompt_line(where: str, line: bytes) -> Prompt:
     """Returns the prompt in one line of a file. where: file and line number, for messages. Raises `DataError`."""
     try:
         record = loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON: {error}") from error
     content = record.get("messages", record.get("prompt")) if isinstance(record, Mapping) else None
-    if not content or not (isinstance(content, str) or _are_messages(content)):
+    if not content or not (isinstance(content, str) or _are_chat_messages(content)):
         raise DataError(f"{where}: neither text under prompt nor chat messages under messages")
     return Prompt(content)
 
 
-def _are_messages(value: Any) -> bool:
+def _are_chat_messages(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
     )
 
 
-def openings(tokenizer: Any, documents: Sequence[Document], base_ids: int) -> list[Prompt]:
+def document_openings(tokenizer: Any, documents: Sequence[Document], base_ids: int) -> list[Prompt]:
     """Returns the text of the first `base_ids` base ids of each document; documents without such text are left out.
 
     Raises `DataError` if `base_ids` is below 1.
     """
     if base_ids < 1:
         raise DataError(f"openings (--opening) must be at least 1 base id long, got {base_ids}")
-    texts = [_opening(tokenizer, document.text, base_ids) for document in documents]
+    texts = [_first_text(tokenizer, document.text, base_ids) for document in documents]
     return [Prompt(text) for text in texts if text]
 
 
-def _opening(tokenizer: Any, text: str, base_ids: int) -> str:
+def _first_text(tokenizer: Any, text: str, base_ids: int) -> str:
     n_bytes = encode_with_bytes(tokenizer, text)[1][:base_ids].sum()
     return text.encode("utf-8")[:n_bytes].decode("utf-8", "ignore")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.text.sources import Reader, Record, Skipped, Source, parse
+from mlx_zip.text.sources import Record, Skipped, Source, SourceReader, parse_item
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_corpus(
     source = Source(names, separator=separator, columns=columns or {})
     documents: list[Document] = []
     empty, room, cut = 0, math.inf if limit_bytes is None else limit_bytes, False
-    for document in _documents(source, room):
+    for document in _iterate_documents(source, room):
         if not document.text:
             empty += 1
         elif document.n_bytes <= room:
@@ -95,22 +95,22 @@ def read_corpus(
     return Corpus(names, tuple(documents), empty, cut)
 
 
-def _documents(source: Source, enough: float) -> Iterator[Document]:
+def _iterate_documents(source: Source, enough: float) -> Iterator[Document]:
     """Yields each record as a document, also those without text.
 
     enough: number of bytes after which a document that comes in parts is yielded before its last part.
     """
     parts, n_bytes = [], 0
-    for item in Reader(source):
-        record = parse(item, source.columns)
-        parts.append(_text(record))
+    for item in SourceReader(source):
+        record = parse_item(item, source.columns)
+        parts.append(_text_or_raise(record))
         n_bytes += item.size
         if isinstance(record, Skipped) or not record.continues or n_bytes > enough:
             yield Document("".join(parts), record.where)
             parts, n_bytes = [], 0
 
 
-def _text(record: Record | Skipped) -> str:
+def _text_or_raise(record: Record | Skipped) -> str:
     """Returns the text of a record, "" for an empty one. Raises `DataError` if it was skipped for a fault."""
     if isinstance(record, Skipped):
         if record.empty:

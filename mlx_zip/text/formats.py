@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
-from mlx_zip.text.sentencepiece_file import read_pieces
+from mlx_zip.text.sentencepiece_file import read_sentencepiece_model
 from mlx_zip.vocab.adaptbpe import pieces as text
-from mlx_zip.vocab.first_stage import IDS_FILE_OF, TokenizerFile, open_tokenizer, read_stored, to_text, vocabulary_of
+from mlx_zip.vocab.first_stage import (
+    IDS_FILE_OF,
+    TokenizerFile,
+    bytes_to_spelled,
+    checked_vocabulary,
+    open_tokenizer,
+    read_uncompressed,
+)
 
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
@@ -41,92 +48,94 @@ KINDS = (
 
 def is_tokenizer_file(path: Path) -> bool:
     """Returns whether a file's name is one of `KINDS`."""
-    return _plain(path).endswith(("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES))
+    return _name_without_gz(path).endswith(
+        ("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES)
+    )
 
 
-def name_of(path: Path) -> str:
+def short_tokenizer_name(path: Path) -> str:
     """Returns a short name for a tokenizer file: its name without the ending of its kind, or else its folder's name."""
-    plain = _plain(path)
+    plain = _name_without_gz(path)
     for ending in ("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES):
         plain = plain.removesuffix(ending)
     return plain.strip(".-_") or path.absolute().parent.name
 
 
-def read_library(path: Path) -> Any:
+def read_tokenizer_file(path: Path) -> Any:
     """Returns the `tokenizers.Tokenizer` of a file named as in `KINDS`. Raises `DataError` naming the file."""
     try:
         with bare_exceptions_as_value_errors():
-            return _read(path)
+            return _read_by_kind(path)
     except DataError:
         raise
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
-def _read(path: Path) -> Any:
+def _read_by_kind(path: Path) -> Any:
     """Returns the `tokenizers.Tokenizer` of a file; what kind of file it is follows from its name."""
-    plain = _plain(path)
+    plain = _name_without_gz(path)
     if not is_tokenizer_file(path):
         raise DataError(f"{path}: not the name of a tokenizer file ({KINDS})")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if plain.endswith(".tiktoken"):
-        return _ranks(path)
+        return _read_tiktoken(path)
     if plain.endswith(".model"):
-        return read_pieces(path).library()
+        return read_sentencepiece_model(path).build_tokenizer()
     if plain.endswith(PIECES):
-        return _word_pieces(path)
+        return _read_word_pieces(path)
     if plain.endswith(tuple(IDS_FILE_OF.values())):
-        return _byte_pairs(path, _partner(path, {ids: merges for merges, ids in IDS_FILE_OF.items()}))
+        return _read_byte_pairs(path, _paired_file(path, {ids: merges for merges, ids in IDS_FILE_OF.items()}))
     if plain.endswith(tuple(IDS_FILE_OF)):
-        vocabulary = _partner(path, IDS_FILE_OF)
-        return _byte_pairs(vocabulary, path) if vocabulary.is_file() else open_tokenizer(path).library()
+        vocabulary = _paired_file(path, IDS_FILE_OF)
+        return _read_byte_pairs(vocabulary, path) if vocabulary.is_file() else open_tokenizer(path).build_tokenizer()
     file = open_tokenizer(path)
     if file.kind != "tokenizer":
         raise DataError(f"{path}: no tokenizer.json but a list of tokens, which does not say how a text is split")
-    return file.library()
+    return file.build_tokenizer()
 
 
-def pair_in(folder: Path) -> Path | None:
+def find_gpt2_merges(folder: Path) -> Path | None:
     """Returns the merge list of a folder that holds one with its vocabulary (GPT-2's two files), None otherwise."""
     for merges in IDS_FILE_OF:
         for path in sorted([*folder.glob(f"*{merges}"), *folder.glob(f"*{merges}.gz")]):
-            if _partner(path, IDS_FILE_OF).is_file():
+            if _paired_file(path, IDS_FILE_OF).is_file():
                 return path
     return None
 
 
-def pattern_of(path: Path) -> str:
+def tiktoken_split_pattern(path: Path) -> str:
     """Returns the pattern that splits a text before a rank file applies. Raises `DataError` for an unknown name."""
-    pattern = next((pattern for known, pattern in PATTERNS.items() if known in name_of(path)), None)
+    pattern = next((pattern for known, pattern in PATTERNS.items() if known in short_tokenizer_name(path)), None)
     if pattern is None:
         raise DataError(f"{path}: how its text is split is unknown; the name must hold one of {', '.join(PATTERNS)}")
     return pattern
 
 
-def _plain(path: Path) -> str:
+def _name_without_gz(path: Path) -> str:
     """Returns a file's name without .gz."""
     return path.name.removesuffix(".gz")
 
 
-def _partner(path: Path, endings: dict[str, str]) -> Path:
+def _paired_file(path: Path, endings: dict[str, str]) -> Path:
     """Returns the path of the other file of a pair, for example vocab.json for merges.txt, or .gz if only that exists.
 
     endings: how this file's name ends -> how the other's does.
     """
-    plain = _plain(path)
+    plain = _name_without_gz(path)
     own = next(ending for ending in endings if plain.endswith(ending))
     other = path.with_name(plain.removesuffix(own) + endings[own])
     packed = other.with_name(other.name + ".gz")
     return packed if packed.is_file() and not other.is_file() else other
 
 
-def _ranks(path: Path) -> Any:
+def _read_tiktoken(path: Path) -> Any:
     """Returns the tokenizer of a .tiktoken file, which lists tokens by rank."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pattern = pattern_of(path)
-    vocabulary = {to_text(token): rank for rank, token in enumerate(open_tokenizer(path).tokens())}
+    pattern = tiktoken_split_pattern(path)
+    vocabulary = {bytes_to_spelled(token): rank for rank, token in enumerate(open_tokenizer(path).tokens())}
     merges = [
         (token[:i], token[i:])
         for token in vocabulary
@@ -144,16 +153,16 @@ def _ranks(path: Path) -> Any:
     return tokenizer
 
 
-def _byte_pairs(vocabulary: Path, merges: Path) -> Any:
+def _read_byte_pairs(vocabulary: Path, merges: Path) -> Any:
     """Returns the tokenizer of a merge list, with the ids of a JSON vocabulary. Raises `DataError`."""
     try:
-        file = TokenizerFile(merges, "merges", read_stored(merges))
-        return file.library(vocabulary_of(json.loads(read_stored(vocabulary))))
+        file = TokenizerFile(merges, "merges", read_uncompressed(merges))
+        return file.build_tokenizer(checked_vocabulary(json.loads(read_uncompressed(vocabulary))))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{vocabulary} and {merges.name} are no byte-level vocabulary: {error}") from error
 
 
-def _word_pieces(path: Path) -> Any:
+def _read_word_pieces(path: Path) -> Any:
     """Returns the tokenizer of a list of BERT's word pieces, one per line.
 
     Text is made lower case unless the file's name contains `cased` without `un`; the list itself does not say it.
@@ -161,20 +170,20 @@ def _word_pieces(path: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     try:
-        pieces = read_stored(path).decode("utf-8").splitlines()
+        pieces = read_uncompressed(path).decode("utf-8").splitlines()
     except ValueError as error:
         raise DataError(f"{path}: no list of word pieces: {error}") from error
     if len(set(pieces)) < len(pieces) or UNKNOWN not in pieces:
         raise DataError(f"{path}: no list of word pieces: {UNKNOWN} must be one, and none twice")
     tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token=UNKNOWN))
-    name = name_of(path)
+    name = short_tokenizer_name(path)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase="uncased" in name or "cased" not in name)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
 
-def special_names(tokenizer: Any) -> dict[str, str]:
+def well_known_special_tokens(tokenizer: Any) -> dict[str, str]:
     """Returns a tokenizer's special tokens by transformers' names, such as eos_token, as far as they are well known."""
     known = {
         "bos_token": ("<s>", "<|endoftext|>", "[CLS]"),

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_line
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.text.formats import PATTERNS
-from mlx_zip.text.sentencepiece_file import BPE, SPACE, Pieces
+from mlx_zip.text.sentencepiece_file import BPE, SPACE, SentencePieceModel
 
 PREFIX = "tokenizer."
 _GGML = "tokenizer.ggml."
@@ -97,25 +97,25 @@ def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: s
     general.architecture. context: the model's number of positions. A key under "tokenizer." that is not known here is
     an error.
     """
-    return _Reader(path, metadata, architecture).read(context)
+    return _MetadataReader(path, metadata, architecture).read_tokenizer(context)
 
 
-class _Reader:
+class _MetadataReader:
     """Takes one key after the other from the metadata; what is left at the end is unknown."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str) -> None:
         self.path, self.architecture = path, architecture
         self.left = {key: value for key, value in metadata.items() if key.startswith(PREFIX) and key not in _HARMLESS}
-        self.kind = self.take("model", str)
-        self.tokens: list[str] = list(self.take("tokens", list))
-        self.types = self.numbers("token_type", "iu", _NORMAL).copy()
+        self.kind = self.pop_value("model", str)
+        self.tokens: list[str] = list(self.pop_value("tokens", list))
+        self.types = self.numbers_per_token("token_type", "iu", _NORMAL).copy()
         self.check_tokens()
 
     def error(self, what: str) -> DataError:
         """Returns the error for something that is wrong with this file's tokenizer."""
         return DataError(f"{self.path}: {what}")
 
-    def take(self, name: str, kind: type, default: Any = ...) -> Any:
+    def pop_value(self, name: str, kind: type, default: Any = ...) -> Any:
         """Removes a value from the metadata and returns it; `default` if it is missing, unless it must be there."""
         value = self.left.pop(_GGML + name, default)
         if value is ...:
@@ -124,9 +124,9 @@ class _Reader:
             raise self.error(f"{_GGML}{name} must be of the type {kind.__name__}, got {type(value).__name__}")
         return value
 
-    def numbers(self, name: str, kinds: str, default: float) -> np.ndarray:
+    def numbers_per_token(self, name: str, kinds: str, default: float) -> np.ndarray:
         """Returns an array with a number for each token. kinds: NumPy's letters of the types that it may have."""
-        values = self.take(name, np.ndarray, None)
+        values = self.pop_value(name, np.ndarray, None)
         if values is None:
             return np.full(len(self.tokens), default)
         if values.dtype.kind not in kinds or len(values) != len(self.tokens) or not np.isfinite(values).all():
@@ -144,61 +144,65 @@ class _Reader:
                 f"{added} tokens are control tokens or the user's own; at most {_MOST_ADDED} are supported"
             )
 
-    def read(self, context: int) -> GgufTokenizer:
+    def read_tokenizer(self, context: int) -> GgufTokenizer:
         """Returns the tokenizer, after all keys have been accounted for."""
         ids = {name: self.token_id(name) for name in (*_IDS, *_ENDINGS, *_OTHER_IDS)}
         try:
             with bare_exceptions_as_value_errors():
-                library, begins = self.byte_level() if self.kind == "gpt2" else self.sentence_pieces()
+                library, begins = self.build_byte_level() if self.kind == "gpt2" else self.build_sentencepiece()
                 self.add_tokens(library)
-                begins = self.take("add_bos_token", bool, begins)
-                ends = self.take("add_eos_token", bool, False)
-                self.wrap_texts(library, ids["bos_token_id"] if begins else None, ids["eos_token_id"] if ends else None)
+                begins = self.pop_value("add_bos_token", bool, begins)
+                ends = self.pop_value("add_eos_token", bool, False)
+                self.add_bos_and_eos(
+                    library, ids["bos_token_id"] if begins else None, ids["eos_token_id"] if ends else None
+                )
         except DataError:
             raise
         except (ValueError, TypeError, OverflowError) as error:
-            raise self.error(f"the tokenizer cannot be built: {first_line(error)[:300]}") from error
+            raise self.error(f"the tokenizer cannot be built: {first_message_line(error)[:300]}") from error
         names = {name: self.tokens[one] for key, name in _IDS.items() if (one := ids[key]) is not None}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **names,
             "clean_up_tokenization_spaces": False,
             "model_max_length": context,
-            **self.templates(),
+            **self.chat_templates(),
         }
         for name, value in _EXPECTED.items():
-            if self.take(name, bool, value) != value:
+            if self.pop_value(name, bool, value) != value:
                 raise self.error(f"{_GGML}{name} is {not value}, which is not supported")
         if self.left:
             raise self.error(f"unknown keys: {', '.join(sorted(self.left)[:12])}")
         special = {f"{name}_token_id": ids[key] for key, name in (("bos_token_id", "bos"), ("padding_token_id", "pad"))}
-        return GgufTokenizer(library, settings, self.endings(ids), {k: v for k, v in special.items() if v is not None})
+        return GgufTokenizer(
+            library, settings, self.end_token_ids(ids), {k: v for k, v in special.items() if v is not None}
+        )
 
     def token_id(self, name: str) -> int | None:
         """Returns the id under this key, None if it is missing; negative ones and -1 as uint32 mean that too."""
-        value = self.take(name, int, None)
+        value = self.pop_value(name, int, None)
         if value is None or value < 0 or value == 0xFFFFFFFF:
             return None
         if value >= len(self.tokens):
             raise self.error(f"{_GGML}{name} is {value}, and there are {len(self.tokens)} tokens")
         return value
 
-    def endings(self, ids: Mapping[str, int | None]) -> tuple[int, ...]:
+    def end_token_ids(self, ids: Mapping[str, int | None]) -> tuple[int, ...]:
         """Returns the ids that end a text: the file's own, and control tokens known to end a turn."""
         own = [ids[name] for name in ("eos_token_id", *_ENDINGS)]
         known = [i for i, text in enumerate(self.tokens) if text in _ENDING_TEXTS and self.types[i] == _CONTROL]
         return tuple(dict.fromkeys(i for i in (*own, *known) if i is not None))
 
-    def byte_level(self) -> tuple[Any, bool]:
+    def build_byte_level(self) -> tuple[Any, bool]:
         """Returns the tokenizer of a byte-level vocabulary, and whether its texts begin with the bos token."""
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-        name = self.take("pre", str)
+        name = self.pop_value("pre", str)
         if name not in CUTS:
             raise self.error(f"{_GGML}pre {name[:80]!r} is not supported; supported: {', '.join(CUTS)}")
         cut = CUTS[name]
         vocabulary = {token: i for i, token in enumerate(self.tokens)}
-        tokenizer = Tokenizer(models.BPE(vocabulary, self.merges(), ignore_merges=cut.whole))
+        tokenizer = Tokenizer(models.BPE(vocabulary, self.read_merges(), ignore_merges=cut.whole))
         if cut.composed:
             tokenizer.normalizer = normalizers.NFC()
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
@@ -209,14 +213,14 @@ class _Reader:
             steps += [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
         tokenizer.decoder = decoders.ByteLevel()
-        if self.take("add_space_prefix", bool, False):
+        if self.pop_value("add_space_prefix", bool, False):
             raise self.error(f"{_GGML}add_space_prefix is true, which is not supported with a byte-level vocabulary")
-        self.numbers("scores", "f", 0.0)
+        self.numbers_per_token("scores", "f", 0.0)
         return tokenizer, cut.begins
 
-    def merges(self) -> list[tuple[str, str]]:
+    def read_merges(self) -> list[tuple[str, str]]:
         """Returns the pairs of tokens that merge, the first ones first."""
-        merges: list[str] = self.take("merges", list)
+        merges: list[str] = self.pop_value("merges", list)
         pairs = []
         for merge in merges:
             left, _, right = merge.partition(" ")
@@ -225,20 +229,20 @@ class _Reader:
             pairs.append((left, right))
         return pairs
 
-    def sentence_pieces(self) -> tuple[Any, bool]:
+    def build_sentencepiece(self) -> tuple[Any, bool]:
         """Returns the tokenizer of a vocabulary with scores, and that its texts begin with the bos token."""
         if self.kind != "llama":
             raise self.error(f"{_GGML}model {self.kind[:80]!r} is not supported; supported: gpt2, llama")
-        self.take("pre", str, "default")
-        self.take("merges", list, [])  # they follow from the scores
-        scores = [float(score) for score in self.numbers("scores", "f", 0.0)]
+        self.pop_value("pre", str, "default")
+        self.pop_value("merges", list, [])  # they follow from the scores
+        scores = [float(score) for score in self.numbers_per_token("scores", "f", 0.0)]
         if self.architecture.startswith("gemma"):
             self.respell_spaces()
             scores = [-float(i) for i in range(len(self.tokens))]  # there, the order of tokens is that of merges
         pieces = tuple(zip(self.tokens, scores, map(int, self.types), strict=True))
-        single = self.take("remove_extra_whitespaces", bool, False)
-        prefix = self.take("add_space_prefix", bool, True)
-        return Pieces(self.path, pieces, BPE, b"", prefix, single).library(), True
+        single = self.pop_value("remove_extra_whitespaces", bool, False)
+        prefix = self.pop_value("add_space_prefix", bool, True)
+        return SentencePieceModel(self.path, pieces, BPE, b"", prefix, single).build_tokenizer(), True
 
     def respell_spaces(self) -> None:
         """Makes tokens of spaces alone, which Gemma's files spell as spaces, pieces that come from merges."""
@@ -259,7 +263,7 @@ class _Reader:
             pairs = zip(texts, right, strict=True)
             add([AddedToken(text, normalized=False, special=special, rstrip=strip) for text, strip in pairs])
 
-    def wrap_texts(self, library: Any, first: int | None, last: int | None) -> None:
+    def add_bos_and_eos(self, library: Any, first: int | None, last: int | None) -> None:
         """Makes a text begin with the token `first` and end with the token `last`, if they are given."""
         from tokenizers import processors
 
@@ -270,7 +274,7 @@ class _Reader:
         one, two = [*ends[0], "$A", *ends[1]], [*ends[0], "$B:1", *ends[1]]
         library.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two], special_tokens=known)
 
-    def templates(self) -> dict[str, Any]:
+    def chat_templates(self) -> dict[str, Any]:
         """Returns the chat templates as tokenizer_config.json holds them, {} if there are none."""
         key = "tokenizer.chat_template"
         names = self.left.pop(f"{key}s", [])

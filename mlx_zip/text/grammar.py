@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import GenerationError, first_line, missing_library
+from mlx_zip.errors import GenerationError, first_message_line, missing_library_error
 from mlx_zip.text.token_facts import bytes_by_id, special_ids
-from mlx_zip.text.tokenizers import token_id
+from mlx_zip.text.tokenizers import single_token_id
 
 MOST_SCHEMA_BYTES = 256 * 1024
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as chat templates write JSON
@@ -49,7 +49,7 @@ class GrammarVocabulary:
         self.is_tokenizer_wrapper = True  # llguidance looks for this name
         self.usable = np.array([bool(token) for token in self.tokens])
         self.usable[self.special_token_ids] = True
-        self.library = _library().LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.eos_token_id)
+        self.library = _import_llguidance().LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.eos_token_id)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Returns the ids whose bytes are a text, for llguidance: the tokenizer's own where they spell it exactly.
@@ -61,11 +61,11 @@ class GrammarVocabulary:
         for lead in ("", "\n"):
             ids = list(self._inner.encode(lead + data.decode("utf-8", "replace"), add_special_tokens=False))
             for start in range(min(len(ids), 3)):
-                if self._spell(ids[start:], data):
+                if self._spells_exactly(ids[start:], data):
                     return ids[start:]
         return self._longest_matches(data)
 
-    def _spell(self, ids: list[int], data: bytes) -> bool:
+    def _spells_exactly(self, ids: list[int], data: bytes) -> bool:
         """Returns whether ids are no special tokens and have exactly these bytes."""
         return b"".join(self.tokens[i] for i in ids) == data and self._special.isdisjoint(ids)
 
@@ -81,7 +81,7 @@ class GrammarVocabulary:
         return ids
 
 
-def vocabulary_of(tokenizer: Any) -> GrammarVocabulary:
+def grammar_vocabulary(tokenizer: Any) -> GrammarVocabulary:
     """Returns a tokenizer's `GrammarVocabulary`; the first call for a tokenizer takes up to a few seconds."""
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     with _lock:
@@ -106,29 +106,29 @@ class GrammarConstraint:
         vocab_size: int | None = None,
         eos_ids: frozenset[int] | None = None,
     ) -> None:
-        vocabulary = vocabulary_of(tokenizer)
+        vocabulary = grammar_vocabulary(tokenizer)
         self._size = len(vocabulary.tokens) if vocab_size is None else vocab_size
         ends = tokenizer.eos_token_ids if eos_ids is None else eos_ids
         self._eos = frozenset(i for i in ends if i < self._size)
         if not self._eos:
             raise GenerationError("a constrained answer needs an eos token, and this request has none")
         self._usable = vocabulary.usable
-        self._matcher = _compiled(vocabulary, grammar).deep_copy()
+        self._matcher = _compile_grammar(vocabulary, grammar).deep_copy()
         self._mask: NDArray[np.bool_] | None = None
         self._ended = False
 
     def mask(self) -> NDArray[np.bool_]:
         """Returns which base ids may come next, [V] bool. Raises `GenerationError` if the grammar takes too long."""
         if self._mask is None:
-            self._mask = self._next_ids()
+            self._mask = self._compute_mask()
         return self._mask
 
-    def _next_ids(self) -> NDArray[np.bool_]:
+    def _compute_mask(self) -> NDArray[np.bool_]:
         """Returns a new mask for the present state."""
         allowed = np.zeros(self._size, bool)
         if not self._ended:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            _check(self._matcher)
+            _raise_if_failed(self._matcher)
             n = min(self._size, len(self._usable))
             np.logical_and(np.unpackbits(bits, count=n, bitorder="little"), self._usable[:n], out=allowed[:n])
         allowed[list(self._eos)] = self.may_end
@@ -141,7 +141,7 @@ class GrammarConstraint:
 
     def accepts(self, base_ids: Sequence[int]) -> bool:
         """Returns whether all these base ids may come next; what follows an eos does not count. Nothing changes."""
-        before, ends = self._up_to_eos(base_ids)
+        before, ends = self._cut_at_eos(base_ids)
         if self._ended:
             return ends and not before
         if not all(0 <= i < len(self._usable) and i < self._size and self._usable[i] for i in before):
@@ -154,14 +154,14 @@ class GrammarConstraint:
         """Takes the base ids that were emitted. Raises `GenerationError` for ids that are not accepted."""
         if not self.accepts(base_ids):
             raise GenerationError("the answer left its grammar")
-        before, ends = self._up_to_eos(base_ids)
+        before, ends = self._cut_at_eos(base_ids)
         self._mask = None
         if before and not self._matcher.consume_tokens(before):
             raise GenerationError("the answer left its grammar")
-        _check(self._matcher)
+        _raise_if_failed(self._matcher)
         self._ended = self._ended or ends
 
-    def _up_to_eos(self, base_ids: Sequence[int]) -> tuple[list[int], bool]:
+    def _cut_at_eos(self, base_ids: Sequence[int]) -> tuple[list[int], bool]:
         ids = [int(i) for i in base_ids]
         at = next((n for n, i in enumerate(ids) if i in self._eos), None)
         return ids[:at], at is not None
@@ -174,13 +174,13 @@ class GrammarConstraint:
 
 
 @lru_cache(maxsize=64)
-def _compiled(vocabulary: GrammarVocabulary, grammar: str) -> Any:
+def _compile_grammar(vocabulary: GrammarVocabulary, grammar: str) -> Any:
     """Returns llguidance's matcher of a grammar at its beginning. Raises `GenerationError` with the reason."""
-    library = _library()
+    library = _import_llguidance()
     limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
     source = library.LLMatcher.grammar_from_lark(grammar)
     matcher = library.LLMatcher(vocabulary.library, source, log_level=0, limits=limits)
-    _check(matcher)
+    _raise_if_failed(matcher)
     first = matcher.deep_copy()
     possible = any(first.compute_bitmask()) and not first.is_error()
     if not possible:
@@ -188,16 +188,16 @@ def _compiled(vocabulary: GrammarVocabulary, grammar: str) -> Any:
     return matcher
 
 
-def _check(matcher: Any) -> None:
+def _raise_if_failed(matcher: Any) -> None:
     """Raises `GenerationError` with a matcher's reason if it has failed."""
     if not matcher.is_error():
         return
-    reason = first_line(ValueError(matcher.get_error().partition(":")[2] or matcher.get_error()))
+    reason = first_message_line(ValueError(matcher.get_error().partition(":")[2] or matcher.get_error()))
     reason = reason.removeprefix("failed to compile JSON schema:").strip()
     raise GenerationError(f"the schema cannot be followed: {reason[:300]}")
 
 
-def json_by(schema: Mapping[str, Any], lenient: bool = False) -> str:
+def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """Returns the rule for JSON that follows a schema, {} for any object; written on one line, as Python's json does.
 
     lenient: ignore keywords that llguidance does not know, which raise `GenerationError` later otherwise, and close
@@ -206,20 +206,20 @@ def json_by(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """
     options = {**_WRITING, "lenient": lenient}
     try:
-        check_costs(schema)
+        check_schema_cost(schema)
         joins = any(
-            key == "allOf" for key, _ in keywords(schema)
+            key == "allOf" for key, _ in iterate_schema_keywords(schema)
         )  # an object of several schemas has the properties of all
-        schema = _closed(schema) if lenient and not joins else schema
+        schema = _close_objects(schema) if lenient and not joins else schema
         text = json.dumps({**(schema or {"type": "object"}), "x-guidance": options}, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise GenerationError(f"the schema cannot be followed: {first_line(error)}") from error
+        raise GenerationError(f"the schema cannot be followed: {first_message_line(error)}") from error
     if len(text) > MOST_SCHEMA_BYTES:
         raise GenerationError(f"the schema is too large: {len(text)} bytes, and at most {MOST_SCHEMA_BYTES} are taken")
     return f"{_FORMAT} {text}"
 
 
-def _closed(schema: Any) -> Any:
+def _close_objects(schema: Any) -> Any:
     """Returns a schema in which objects that list their properties have no others, unless the schema says so.
 
     An object with alternatives beside its properties has those of an alternative too, so it stays as it is.
@@ -228,52 +228,52 @@ def _closed(schema: Any) -> Any:
         return schema
     if "properties" in schema and schema.keys() & _JOINED:
         return schema
-    inner = {key: _closed_within(key, value) for key, value in schema.items()}
+    inner = {key: _close_nested_objects(key, value) for key, value in schema.items()}
     if schema.get("properties") and not schema.keys() & _MORE_PROPERTIES:
         inner["additionalProperties"] = False
     return inner
 
 
-def _closed_within(key: str, value: Any) -> Any:
-    """Returns the value of a schema's keyword, with `_closed` schemas in place of those that it holds."""
+def _close_nested_objects(key: str, value: Any) -> Any:
+    """Returns the value of a schema's keyword, with `_close_objects` schemas in place of those that it holds."""
     if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-        return {name: _closed(one) for name, one in value.items()}
+        return {name: _close_objects(one) for name, one in value.items()}
     if key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
-        return [_closed(one) for one in value]
-    return _closed(value) if key in ("items", "additionalProperties") else value
+        return [_close_objects(one) for one in value]
+    return _close_objects(value) if key in ("items", "additionalProperties") else value
 
 
-def literal(text: str) -> str:
+def literal_rule(text: str) -> str:
     """Returns the rule for exactly this text."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def mark(tokenizer: Any, text: str) -> str:
+def mark_rule(tokenizer: Any, text: str) -> str:
     """Returns the rule for a mark: its token if it is one, else its text."""
-    token = token_id(tokenizer, text)
-    return literal(text) if token is None else f"<[{token}]>"
+    token = single_token_id(tokenizer, text)
+    return literal_rule(text) if token is None else f"<[{token}]>"
 
 
-def until(tokenizer: Any, name: str, text: str) -> str:
+def rules_until_mark(tokenizer: Any, name: str, text: str) -> str:
     """Returns the rules, the first called `name`, for any text up to and with a mark."""
-    token = token_id(tokenizer, text)
-    if token in vocabulary_of(tokenizer).special_token_ids:
-        return f"{name}: {name.upper()}_TEXT <[{token}]>\n{without(name.upper() + '_TEXT', text)}"
-    return f"{name}[suffix={literal(text)}]: /(.|\\n)*/"
+    token = single_token_id(tokenizer, text)
+    if token in grammar_vocabulary(tokenizer).special_token_ids:
+        return f"{name}: {name.upper()}_TEXT <[{token}]>\n{terminal_without_mark(name.upper() + '_TEXT', text)}"
+    return f"{name}[suffix={literal_rule(text)}]: /(.|\\n)*/"
 
 
-def without(name: str, text: str) -> str:
+def terminal_without_mark(name: str, text: str) -> str:
     """Returns the terminal called `name`: any text that a mark does not stand in."""
     spelled = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text)
     return f"{name}: /(.|\\n)*/ & ~/(.|\\n)*{spelled}(.|\\n)*/"
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     """Returns the module llguidance. Raises `InstallationError` without it."""
     try:
         import llguidance
     except ImportError as error:
-        raise missing_library("an answer by a schema", "llguidance", extra="serve") from error
+        raise missing_library_error("an answer by a schema", "llguidance", extra="serve") from error
     return llguidance
 
 
@@ -284,17 +284,17 @@ MOST_MULTIPLE = 10_000
 _ITEMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
-def check_costs(schema: Any) -> None:
+def check_schema_cost(schema: Any) -> None:
     """Raises `GenerationError` for a pattern that repeats too much, and for a `multipleOf` that is too large."""
-    for key, value in keywords(schema):
+    for key, value in iterate_schema_keywords(schema):
         patterns = [value] if key == "pattern" else list(value) if key == "patternProperties" else []
-        if any(isinstance(pattern, str) and _length(pattern) > MOST_REPEATED for pattern in patterns):
+        if any(isinstance(pattern, str) and _expanded_pattern_length(pattern) > MOST_REPEATED for pattern in patterns):
             raise GenerationError(f"the schema cannot be followed: a {key} repeats too much")
         if key == "multipleOf" and isinstance(value, int | float) and abs(value) > MOST_MULTIPLE:
             raise GenerationError(f"the schema cannot be followed: multipleOf is above {MOST_MULTIPLE}")
 
 
-def keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+def iterate_schema_keywords(schema: Any) -> Iterator[tuple[str, Any]]:
     """Yields all keys and values in a schema, at any depth."""
     left = [schema]
     while left:
@@ -306,7 +306,7 @@ def keywords(schema: Any) -> Iterator[tuple[str, Any]]:
             left += value
 
 
-def _length(pattern: str) -> int:
+def _expanded_pattern_length(pattern: str) -> int:
     """Returns about how many characters a pattern has with its counted repetitions written out."""
     sums, last = [0], 0  # of the open groups, and what a repetition after the last item would repeat
     for item in _ITEMS.finditer(pattern):

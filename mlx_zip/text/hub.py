@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mlx_zip.errors import DataError, MlxZipError, ModelError, first_line, missing_library
-from mlx_zip.files import check_in
+from mlx_zip.errors import DataError, MlxZipError, ModelError, first_message_line, missing_library_error
+from mlx_zip.files import check_regular_file
 
 TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # file patterns of a tokenizer
 CODE = ("*.py",)  # of a tokenizer or model that runs code of its own
@@ -28,7 +28,7 @@ def is_hub_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not name.endswith((".", "/"))
 
 
-def download(
+def download_files(
     name: str,
     patterns: Sequence[str],
     revision: str | None = None,
@@ -42,11 +42,13 @@ def download(
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except hub_errors() as cause:
-        raise error(f"{name} is not a local folder, and the hub did not give it: {first_line(cause)}") from cause
+    except hub_error_types() as cause:
+        raise error(
+            f"{name} is not a local folder, and the hub did not give it: {first_message_line(cause)}"
+        ) from cause
 
 
-def hub_errors() -> tuple[type[Exception], ...]:
+def hub_error_types() -> tuple[type[Exception], ...]:
     """Returns the exceptions that the hub client raises, those of the HTTP library that it uses included."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -59,7 +61,7 @@ PARQUET = ".parquet"
 _FAILURES = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
-def rows(
+def iterate_dataset_rows(
     name: str, subsets: tuple[str, ...] = (), split: str = "train", revision: str | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields (place, row) for each row of a data set, in its order; of several subsets one row from each in turn.
@@ -67,9 +69,11 @@ def rows(
     place: name, subset and number of the row, for messages. A data set on the hub is streamed, not stored. Raises
     `DataError` naming the data set, and `InstallationError` without the `datasets` library.
     """
-    library = _library()
-    with _explained(name, library):
-        opened = {subset: enumerate(_open(library, name, subset, split, revision)) for subset in subsets or (None,)}
+    library = _import_datasets()
+    with _explain_dataset_errors(name, library):
+        opened = {
+            subset: enumerate(_open_dataset(library, name, subset, split, revision)) for subset in subsets or (None,)
+        }
         while opened:
             for subset, numbered in list(opened.items()):
                 row = next(numbered, None)
@@ -79,10 +83,10 @@ def rows(
                 yield f"{name}{f' ({subset})' if subset else ''} row {row[0]}", row[1]
 
 
-def _open(library: ModuleType, name: str, subset: str | None, split: str, revision: str | None) -> Any:
+def _open_dataset(library: ModuleType, name: str, subset: str | None, split: str, revision: str | None) -> Any:
     """Returns the rows of one subset of a data set, as an iterable of mappings; None: the only or default subset."""
     folder = Path(name)
-    _check_files(folder)
+    _check_regular_files(folder)
     if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
         saved = library.load_from_disk(name)
         if not isinstance(saved, dict):
@@ -96,30 +100,30 @@ def _open(library: ModuleType, name: str, subset: str | None, split: str, revisi
     return library.load_dataset(place, subset, split=split, revision=revision, streaming=True)
 
 
-def _check_files(folder: Path) -> None:
+def _check_regular_files(folder: Path) -> None:
     """Raises `DataError` for a device or pipe in a folder, from which the library would read without end."""
     for root, folders, files in os.walk(folder):
         folders[:] = [one for one in folders if not one.startswith((".", "__"))]  # which the library leaves out
         for one in files:
             if not one.startswith("."):
-                check_in(Path(root, one))
+                check_regular_file(Path(root, one))
 
 
-def _library() -> ModuleType:
+def _import_datasets() -> ModuleType:
     """Returns the module `datasets`. Raises `InstallationError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:
-        raise missing_library("a data set", "datasets", extra="data") from error
+        raise missing_library_error("a data set", "datasets", extra="data") from error
     return datasets
 
 
 @contextmanager
-def _explained(name: str, library: ModuleType) -> Iterator[None]:
+def _explain_dataset_errors(name: str, library: ModuleType) -> Iterator[None]:
     """Turns the library's errors on a data set (not found, bad files, lost connection) into a `DataError`."""
     try:
         yield
     except DataError:
         raise
-    except (library.exceptions.DatasetsError, *hub_errors(), *_FAILURES) as error:
+    except (library.exceptions.DatasetsError, *hub_error_types(), *_FAILURES) as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_zip.errors import PromptTooLongError
 from mlx_zip.text.prompts import encode_text
-from mlx_zip.text.token_facts import bytes_by_id, lead_ids, longest_token_bytes
+from mlx_zip.text.token_facts import bytes_by_id, leading_special_ids, longest_token_bytes
 
 PIECE = 1 << 16  # characters that the tokenizer gets at a time
 LONGEST_PIECE = 1 << 19  # where a text has no words
@@ -29,21 +29,21 @@ class LongTexts:
     def __init__(self, tokenizer: Any, most: int | None) -> None:
         self.tokenizer, self.most = tokenizer, most
 
-    def check_bytes(self, size: int) -> None:
+    def check_text_size(self, size: int) -> None:
         """Raises `PromptTooLongError` if a text of `size` bytes has more tokens than a prompt may have."""
-        if self.most is None or size <= self.most or self._longest is None:
+        if self.most is None or size <= self.most or self._longest_token_bytes is None:
             return
-        if (least := -(-size // self._longest)) > self.most:
+        if (least := -(-size // self._longest_token_bytes)) > self.most:
             raise PromptTooLongError.of(least, self.most, f"counted from its {size} bytes, it has at least so many")
 
-    def check_body(self, size: int, prompts: int) -> None:
+    def check_request_size(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes must have a prompt that is too long.
 
         prompts: how many the body may have. JSON has up to six bytes per byte of a text. Reasoning that the chat
         template leaves out counts here.
         """
         if size > NO_PROMPT:
-            self.check_bytes((size - NO_PROMPT) // (MOST_ESCAPED * prompts))
+            self.check_text_size((size - NO_PROMPT) // (MOST_ESCAPED * prompts))
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
         """Yields the pieces of a text, each with whether it goes on in the middle of a word. The base ids that `encode`
@@ -54,19 +54,19 @@ class LongTexts:
         """
         at, goes_on = 0, False
         while at < len(text):
-            end, skip = self._end(text, at)
+            end, skip = self._end_of_piece(text, at)
             yield text[at:end], goes_on
             at, goes_on = end + (skip or 0), skip is None
 
-    def _end(self, text: str, at: int) -> tuple[int, int | None]:
+    def _end_of_piece(self, text: str, at: int) -> tuple[int, int | None]:
         """Returns where a piece ends that begins at `at`, and how many characters after it are left out before the next
         word; None if a word may go on there.
         """
         if len(text) - at <= PIECE:
             return len(text), 0
         last = at + LONGEST_PIECE
-        if self._skip is not None and (found := _END_OF_WORD.search(text, at + PIECE, last)):
-            return found.end(), self._skip
+        if self._skip_between_pieces is not None and (found := _END_OF_WORD.search(text, at + PIECE, last)):
+            return found.end(), self._skip_between_pieces
         return min(last, len(text)), None
 
     def encode(self, piece: str, goes_on: bool) -> list[int]:
@@ -80,12 +80,12 @@ class LongTexts:
         return encode_text(self.tokenizer, piece)
 
     @cached_property
-    def _longest(self) -> int | None:
+    def _longest_token_bytes(self) -> int | None:
         """The most bytes that one token stands for, None if unknown."""
         return longest_token_bytes(self.tokenizer)
 
     @cached_property
-    def _skip(self) -> int | None:
+    def _skip_between_pieces(self) -> int | None:
         """How many characters to leave out before a word that begins a piece: 1 for a tokenizer that puts a space in
         front of every text, else 0. None if texts must not be cut between words.
 
@@ -93,22 +93,22 @@ class LongTexts:
         """
         if any(map(_ACROSS_WORDS.search, bytes_by_id(self.tokenizer))):
             return None
-        return next((skip for skip in (0, 1) if all(self._splits(*pair, skip) for pair in _PROBES)), None)
+        return next((skip for skip in (0, 1) if all(self._encodes_separately(*pair, skip) for pair in _PROBES)), None)
 
-    def _splits(self, left: str, right: str, skip: int) -> bool:
+    def _encodes_separately(self, left: str, right: str, skip: int) -> bool:
         """Returns whether the base ids of two words are those of the first one and of the rest."""
         encode = lambda text: encode_text(self.tokenizer, text)
         return encode(f"{left} {right}") == encode(left) + encode(f" {right}"[skip:])
 
     @cached_property
-    def around(self) -> tuple[list[int], list[int]]:
+    def special_ids_around(self) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""
         bare, whole = self.tokenizer.encode("a", add_special_tokens=False), list(self.tokenizer.encode("a"))
-        before = list(lead_ids(self.tokenizer))
+        before = list(leading_special_ids(self.tokenizer))
         return before, whole[len(before) + len(bare) :]
 
 
-def utf8_bytes(text: str) -> int:
+def utf8_size(text: str) -> int:
     """Returns the size of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
@@ -126,23 +126,23 @@ class LongEncoding:
         `check` raises.
         """
         self._check()
-        self._texts.check_bytes(utf8_bytes(text))
+        self._texts.check_text_size(utf8_size(text))
         if len(text) <= PIECE:
-            return self._counted(encode_text(tokenizer, text, special))
+            return self._count_tokens(encode_text(tokenizer, text, special))
         bos = tokenizer.bos_token
-        before, after = self._texts.around if special and not (bos and text.startswith(bos)) else ([], [])
+        before, after = self._texts.special_ids_around if special and not (bos and text.startswith(bos)) else ([], [])
         ids = list(before)
         for piece, goes_on in self._texts.pieces(text):
             self._check()
-            self._check_count()
-            ids += self._counted(self._texts.encode(piece, goes_on))
+            self._raise_if_too_long()
+            ids += self._count_tokens(self._texts.encode(piece, goes_on))
         return ids + after
 
-    def _counted(self, ids: list[int]) -> list[int]:
+    def _count_tokens(self, ids: list[int]) -> list[int]:
         self._tokens += len(ids)
         return ids
 
-    def _check_count(self) -> None:
+    def _raise_if_too_long(self) -> None:
         """Raises `PromptTooLongError` if there are too many tokens already."""
         most = self._texts.most
         if most is not None and self._tokens > most:

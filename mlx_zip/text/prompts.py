@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
-from mlx_zip.text.tokenizers import think_marks
+from mlx_zip.text.tokenizers import thinking_marks
 
 Messages = Sequence[Mapping[str, Any]]
 Encode = Callable[[Any, str, bool], list[int]]  # what `encode_text` is
@@ -31,7 +31,7 @@ class Chat:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not _are_messages(self.messages):
+        if not _are_chat_messages(self.messages):
             raise GenerationError("a conversation is a list of messages, each a map with the keys role and content")
         if not all(isinstance(text, str | None) for text in (self.system, self.prefill)):
             raise GenerationError("the system message and the beginning of the answer must be text")
@@ -84,18 +84,20 @@ class Chat:
         """
         whole, at, encode = self.text(tokenizer), 0, encode or encode_text
         ids: list[int] = []
-        for begin, end, answer in self._known(tokenizer, whole, answers or {}):
+        for begin, end, answer in self._find_known_answers(tokenizer, whole, answers or {}):
             ids += [*encode(tokenizer, whole[at:begin], False), *answer]
             at = end
         return [*ids, *encode(tokenizer, whole[at:], False)]
 
-    def _known(self, tokenizer: Any, whole: str, answers: Mapping[str, Sequence[int]]) -> list[Known]:
+    def _find_known_answers(
+        self, tokenizer: Any, whole: str, answers: Mapping[str, Sequence[int]]
+    ) -> list[KnownAnswer]:
         """Returns the answers whose ids are known, where they stand in the rendered conversation `whole`."""
         turns = self.turns
         said, prefill = (turns, []) if self.prefill is None else (turns[:-1], turns[-1:])
-        marks = think_marks(tokenizer) if answers else None
+        marks = thinking_marks(tokenizer) if answers else None
         render = lambda marked: self.text(tokenizer, [*marked, *prefill])
-        return known_answers(said, whole, render, answers, marks and marks[0])
+        return find_known_answers(said, whole, render, answers, marks and marks[0])
 
 
 def as_chat(prompt: Any) -> Chat | None:
@@ -106,7 +108,7 @@ def as_chat(prompt: Any) -> Chat | None:
     return Chat(prompt) if is_list and isinstance(prompt[0], Mapping) else None
 
 
-def _are_messages(value: Any) -> bool:
+def _are_chat_messages(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(m, Mapping) for m in value)
 
 
@@ -128,7 +130,7 @@ def encode_prompt(
     elif (chat := as_chat(prompt)) is not None:
         ids = chat.ids(tokenizer, answers, encode)
     else:
-        ids = _plain_ids(prompt)
+        ids = _checked_base_ids(prompt)
     if not ids:
         raise GenerationError("the prompt is empty: give at least one token")
     return list(ids)
@@ -156,7 +158,7 @@ def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
     return text
 
 
-def check_system(tokenizer: Any, system: str, options: Mapping[str, Any]) -> None:
+def check_system_message(tokenizer: Any, system: str, options: Mapping[str, Any]) -> None:
     """Raises `GenerationError` if the chat template cannot render a system message. options: as in `Chat`."""
     try:
         Chat([{"role": "user", "content": "Hello."}], system, options=options).text(tokenizer)
@@ -192,7 +194,7 @@ def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
         raise GenerationError(f"the tokenizer cannot encode the prompt: {error}") from error
 
 
-def _plain_ids(prompt: Any) -> list[int]:
+def _checked_base_ids(prompt: Any) -> list[int]:
     """Returns a list or array of base ids as a list. Raises `GenerationError` for anything else."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
@@ -207,7 +209,7 @@ _PARTS = ("tool_calls", "reasoning_content")  # of a message, which the template
 _MOST_ENDS = 16  # places that are tried as the end of one message
 
 
-class Known(NamedTuple):
+class KnownAnswer(NamedTuple):
     """An answer in a rendered conversation: its first character, the one after its last, and its emitted ids."""
 
     begin: int
@@ -215,13 +217,13 @@ class Known(NamedTuple):
     ids: Sequence[int]
 
 
-def known_answers(
+def find_known_answers(
     turns: Turns,
     whole: str,
     render: Callable[[Turns], str],
     answers: Mapping[str, Sequence[int]],
     think_start: str | None = None,
-) -> list[Known]:
+) -> list[KnownAnswer]:
     """Returns the known answers in a conversation, in order; they do not overlap.
 
     turns: its messages, without a prefill. whole: its text. render: makes text of changed messages. answers: text of an
@@ -238,7 +240,7 @@ def known_answers(
     leads = ("", *((f"{think_start}\n", think_start) if think_start else ()))
     for marked in [sorted({*plain, *composed}), *([plain] if composed else [])]:
         try:
-            found = _found(turns, marked, whole, render, _Answers(answers, leads)) if marked else []
+            found = _locate_answers(turns, marked, whole, render, _EmittedAnswers(answers, leads)) if marked else []
         except GenerationError:  # the template checks that results follow calls, which the marks hide
             continue
         if found is not None:
@@ -250,39 +252,43 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
     return turn.get("role") == "assistant" and isinstance(turn.get("content"), str | None)
 
 
-class _Answers(NamedTuple):
+class _EmittedAnswers(NamedTuple):
     """Emitted ids by text. leads: what may stand before an emitted text, because it was the prompt's end."""
 
     ids: Mapping[str, Sequence[int]]
     leads: Sequence[str]
 
-    def of(self, text: str) -> Sequence[int] | None:
+    def ids_of_text(self, text: str) -> Sequence[int] | None:
         """Returns the ids of an emitted text, None if it is unknown; another thread may forget it at any time."""
         try:
             return self.ids[text]
         except KeyError:
             return None
 
-    def within(self, text: str, at: int) -> Known | None:
+    def find_in_message(self, text: str, at: int) -> KnownAnswer | None:
         """Returns the answer that a message's text is. at: the text's first character in the conversation."""
         for lead in self.leads:
-            if text.startswith(lead) and (ids := self.of(text[len(lead) :])) is not None:
-                return Known(at + len(lead), at + len(text), ids)
+            if text.startswith(lead) and (ids := self.ids_of_text(text[len(lead) :])) is not None:
+                return KnownAnswer(at + len(lead), at + len(text), ids)
         return None
 
 
-def _found(
-    turns: Turns, marked: Sequence[int], whole: str, render: Callable[[Turns], str], answers: _Answers
-) -> list[Known] | None:
+def _locate_answers(
+    turns: Turns, marked: Sequence[int], whole: str, render: Callable[[Turns], str], answers: _EmittedAnswers
+) -> list[KnownAnswer] | None:
     """Returns the known ones among the marked messages; None if the rendered marks do not lead to them."""
     marks = [f"\ue000answer {i}\ue001" for i in marked]
-    parts = _split(render(_with_marks(turns, dict(zip(marked, marks, strict=True)))), marks)
+    parts = _split_at_marks(render(_replace_with_marks(turns, dict(zip(marked, marks, strict=True)))), marks)
     if parts is None or not whole.startswith(parts[0]):
         return None
     found, at = [], len(parts[0])
     for i, part in zip(marked, parts[1:], strict=True):
-        ends = _ends(whole, part, at) if i != marked[-1] else [len(whole) - len(part)] * whole.endswith(part)
-        end, known = _message(turns[i], whole, at, ends, answers)
+        ends = (
+            _possible_message_ends(whole, part, at)
+            if i != marked[-1]
+            else [len(whole) - len(part)] * whole.endswith(part)
+        )
+        end, known = _locate_message(turns[i], whole, at, ends, answers)
         if end is None:
             return None
         found += [known] if known else []
@@ -290,7 +296,7 @@ def _found(
     return found if at == len(whole) else None
 
 
-def _with_marks(turns: Turns, marks: Mapping[int, str]) -> Turns:
+def _replace_with_marks(turns: Turns, marks: Mapping[int, str]) -> Turns:
     return [
         {**{key: value for key, value in turn.items() if key not in _PARTS}, "content": marks[i]}
         if i in marks
@@ -299,7 +305,7 @@ def _with_marks(turns: Turns, marks: Mapping[int, str]) -> Turns:
     ]
 
 
-def _split(text: str, marks: Sequence[str]) -> list[str] | None:
+def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
     """Returns the texts before, between and after marks; None if a mark does not stand there exactly once."""
     parts = [text]
     for mark in marks:
@@ -309,7 +315,7 @@ def _split(text: str, marks: Sequence[str]) -> list[str] | None:
     return parts
 
 
-def _ends(whole: str, part: str, at: int) -> list[int]:
+def _possible_message_ends(whole: str, part: str, at: int) -> list[int]:
     """Returns the first places from `at` on where a message may end, because `part` follows."""
     ends: list[int] = []
     while len(ends) < _MOST_ENDS and (end := whole.find(part, ends[-1] + 1 if ends else at)) >= 0:
@@ -317,17 +323,17 @@ def _ends(whole: str, part: str, at: int) -> list[int]:
     return ends
 
 
-def _message(
-    turn: Mapping[str, Any], whole: str, at: int, ends: Sequence[int], answers: _Answers
-) -> tuple[int | None, Known | None]:
+def _locate_message(
+    turn: Mapping[str, Any], whole: str, at: int, ends: Sequence[int], answers: _EmittedAnswers
+) -> tuple[int | None, KnownAnswer | None]:
     """Returns where a marked message ends in the conversation, None if unknown, and its answer if that is known.
 
     at: where it begins. ends: where it may end.
     """
     if any(turn.get(part) for part in _PARTS):
-        known = next((found for end in ends if (found := answers.within(whole[at:end], at))), None)
+        known = next((found for end in ends if (found := answers.find_in_message(whole[at:end], at))), None)
         return (known.end if known else next(iter(ends), None)), known
     content = turn["content"]
     end = next((end for end in ends if whole[at:end] in (content, content.strip())), None)
-    ids = answers.of(content)
-    return end, None if end is None or ids is None else Known(at, end, ids)
+    ids = answers.ids_of_text(content)
+    return end, None if end is None or ids is None else KnownAnswer(at, end, ids)

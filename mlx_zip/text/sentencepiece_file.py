@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.first_stage import read_stored
+from mlx_zip.vocab.first_stage import read_uncompressed
 
 UNIGRAM, BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
@@ -22,7 +22,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 @dataclass(frozen=True)
-class Pieces:
+class SentencePieceModel:
     """The content of a model file.
 
     pieces: (text, score, kind) of each id. algorithm: `UNIGRAM` or `BPE`. charsmap: compiled replacement rules, b"" for
@@ -36,15 +36,15 @@ class Pieces:
     dummy_prefix: bool
     single_spaces: bool
 
-    def library(self) -> Any:
+    def build_tokenizer(self) -> Any:
         """Returns the `tokenizers.Tokenizer` with these ids. Raises `DataError` for other algorithms."""
         from tokenizers import AddedToken, Tokenizer
 
         if self.algorithm not in (UNIGRAM, BPE):
             raise DataError(f"{self.path}: a SentencePiece model of words or characters, which is not read here")
-        tokenizer = Tokenizer(self._bpe() if self.algorithm == BPE else self._unigram())
-        tokenizer.normalizer = self._normalizer()
-        tokenizer.decoder = self._decoder()
+        tokenizer = Tokenizer(self._build_bpe() if self.algorithm == BPE else self._build_unigram())
+        tokenizer.normalizer = self._build_normalizer()
+        tokenizer.decoder = self._build_decoder()
         kinds = {_CONTROL: True, _UNKNOWN: True, _USER: False}
         added = [(text, kinds[kind]) for text, _, kind in self.pieces if kind in kinds]
         tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text, special in added if special])
@@ -52,16 +52,16 @@ class Pieces:
         return tokenizer
 
     @property
-    def _unknown(self) -> str | None:
+    def _unknown_piece(self) -> str | None:
         """Text of the piece for unknown characters, None if there is none."""
         return next((text for text, _, kind in self.pieces if kind == _UNKNOWN), None)
 
     @property
-    def _has_bytes(self) -> bool:
+    def _has_byte_pieces(self) -> bool:
         """Whether there are pieces for single bytes, which spell unknown characters."""
         return any(kind == _BYTE for _, _, kind in self.pieces)
 
-    def _bpe(self) -> Any:
+    def _build_bpe(self) -> Any:
         """Returns the BPE model: any two pieces that make a third may merge, those with the highest score first."""
         from tokenizers import models
 
@@ -73,16 +73,18 @@ class Pieces:
             for i in range(1, len(text))
             if text[:i] in normal and text[i:] in normal
         ]
-        return models.BPE(ids, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=self._has_bytes)
+        return models.BPE(
+            ids, merges, unk_token=self._unknown_piece, fuse_unk=True, byte_fallback=self._has_byte_pieces
+        )
 
-    def _unigram(self) -> Any:
+    def _build_unigram(self) -> Any:
         from tokenizers import models
 
         unknown = next((i for i, piece in enumerate(self.pieces) if piece[2] == _UNKNOWN), None)
         scores = [(text, score) for text, score, _ in self.pieces]
-        return models.Unigram(scores, unknown, self._has_bytes)
+        return models.Unigram(scores, unknown, self._has_byte_pieces)
 
-    def _normalizer(self) -> Any:
+    def _build_normalizer(self) -> Any:
         """Returns the steps that change a text before it is cut into pieces."""
         from tokenizers import Regex, normalizers
 
@@ -93,28 +95,28 @@ class Pieces:
             steps.append(normalizers.Prepend(SPACE))
         return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
-    def _decoder(self) -> Any:
+    def _build_decoder(self) -> Any:
         from tokenizers import decoders
 
         steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if self.dummy_prefix else steps)
 
 
-def read_pieces(path: Path) -> Pieces:
+def read_sentencepiece_model(path: Path) -> SentencePieceModel:
     """Reads a model file. Raises `DataError` naming a file that is no SentencePiece model."""
     try:
-        fields = list(_fields(read_stored(path)))
-        pieces = tuple(_piece(dict(_fields(value))) for number, value in fields if number == 1)
-        trainer, normalizer = (dict(_fields(_value(dict(fields), number, b""))) for number in (2, 3))
+        fields = list(_iterate_fields(read_uncompressed(path)))
+        pieces = tuple(_parse_piece(dict(_iterate_fields(value))) for number, value in fields if number == 1)
+        trainer, normalizer = (dict(_iterate_fields(_field_value(dict(fields), number, b""))) for number in (2, 3))
         if not pieces:
             raise ValueError("it has no pieces")
-        return Pieces(
+        return SentencePieceModel(
             path,
             pieces,
-            _value(trainer, 3, UNIGRAM),
-            _value(normalizer, 2, b""),
-            bool(_value(normalizer, 3, 1)),
-            bool(_value(normalizer, 4, 1)),
+            _field_value(trainer, 3, UNIGRAM),
+            _field_value(normalizer, 2, b""),
+            bool(_field_value(normalizer, 3, 1)),
+            bool(_field_value(normalizer, 4, 1)),
         )
     except (ValueError, IndexError, TypeError, struct.error) as error:
         if isinstance(error, DataError):
@@ -122,15 +124,15 @@ def read_pieces(path: Path) -> Pieces:
         raise DataError(f"{path}: no SentencePiece model: {error}") from error
 
 
-def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
+def _parse_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
     """Returns text, score and kind of a piece. fields: those of its protobuf message, by number."""
-    score = struct.unpack("<f", _value(fields, 2, b"\0\0\0\0"))[0]
+    score = struct.unpack("<f", _field_value(fields, 2, b"\0\0\0\0"))[0]
     if not math.isfinite(score):
         raise ValueError(f"a piece has the score {score}")
-    return _value(fields, 1, b"").decode("utf-8"), score, _value(fields, 3, _NORMAL)
+    return _field_value(fields, 1, b"").decode("utf-8"), score, _field_value(fields, 3, _NORMAL)
 
 
-def _value(fields: dict[int, Any], number: int, default: Any) -> Any:
+def _field_value(fields: dict[int, Any], number: int, default: Any) -> Any:
     """Returns a field's value, or `default` if it is missing. Raises `ValueError` if their types differ."""
     value = fields.get(number, default)
     if type(value) is not type(default):
@@ -138,20 +140,20 @@ def _value(fields: dict[int, Any], number: int, default: Any) -> Any:
     return value
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+def _iterate_fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yields (field number, value) for each field of a protobuf message; a value is an integer, or bytes.
 
     Raises `ValueError` for data that are no such message.
     """
     at = 0
     while at < len(data):
-        key, at = _varint(data, at)
+        key, at = _read_varint(data, at)
         kind = key & 7
         if kind == _VARINT:
-            value, at = _varint(data, at)
+            value, at = _read_varint(data, at)
         else:
             if kind == _BYTES:
-                size, at = _varint(data, at)
+                size, at = _read_varint(data, at)
             elif kind in (_FIXED64, _FIXED32):
                 size = 8 if kind == _FIXED64 else 4
             else:
@@ -162,7 +164,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         yield key >> 3, value
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """Returns the variable-length integer that begins at byte `at`, and the index of the byte after it."""
     value = shift = 0
     while True:

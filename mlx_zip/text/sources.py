@@ -1,7 +1,7 @@
 """Records from files and data sets, in order, each with the place it came from.
 
-Reading has two halves, so that the costly one can run elsewhere: `Reader` cuts its sources into items and looks into
-none of them; `parse` makes a record of an item, or says why it cannot.
+Reading has two halves, so that the costly one can run elsewhere: `SourceReader` cuts its sources into items and looks
+into none of them; `parse_item` makes a record of an item, or says why it cannot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_in
+from mlx_zip.files import check_regular_file
 from mlx_zip.text import hub
 
 TEXT, JSONL = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
@@ -71,7 +71,7 @@ class Source:
     def check(self) -> None:
         """Raises `DataError` for a file that is not there or of a kind that cannot be read."""
         for name in self.data:
-            kind_of(name)
+            source_kind(name)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Skipped:
     empty: bool = False
 
 
-class Reader:
+class SourceReader:
     """Iterates over the items of a source, in order. Raises `DataError` naming what cannot be read."""
 
     def __init__(self, source: Source) -> None:
@@ -133,17 +133,17 @@ class Reader:
 
     def __iter__(self) -> Iterator[Item]:
         for name in self.source.data:
-            if kind_of(name) == "data set":
-                rows = hub.rows(name, self.source.subsets, self.source.split, self.source.revision)
+            if source_kind(name) == "data set":
+                rows = hub.iterate_dataset_rows(name, self.source.subsets, self.source.split, self.source.revision)
                 yield from (Item(where, "row", row) for where, row in rows)
-            elif kind_of(name) == "json":
-                lines = enumerate(self._lines(name), start=1)
+            elif source_kind(name) == "json":
+                lines = enumerate(self._read_lines(name), start=1)
                 yield from (Item(f"{name}:{n}", "json", line) for n, line in lines if line.strip())
             else:
-                for file in files_of(name):
-                    yield from _documents(file, self._lines(file), self.source.separator)
+                for file in source_files(name):
+                    yield from _split_documents(file, self._read_lines(file), self.source.separator)
 
-    def _lines(self, name: str) -> Iterator[bytes]:
+    def _read_lines(self, name: str) -> Iterator[bytes]:
         """Yields the lines of a file, compressed or not, with their newlines and without a byte-order mark."""
         try:
             with open(name, "rb") as file:
@@ -159,7 +159,7 @@ class Reader:
             self._file = None
 
 
-def _documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iterator[Item]:
+def _split_documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iterator[Item]:
     """Yields the documents of a text file as items; those longer than `LONGEST` bytes come in parts.
 
     name: the file's, for `Item.where`. separator: line between two documents, which belongs to neither, nor do newlines
@@ -183,7 +183,7 @@ def _documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iter
         yield Item(f"{name}:{first}", "text", rest if end is None else rest.strip(b"\r\n"))
 
 
-def kind_of(name: str) -> str:
+def source_kind(name: str) -> str:
     """Returns how a file, folder or data set is read: "text", "json", "folder" or "data set".
 
     "folder": a folder with source files (`CODE`) and no files of a data set; each source file is a document. Raises
@@ -192,8 +192,8 @@ def kind_of(name: str) -> str:
     plain = name.removesuffix(".gz")
     path = Path(name)
     if path.is_dir():
-        return "folder" if _is_source(_files_in(path)) else "data set"
-    check_in(path)
+        return "folder" if _holds_only_code(_visible_files(path)) else "data set"
+    check_regular_file(path)
     if plain.endswith(TEXT + CODE + JSONL):
         if not path.is_file():
             raise DataError(f"{name}: no such file")
@@ -210,30 +210,30 @@ def kind_of(name: str) -> str:
     return "data set"
 
 
-def files_of(name: str) -> list[str]:
+def source_files(name: str) -> list[str]:
     """Returns the files that a name is read from, in order; for a data set only a .parquet file, else none.
 
-    Raises `DataError`, as `kind_of`.
+    Raises `DataError`, as `source_kind`.
     """
-    kind = kind_of(name)
+    kind = source_kind(name)
     if kind == "folder":
-        files = [file for file in _files_in(Path(name)) if file.endswith(TEXT + CODE)]
+        files = [file for file in _visible_files(Path(name)) if file.endswith(TEXT + CODE)]
         for file in files:
-            check_in(Path(file))
+            check_regular_file(Path(file))
         return files
     return [name] if kind != "data set" or Path(name).is_file() else []
 
 
 def is_local(name: str) -> bool:
     """Returns whether a name is read from files that are not a data set's, so that their size is known beforehand."""
-    return kind_of(name) != "data set"
+    return source_kind(name) != "data set"
 
 
-def _is_source(files: list[str]) -> bool:
-    return any(file.endswith(CODE) for file in files) and not any(map(_is_data, files))
+def _holds_only_code(files: list[str]) -> bool:
+    return any(file.endswith(CODE) for file in files) and not any(map(_holds_records, files))
 
 
-def _is_data(file: str) -> bool:
+def _holds_records(file: str) -> bool:
     """Returns whether a file holds records, by its name; by its beginning if the name ends in .json."""
     plain = file.removesuffix(".gz")
     if plain.endswith((*DATA, "/dataset_dict.json", "/dataset_info.json")):
@@ -248,7 +248,7 @@ def _is_data(file: str) -> bool:
     return b"".join(begin[:2]).startswith(b"[{")
 
 
-def _files_in(folder: Path) -> list[str]:
+def _visible_files(folder: Path) -> list[str]:
     """Returns the sorted files in a folder and its subfolders, without hidden ones and folders that begin with __."""
     found: list[str] = []
     for root, folders, files in os.walk(folder):
@@ -257,11 +257,11 @@ def _files_in(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def parse(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skipped:
+def parse_item(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skipped:
     """Returns the record in an item, or why it has none. columns: as in `Source`."""
     try:
         if item.kind == "text":
-            return _text(item, item.raw.decode("utf-8"))
+            return _record_from_text(item, item.raw.decode("utf-8"))
         fields = item.raw if item.kind == "row" else json.loads(item.raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Skipped(item.where, f"not valid UTF-8 at byte {error.start}")
@@ -269,35 +269,35 @@ def parse(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skip
         return Skipped(item.where, f"not valid JSON: {error}")
     if not isinstance(fields, Mapping):
         return Skipped(item.where, f"not a JSON object but {type(fields).__name__}")
-    return _from_fields(item, {key: fields.get((columns or {}).get(key, key)) for key in KEYS}, columns or {})
+    return _record_from_fields(item, {key: fields.get((columns or {}).get(key, key)) for key in KEYS}, columns or {})
 
 
-def _from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str, str]) -> Record | Skipped:
+def _record_from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str, str]) -> Record | Skipped:
     """Returns the record of an item with fields. fields: value of each of `KEYS`, None if missing."""
     if fields["messages"] is not None:
-        return _conversation(item, fields["messages"], fields["tools"])
+        return _record_from_messages(item, fields["messages"], fields["tools"])
     if fields["prompt"] is not None and fields["completion"] is not None:
         if not isinstance(fields["prompt"], str):
             return Skipped(item.where, f"prompt is {type(fields['prompt']).__name__}, not text")
-        return _text(item, fields["completion"], fields["prompt"])
+        return _record_from_text(item, fields["completion"], fields["prompt"])
     if fields["text"] is None:
         text, messages, prompt, completion = (columns.get(key, key) for key in KEYS[:4])
         return Skipped(item.where, f"has neither {text} nor {messages} nor {prompt} and {completion}")
-    return _text(item, fields["text"])
+    return _record_from_text(item, fields["text"])
 
 
-def _text(item: Item, text: Any, prompt: str | None = None) -> Record | Skipped:
+def _record_from_text(item: Item, text: Any, prompt: str | None = None) -> Record | Skipped:
     """Returns the record of an item with text, and with a prompt before it if there is one."""
     if not isinstance(text, str):
         return Skipped(item.where, f"{'text' if prompt is None else 'completion'} is {type(text).__name__}, not text")
     if not text.strip() and not item.continues:
         return Skipped(item.where, "no text", empty=True)
-    if reason := _not_unicode((prompt or "") + text):
+    if reason := _invalid_unicode_reason((prompt or "") + text):
         return Skipped(item.where, reason)
     return Record(item.where, text, prompt, continues=item.continues)
 
 
-def _conversation(item: Item, messages: Any, tools: Any) -> Record | Skipped:
+def _record_from_messages(item: Item, messages: Any, tools: Any) -> Record | Skipped:
     """Returns the record of an item with chat messages, which may have tools."""
     if not isinstance(messages, list):
         return Skipped(item.where, f"messages is {type(messages).__name__}, not a list")
@@ -307,7 +307,7 @@ def _conversation(item: Item, messages: Any, tools: Any) -> Record | Skipped:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return Skipped(item.where, f"content of message {k} is {type(content).__name__}, not text")
-        if reason := _not_unicode(content or ""):
+        if reason := _invalid_unicode_reason(content or ""):
             return Skipped(item.where, reason)
     if not any((message.get("content") or "").strip() for message in messages):
         return Skipped(item.where, "no text", empty=True)
@@ -315,7 +315,7 @@ def _conversation(item: Item, messages: Any, tools: Any) -> Record | Skipped:
     return Record(item.where, messages=kept, tools=tools or None)
 
 
-def _not_unicode(text: str) -> str | None:
+def _invalid_unicode_reason(text: str) -> str | None:
     """Returns the reason why a text is not valid Unicode, None if it is.
 
     JSON can spell half of a surrogate pair, which UTF-8 cannot hold.

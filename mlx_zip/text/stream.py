@@ -59,7 +59,7 @@ def partial_mark_length(text: str, marks: Sequence[str]) -> int:
     return next((n for n in tails if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What one generated id adds to a text. text: what may now be shown.
 
     base_ids: its base ids up to the end of the text, eos included. finish_reason: "stop" or "length" if the text has
@@ -91,7 +91,7 @@ class TextStream:
         self._taken = 0  # characters
         self.base_tokens = 0
 
-    def feed(self, expansion: Sequence[int], last: bool = False) -> Piece:
+    def feed(self, expansion: Sequence[int], last: bool = False) -> TextPiece:
         """Takes the base ids of one generated id and returns what it adds to the text.
 
         last: whether no more can follow: the limit is reached, or the context is full.
@@ -100,13 +100,13 @@ class TextStream:
         for n, base_id in enumerate(expansion, start=1):
             self.base_tokens += 1
             if base_id in self._eos:
-                return self._close(text, tuple(expansion[:n]), "stop")
-            text += self._stops.feed(self._segment(base_id))
+                return self._last_piece(text, tuple(expansion[:n]), "stop")
+            text += self._stops.feed(self._next_segment(base_id))
             if self._stops.matched:
-                return Piece(text, tuple(expansion[:n]), "stop")
+                return TextPiece(text, tuple(expansion[:n]), "stop")
             if self.base_tokens == self._max_tokens or (last and n == len(expansion)):
-                return self._close(text, tuple(expansion[:n]), "length")
-        return Piece(text, tuple(expansion), None)
+                return self._last_piece(text, tuple(expansion[:n]), "length")
+        return TextPiece(text, tuple(expansion), None)
 
     @property
     def characters(self) -> int:
@@ -118,20 +118,20 @@ class TextStream:
         """The stop string that has ended the text, None if none has."""
         return self._stops.stopped_by
 
-    def finish(self, reason: str) -> Piece:
+    def finish(self, reason: str) -> TextPiece:
         """Returns the text held back, when no more ids will come for a reason that the ids do not tell.
 
         reason: the finish_reason, unless a stop string ends the text that was held back.
         """
-        return self._close("", (), reason)
+        return self._last_piece("", (), reason)
 
-    def _segment(self, base_id: int) -> str:
+    def _next_segment(self, base_id: int) -> str:
         if base_id >= self._tokens:
             return ""
         self._detokenizer.add_token(base_id)
-        return self._new_text()
+        return self._take_new_text()
 
-    def _new_text(self) -> str:
+    def _take_new_text(self) -> str:
         """Returns the detokenizer's text beyond what was taken before.
 
         Its text may shrink for a while: with a byte-fallback decoder, the first byte of a character turns characters
@@ -141,10 +141,10 @@ class TextStream:
         new, self._taken = text[self._taken :], max(self._taken, len(text))
         return new
 
-    def _close(self, text: str, counted: tuple[int, ...], reason: str) -> Piece:
+    def _last_piece(self, text: str, counted: tuple[int, ...], reason: str) -> TextPiece:
         """Returns the last piece with all text held back. counted: its base ids. reason: why the text ends here."""
         self._detokenizer.finalize()
-        text += self._stops.feed(self._new_text())
+        text += self._stops.feed(self._take_new_text())
         if self._stops.matched:
-            return Piece(text, counted, "stop")
-        return Piece(text + self._stops.flush(), counted, reason)
+            return TextPiece(text, counted, "stop")
+        return TextPiece(text + self._stops.flush(), counted, reason)

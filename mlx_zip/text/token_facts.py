@@ -32,7 +32,7 @@ def digit_ids(tokenizer: Any) -> set[int]:
     return {i for i, text in zip(ids, texts, strict=True) if any(map(str.isdigit, text))}
 
 
-def lead_ids(tokenizer: Any) -> tuple[int, ...]:
+def leading_special_ids(tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids that the tokenizer adds before a text by itself, for example bos."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     return next((tuple(whole[:i]) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), ())
@@ -47,8 +47,10 @@ def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.in
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     encoded = inner(text, add_special_tokens=False, return_offsets_mapping=inner.is_fast, verbose=False)
     ids = np.array(encoded["input_ids"], dtype=np.int64).astype(np.uint32)
-    characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
+    count_characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = (
+        1 + (count_characters >= 0x80).astype(np.int64) + (count_characters >= 0x800) + (count_characters >= 0x10000)
+    )
     before = np.concatenate([[0], np.cumsum(widths)])
     if not inner.is_fast:
         return ids, np.diff(np.linspace(0, before[-1], len(ids) + 1).round().astype(np.int64))
@@ -67,15 +69,15 @@ def longest_token_bytes(tokenizer: Any) -> int | None:
     if backend is None:
         return None
     parts = json.loads(backend.to_str())
-    steps = [step for name in ("normalizer", "pre_tokenizer") for step in _steps(parts.get(name))]
-    kinds = {step["type"] for step in _steps(parts.get("decoder"))}
-    if not kinds & {"ByteLevel", "ByteFallback"} or not all(map(_keeps_all, steps)):
+    steps = [step for name in ("normalizer", "pre_tokenizer") for step in _iterate_steps(parts.get(name))]
+    kinds = {step["type"] for step in _iterate_steps(parts.get("decoder"))}
+    if not kinds & {"ByteLevel", "ByteFallback"} or not all(map(_keeps_whole_text, steps)):
         return None
     shrinks = any(step["type"] in _COMPOSING for step in steps)
     return (_MOST_SHRINKING if shrinks else 1) * max(map(len, bytes_by_id(tokenizer)))
 
 
-def _keeps_all(step: Any) -> bool:
+def _keeps_whole_text(step: Any) -> bool:
     """Returns whether a step of a normalizer or pre-tokenizer leaves nothing of a text out."""
     if step["type"] == "Replace":
         return step["pattern"] == {"String": " "}
@@ -95,34 +97,34 @@ def bytes_by_id(tokenizer: Any) -> list[bytes]:
     for name, i in vocabulary.items():
         names[i] = name
     added = {i: str(token) for i, token in inner.added_tokens_decoder.items()}
-    spell = _speller(inner, names)
+    spell = _token_bytes_function(inner, names)
     return [b"" if name is None else added[i].encode() if i in added else spell(i) for i, name in enumerate(names)]
 
 
-def _speller(tokenizer: Any, names: list[str | None]) -> Any:
+def _token_bytes_function(tokenizer: Any, names: list[str | None]) -> Any:
     """Returns the function from an id that is no added token to its bytes. names: id -> the token's name."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    steps = [] if backend is None else list(_steps(json.loads(backend.to_str()).get("decoder")))
+    steps = [] if backend is None else list(_iterate_steps(json.loads(backend.to_str()).get("decoder")))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         letters = str.maketrans({letter: chr(byte) for letter, byte in BYTE_OF.items()})
         return lambda i: str(names[i]).translate(letters).encode("latin-1", "ignore")
     if "ByteFallback" in kinds:
-        return lambda i: _piece_bytes(str(names[i]))
+        return lambda i: _sentencepiece_bytes(str(names[i]))
     before = tokenizer.encode("a", add_special_tokens=False)
     lead = tokenizer.decode(before)
     return lambda i: tokenizer.decode([*before, i]).removeprefix(lead).encode()
 
 
-def _steps(part: Any) -> Iterator[Any]:
+def _iterate_steps(part: Any) -> Iterator[Any]:
     """Yields the steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json has it: nested maps, or None."""
     if part is not None:
         yield part
         for step in (inner for name in ("normalizers", "pretokenizers", "decoders") for inner in part.get(name, ())):
-            yield from _steps(step)
+            yield from _iterate_steps(step)
 
 
-def _piece_bytes(name: str) -> bytes:
+def _sentencepiece_bytes(name: str) -> bytes:
     """Returns the bytes of a token of SentencePiece's kind: a piece with "▁" for spaces, or a byte as "<0x0A>"."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes.fromhex(name[3:5])
@@ -174,6 +176,6 @@ class TokenTexts:
         return bytes_by_id(self._tokenizer)
 
 
-def characters(data: bytes) -> int:
+def count_characters(data: bytes) -> int:
     """Returns how many characters begin in a part of a text in UTF-8."""
     return sum(byte & 0xC0 != 0x80 for byte in data)

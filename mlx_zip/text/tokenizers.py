@@ -14,10 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors, first_line
-from mlx_zip.named import KNOWN, here_or_bundled
+from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors, first_message_line
+from mlx_zip.named import KNOWN, resolve_model_name
 from mlx_zip.text import hub
-from mlx_zip.text.formats import KINDS, is_tokenizer_file, pair_in, read_library, special_names
+from mlx_zip.text.formats import (
+    KINDS,
+    find_gpt2_merges,
+    is_tokenizer_file,
+    read_tokenizer_file,
+    well_known_special_tokens,
+)
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 
 _SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # a folder for transformers has one of these
@@ -29,23 +35,23 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
     An adapted model's folder gives the adapted vocabulary's exact ids. A tokenizer.json is read together with the
     settings and the chat template in its folder. Raises `DataError`.
     """
-    file = _lone_file(here_or_bundled(name))
+    file = _standalone_tokenizer_file(resolve_model_name(name))
     if file is not None:
-        return Tokenizer(_wrapped(read_library(file)))
+        return Tokenizer(_wrap_for_transformers(read_tokenizer_file(file)))
     from transformers import AutoTokenizer
 
     folder = tokenizer_folder(name, trust_remote_code)
     try:
-        with quiet_transformers(), bare_exceptions_as_value_errors():
+        with silence_transformers(), bare_exceptions_as_value_errors():
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
             follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
             return Tokenizer(tokenizer)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError) as error:
-        reason = damaged_json(folder) or _lacking(folder) or first_line(error)[:300]
+        reason = find_damaged_json(folder) or _missing_file_reason(folder) or first_message_line(error)[:300]
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
 
 
-def damaged_json(folder: Path) -> str | None:
+def find_damaged_json(folder: Path) -> str | None:
     """Returns which JSON file of a model's folder holds no object, and why; None if each that is there holds one.
 
     The libraries that load a model do not say which file they could not read.
@@ -56,11 +62,11 @@ def damaged_json(folder: Path) -> str | None:
             if file.is_file() and not isinstance(json.loads(file.read_bytes()), dict):
                 return f"{name} holds no JSON object"
         except (OSError, ValueError, RecursionError) as error:
-            return f"{name} is not valid JSON: {first_line(error)}"
+            return f"{name} is not valid JSON: {first_message_line(error)}"
     return None
 
 
-def _lacking(folder: Path) -> str | None:
+def _missing_file_reason(folder: Path) -> str | None:
     """Returns that a folder has no tokenizer file, and which there can be; None if it has one."""
     if any(is_tokenizer_file(file) for file in folder.iterdir()):
         return None
@@ -73,43 +79,43 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
     name: a folder, a tokenizer.json, a bundled model's name or a hub id. Raises `DataError`, without asking the hub if
     the name is no hub id.
     """
-    path = here_or_bundled(name)
+    path = resolve_model_name(name)
     if path.name == "tokenizer.json" and path.is_file():
         return path.parent
     if path.is_dir():
         return path
-    if path.exists() or names_a_file(str(name)):
+    if path.exists() or must_be_local_path(str(name)):
         raise DataError(
             f"{name}: no folder with a tokenizer, no tokenizer file ({KINDS}), not bundled ({', '.join(KNOWN)}), and "
             "no hub id of the form owner/name"
         )
     patterns = (*hub.TOKENIZER, *(hub.CODE if trust_remote_code else ()))
-    return hub.download(str(name), patterns, error=DataError)
+    return hub.download_files(str(name), patterns, error=DataError)
 
 
-def names_a_file(name: str) -> bool:
+def must_be_local_path(name: str) -> bool:
     """Returns whether a name can only be a local path, because it has not the form of a hub id."""
     return not hub.is_hub_id(name)
 
 
-def _lone_file(path: Path) -> Path | None:
+def _standalone_tokenizer_file(path: Path) -> Path | None:
     """Returns the tokenizer file to read without transformers' settings, None if transformers should read `path`.
 
     That file is `path` itself, unless it is a tokenizer.json, or one of GPT-2's two files in a folder without settings.
     """
     if path.is_dir():
-        return None if any((path / name).is_file() for name in _SETTINGS) else pair_in(path)
+        return None if any((path / name).is_file() for name in _SETTINGS) else find_gpt2_merges(path)
     return path if is_tokenizer_file(path) and path.is_file() and path.name != "tokenizer.json" else None
 
 
-def _wrapped(library: Any) -> Any:
+def _wrap_for_transformers(library: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=library, **special_names(library))
+    return PreTrainedTokenizerFast(tokenizer_object=library, **well_known_special_tokens(library))
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silences transformers' warnings about our model type and its rope settings while a tokenizer is loaded."""
     logger = logging.getLogger("transformers.configuration_utils")
     level = logger.level
@@ -145,7 +151,7 @@ def as_tokenizer(tokenizer: Any) -> Any:
     return Tokenizer(tokenizer)
 
 
-def think_marks(tokenizer: Any) -> tuple[str, str] | None:
+def thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
     """Returns the texts that mark the beginning and end of a model's reasoning, None for a model without such marks.
 
     tokenizer: our `Tokenizer`, or mlx-lm's wrapper, whose own marks come first. Else a pair of marks counts if both are
@@ -159,7 +165,7 @@ def think_marks(tokenizer: Any) -> tuple[str, str] | None:
     return pair and (_FULL_MARKS.get(pair[0], pair[0]), pair[1])
 
 
-def token_id(tokenizer: Any, text: str) -> int | None:
+def single_token_id(tokenizer: Any, text: str) -> int | None:
     """Returns the id of the token that is exactly this text, None if there is none."""
     found = tokenizer.convert_tokens_to_ids(text)
     return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == text else None
@@ -174,7 +180,7 @@ def chat_template(tokenizer: Any) -> str:
 
 
 def _thinking_tokens(tokenizer: Any) -> tuple[str, str] | None:
-    has = lambda text: token_id(tokenizer, text) is not None
+    has = lambda text: single_token_id(tokenizer, text) is not None
     return next((pair for pair in _THINKING if has(pair[0]) and has(pair[1])), None)
 
 
@@ -216,10 +222,10 @@ class Tokenizer:
 
     def add_eos_token(self, token: str) -> None:
         """Adds a token, or an id in digits, to `eos_token_ids`."""
-        token_id = int(token) if token.isdecimal() else self._tokenizer.convert_tokens_to_ids(token)
-        if token_id is None:
+        single_token_id = int(token) if token.isdecimal() else self._tokenizer.convert_tokens_to_ids(token)
+        if single_token_id is None:
             raise ValueError(f"{token!r} is not a token of this tokenizer")
-        self.eos_token_ids.add(token_id)
+        self.eos_token_ids.add(single_token_id)
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -272,11 +278,11 @@ class Detokenizer:
     def add_token(self, token: int) -> None:
         """Adds the next id, and its text to `text` unless the text ends within a character."""
         self.tokens.append(token)
-        self._extend(final=False)
+        self._append_new_text(final=False)
 
     def finalize(self) -> None:
         """Adds the text that was held back to `text`."""
-        self._extend(final=True)
+        self._append_new_text(final=True)
 
     @property
     def last_segment(self) -> str:
@@ -284,14 +290,14 @@ class Detokenizer:
         segment, self.offset = self.text[self.offset :], len(self.text)
         return segment
 
-    def _extend(self, final: bool) -> None:
+    def _append_new_text(self, final: bool) -> None:
         """Adds the text of new ids to `text`. final: add incomplete characters too."""
-        known, whole = (self._decode(end) for end in (self._shown, len(self.tokens)))
+        known, whole = (self._decode_up_to(end) for end in (self._shown, len(self.tokens)))
         if len(whole) <= len(known) or (whole.endswith(REPLACEMENT) and not final):
             return
         self.text += whole[len(known) :]
         self._begin, self._shown = self._shown, len(self.tokens)
 
-    def _decode(self, end: int) -> str:
+    def _decode_up_to(self, end: int) -> str:
         ids = self.tokens[self._begin : end]
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.named import here_or_bundled
-from mlx_zip.text.formats import is_tokenizer_file, name_of, pair_in, read_library
+from mlx_zip.named import resolve_model_name
+from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file, short_tokenizer_name
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 
@@ -43,19 +43,19 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
 
     An adapted model's folder gives its exact ids. Raises `DataError` naming what cannot be read.
     """
-    path = here_or_bundled(name)
+    path = resolve_model_name(name)
     file = path
     if path.is_dir():
-        file = path / "tokenizer.json" if (path / "tokenizer.json").is_file() else pair_in(path) or path
+        file = path / "tokenizer.json" if (path / "tokenizer.json").is_file() else find_gpt2_merges(path) or path
     if not (file.is_file() or is_tokenizer_file(file)):
-        return _of_transformers(str(name))
-    tokenizer = read_library(file)
+        return _read_with_transformers(str(name))
+    tokenizer = read_tokenizer_file(file)
     follow_folder(tokenizer, file.parent)
     is_sentencepiece = file.name.removesuffix(".gz").endswith(".model")
     tokenizer.encode_special_tokens = is_sentencepiece  # as that library does: a text's "<s>" is text
     decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     return Vocabulary(
-        path.name if path.is_dir() else name_of(file),
+        path.name if path.is_dir() else short_tokenizer_name(file),
         1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
         "tokenizers",
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
@@ -65,7 +65,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
     )
 
 
-def _of_transformers(name: str) -> Vocabulary:
+def _read_with_transformers(name: str) -> Vocabulary:
     """Returns the vocabulary of a tokenizer that transformers loads."""
     tokenizer: Any = load_tokenizer(name)
     decode = lambda ids: tokenizer.decode(list(ids))

@@ -27,8 +27,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_zip.errors import TrainingError, reason
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.files import atomic_folder, write_json
 
 CHECKPOINTS = "checkpoints"
 TRAINED_FILE = "trained.safetensors"
@@ -67,13 +67,13 @@ def save_checkpoint(
     for left in run.glob(f"{CHECKPOINTS}/.step-*"):  # of killed processes: only one process writes here at a time
         shutil.rmtree(left, ignore_errors=True)
     try:
-        with whole_folder(path) as folder:
+        with atomic_folder(path) as folder:
             mx.save_safetensors(str(folder / TRAINED_FILE), trained)
             mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
             write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
         good = "; the checkpoint before it stays good" if list_checkpoints(run) else ""
-        raise TrainingError(f"cannot write {path}: {reason(error)}{good}") from error
+        raise TrainingError(f"cannot write {path}: {failure_reason(error)}{good}") from error
     for _, old in list_checkpoints(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path
@@ -102,7 +102,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
         mx.eval(trained, saved)  # reads the files
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise TrainingError(
-            f"{path} cannot be read: {reason(error)}; delete it to go on from the one before"
+            f"{path} cannot be read: {failure_reason(error)}; delete it to go on from the one before"
         ) from error
     if mark != fingerprint:
         raise TrainingError(f"{path} belongs to another model, codec, data or settings; choose another folder")
@@ -131,7 +131,7 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
         found: Any = mx.load(str(path))
         mx.eval(found)
     except (OSError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"{path} cannot be read: {reason(error)}") from error
+        raise TrainingError(f"{path} cannot be read: {failure_reason(error)}") from error
     named: Any = tree_flatten(trainee.trainable_parameters())
     wanted = {name: value.shape for name, value in named}
     theirs = {name: value.shape for name, value in found.items()}
@@ -148,7 +148,7 @@ def hash_trained_weights(run: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise TrainingError(f"{path} cannot be read: {reason(error)}") from error
+        raise TrainingError(f"{path} cannot be read: {failure_reason(error)}") from error
 
 
 def _find_last_weights(run: Path) -> Path:

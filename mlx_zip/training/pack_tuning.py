@@ -21,7 +21,7 @@ from mlx_zip.models.model_folder import codec_for_tuned_pack
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
@@ -115,7 +115,7 @@ def tune_pack(
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
         if not trainer.quiet:
-            print(*header_lines(trainer, f"rows of {counted(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
+            print(*header_lines(trainer, f"rows of {pluralize(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
         before = _bits_before_training(trainer, first, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import remove_partials
+from mlx_zip.files import remove_unfinished
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
@@ -33,7 +33,7 @@ from mlx_zip.models.patches.patch_model import (
     count_parameters,
     save_patch_model,
 )
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.training.checkpoints import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, run_steps
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
@@ -236,7 +236,7 @@ class _PatchTrainer:
     def header(self) -> list[str]:
         """Returns lines on what is trained, on what data, and at which step the run resumes."""
         parameters = count_parameters(self.model)
-        done, windows = self.progress.step, counted(len(self.corpus.ids), "window")
+        done, windows = self.progress.step, pluralize(len(self.corpus.ids), "window")
         return [
             f"training {parameters:,} parameters on {windows} of {self.corpus.ids.shape[1]:,} ids, "
             f"{self.corpus.n_bytes:,} bytes; device: {mx.default_device().type.name}",
@@ -358,7 +358,7 @@ def fit_patch_model(
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     try:
         with lock_run_folder(out, "RUN"):
-            remove_partials(out)
+            remove_unfinished(out)
             with catch_stop_signals() as asked:
                 done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
             source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}

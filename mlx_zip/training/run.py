@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 
 import mlx_zip
-from mlx_zip.errors import DataError, TrainingError, missing_library
-from mlx_zip.files import at_home
+from mlx_zip.errors import DataError, TrainingError, missing_library_error
+from mlx_zip.files import expand_home
 from mlx_zip.models.loading import find_model_folder
 from mlx_zip.models.machines import raise_unless_machines_agree, run_on_all_machines, sum_over_machines
 from mlx_zip.models.zip_model import Model
@@ -127,7 +127,7 @@ def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise missing_library("--engine torch", *missing, extra="torch")
+        raise missing_library_error("--engine torch", *missing, extra="torch")
     from mlx_zip.training.steps.torch_stepper import TorchStepper
 
     return partial(TorchStepper, config=config)
@@ -251,7 +251,7 @@ def _save_result(
     if isinstance(trainee, PackAndModelTrainee):
         rows = trainee.trained_pack_rows(start.data.params.start or (), start.data.params)
     if options.save == ADAPTER:
-        place = at_home(str(options.model))
+        place = expand_home(str(options.model))
         base = str(place.resolve()) if place.is_dir() else str(options.model)
         save_adapter_folder(options.out / ADAPTER, start.model, base, settings, start.dtype, rows)
         return

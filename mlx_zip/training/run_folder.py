@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, TrainingError, reason
-from mlx_zip.files import check_in, sole_user, write_json
+from mlx_zip.errors import DataError, TrainingError, failure_reason
+from mlx_zip.files import check_regular_file, try_lock_folder, write_json
 from mlx_zip.training.run_metrics import METRICS_FILE
 
 RUN_RECORD = "train.json"
@@ -71,7 +71,7 @@ def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
 
     flag: the flag that names the folder.
     """
-    with sole_user(out) as alone:
+    with try_lock_folder(out) as alone:
         if not alone:
             raise TrainingError(f"another process trains in {out}; wait for it, or choose another {flag}")
         yield
@@ -82,7 +82,7 @@ def record_more_iters(out: Path, iters: int) -> None:
     try:
         write_json(out / RUN_RECORD, {**read_json_object(out / RUN_RECORD), "raised_to": iters})
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
+        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
@@ -107,7 +107,7 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
+        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def _remove_unstarted_run(out: Path, flag: str) -> None:
@@ -117,7 +117,7 @@ def _remove_unstarted_run(out: Path, flag: str) -> None:
             (out / METRICS_FILE).unlink(missing_ok=True)
             (out / RUN_RECORD).unlink()
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
+        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def _describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -132,10 +132,10 @@ def _describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
 def read_json_object(path: Path, hint: str = "") -> dict[str, Any]:
     """Returns the JSON object in a file. Raises `TrainingError`, its message ending in `hint`."""
     try:
-        check_in(path)
+        check_regular_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, DataError) as error:
-        raise TrainingError(f"{path} cannot be read: {reason(error)}{hint}") from error
+        raise TrainingError(f"{path} cannot be read: {failure_reason(error)}{hint}") from error
     if not isinstance(found, dict):
         raise TrainingError(f"{path} holds no JSON object{hint}")
     return found

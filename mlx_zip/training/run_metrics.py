@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import InstallationError, TrainingError, missing_library, reason
-from mlx_zip.files import check_in, whole_file
+from mlx_zip.errors import InstallationError, TrainingError, failure_reason, missing_library_error
+from mlx_zip.files import atomic_file, check_regular_file
 from mlx_zip.training.settings import RunOptions, TrainSettings
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,10 +35,10 @@ class MetricsLog:
         kept = [line for line in read_metrics(run) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         try:
-            with whole_file(self.path) as partial:
+            with atomic_file(self.path) as partial:
                 partial.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise TrainingError(f"cannot write {self.path}: {reason(error)}") from error
+            raise TrainingError(f"cannot write {self.path}: {failure_reason(error)}") from error
 
     def add(self, **values: Any) -> None:
         """Appends one line and closes the file, so that others can read it at once. Raises `TrainingError`."""
@@ -46,7 +46,7 @@ class MetricsLog:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
         except OSError as error:
-            raise TrainingError(f"cannot write {self.path}: {reason(error)}") from error
+            raise TrainingError(f"cannot write {self.path}: {failure_reason(error)}") from error
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / METRICS_FILE
     if not path.exists():
         return []
-    check_in(path)
+    check_regular_file(path)
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -101,7 +101,7 @@ def load_matplotlib() -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise missing_library("--plot", "matplotlib", extra="bench") from error
+        raise missing_library_error("--plot", "matplotlib", extra="bench") from error
     return Figure, FigureCanvasAgg
 
 

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.layout import is_zip
-from mlx_zip.progress import clock, counted
+from mlx_zip.layout import has_hypertokens
+from mlx_zip.progress import format_duration, pluralize
 from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 from mlx_zip.training.run_metrics import read_metrics
@@ -52,9 +52,8 @@ def header_lines(trainer: Trainer, what: str) -> list[str]:
 def _describe_counts(data: SampleData) -> str:
     usable = data.lengths >= 2
     base_ids, ids = int(data.base_ids[usable].sum()), int(data.lengths[usable].sum())
-    return (
-        f"{counted(int(usable.sum()), 'sample')}, {counted(base_ids, 'base id')} ({base_ids / max(ids, 1):.2f} per id)"
-    )
+    samples = pluralize(int(usable.sum()), "sample")
+    return f"{samples}, {pluralize(base_ids, 'base id')} ({base_ids / max(ids, 1):.2f} per id)"
 
 
 def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
@@ -62,15 +61,17 @@ def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
     done = trainer.progress
     passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
     lines = [
-        f"{counted(done.step, 'step')} in {clock(done.seconds)}: {counted(done.seen_samples, 'sample')} read, "
-        f"{passes:.1f} times the data, {done.seen_base_ids:,} base ids"
+        f"{pluralize(done.step, 'step')} in {format_duration(done.seconds)}: "
+        f"{pluralize(done.seen_samples, 'sample')} read, {passes:.1f} times the data, {done.seen_base_ids:,} base ids"
     ]
     log = read_metrics(options.out)
     bits = [line["val_bits_per_byte"] for line in log if isinstance(line.get("val_bits_per_byte"), float)]
     lines += (
         _quality_lines(log, bits) if bits else ["no validation data: how the model does on other text is not known"]
     )
-    lines += [f"hint: {hint}" for hint in hints(bits, passes, done, new_encoders=is_zip(trainer.trainee.model))]
+    lines += [
+        f"hint: {hint}" for hint in hints(bits, passes, done, new_encoders=has_hypertokens(trainer.trainee.model))
+    ]
     return lines + _next_commands(options, done)
 
 

@@ -35,8 +35,8 @@ from mlx_lm.utils import save_config, save_model
 
 import mlx_zip
 from mlx_zip.config import SIDES
-from mlx_zip.errors import TrainingError, reason
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes, model_fingerprint
 from mlx_zip.models.zip_model import Model
@@ -86,7 +86,7 @@ def save_model_folder(
     else:
         saved["mlx_zip"] = {"source": record}
     try:
-        with whole_folder(folder) as partial:
+        with atomic_folder(folder) as partial:
             save_model(partial, model)
             if isinstance(model, Model):
                 saved["zip2zip"]["fingerprint"] = _fingerprint_hyper_rows(model, saved)
@@ -97,7 +97,9 @@ def save_model_folder(
             if origin is not None and (origin / _GENERATION).is_file():
                 shutil.copyfile(origin / _GENERATION, partial / _GENERATION)
     except (OSError, RuntimeError) as error:
-        raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
+        raise TrainingError(
+            f"cannot write {folder}: {failure_reason(error)}; the last checkpoint stays good"
+        ) from error
 
 
 def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str, mx.array], dtype: str) -> None:
@@ -224,7 +226,7 @@ def save_adapter_folder(
     """
     pairs = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
     try:
-        with whole_folder(folder) as partial:
+        with atomic_folder(folder) as partial:
             if pairs:
                 write_json(partial / ADAPTER_CONFIG, _make_peft_config(pairs, base, settings, len(model.layers)))
                 mx.save_safetensors(
@@ -241,7 +243,9 @@ def save_adapter_folder(
                 rows = {name: value.astype(DTYPES[dtype]) for name, value in pack_rows.items()}
                 mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PYTORCH_METADATA)
     except (OSError, RuntimeError) as error:
-        raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
+        raise TrainingError(
+            f"cannot write {folder}: {failure_reason(error)}; the last checkpoint stays good"
+        ) from error
 
 
 def _make_zip_config(model: Model, base: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ Each file may be compressed (.gz), and the name of a bundled model stands for it
 first two kinds spell them in letters, one per byte (`BYTE_OF`).
 
 There are two fingerprints. `tokenizer_fingerprint` covers everything that decides which ids a text gets, and needs a
-tokenizer that transformers has loaded; packs, MultiTok's dictionaries of ids and prepared data hold it. `fingerprint`
-covers only the bytes of each id; patch tables hold it. (Adapted vocabularies hold `MergeList.fingerprint`, over the
-merges of their base.)
+tokenizer that transformers has loaded; packs, MultiTok's dictionaries of ids and prepared data hold it.
+`tokens_fingerprint` covers only the bytes of each id; patch tables hold it. (Adapted vocabularies hold
+`MergeList.fingerprint`, over the merges of their base.)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
-from mlx_zip.files import check_in
-from mlx_zip.named import here_or_bundled
+from mlx_zip.files import check_regular_file
+from mlx_zip.named import resolve_model_name
 
 KINDS = (
     "a folder with tokenizer.json, tokenizer.json, vocab.bpe or merges.txt, NAME.tiktoken, or a .json list of tokens "
@@ -50,12 +50,12 @@ CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
 _PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 
-def to_bytes(text: str) -> bytes:
+def spelled_to_bytes(text: str) -> bytes:
     """Returns the bytes of a token that is spelled in letters, one per byte. Raises `KeyError` for other characters."""
     return bytes([BYTE_OF[char] for char in text])
 
 
-def to_text(token: bytes) -> str:
+def bytes_to_spelled(token: bytes) -> str:
     """Returns a token's bytes spelled in letters, one per byte, as byte-level vocabularies do."""
     return "".join([CHAR_OF[byte] for byte in token])
 
@@ -134,7 +134,7 @@ class TokenizerFile:
         """Returns the merges of a merge list or a tokenizer.json as pairs of byte strings, lowest rank first."""
         merges = self.merges()
         try:
-            return pairs_of(merges)
+            return parse_merges(merges)
         except DataError as error:
             raise DataError(f"{self.path}: {error}") from error
 
@@ -150,14 +150,14 @@ class TokenizerFile:
     def vocabulary(self) -> dict[str, int]:
         """Returns the vocabulary of a tokenizer.json as spelled tokens -> ids; added tokens are in `added`."""
         try:
-            return vocabulary_of(self.model.get("vocab"))
+            return checked_vocabulary(self.model.get("vocab"))
         except DataError as error:
             raise DataError(f"{self.path}: {error}") from error
 
     def added(self) -> tuple[AddedToken, ...]:
         """Returns the added tokens of a tokenizer.json, in the file's order."""
         try:
-            return tuple(map(_added_token, self.json.get("added_tokens") or ()))
+            return tuple(map(_parse_added_token, self.json.get("added_tokens") or ()))
         except (DataError, TypeError) as error:
             raise DataError(f"{self.path}: added_tokens: {error}") from error
 
@@ -203,7 +203,7 @@ class TokenizerFile:
                 tokens[i] = b"" if added[content].special else content.encode("utf-8")
                 continue
             try:
-                tokens[i] = to_bytes(content)
+                tokens[i] = spelled_to_bytes(content)
             except KeyError as error:
                 raise DataError(
                     f"{self.path}: token {content!r:.40} has {error}, which is no byte-level letter"
@@ -226,7 +226,7 @@ class TokenizerFile:
         except (TypeError, ValueError) as error:
             raise DataError(f"{self.path}: not a list of tokens in hex: {error}") from error
 
-    def library(self, vocabulary: Mapping[str, int] | None = None) -> Any:
+    def build_tokenizer(self, vocabulary: Mapping[str, int] | None = None) -> Any:
         """Returns the `tokenizers.Tokenizer` of a tokenizer.json or a merge list, without truncation and padding.
 
         vocabulary: the ids of a merge list, by spelled token; None: GPT-2's. Raises `DataError` for the other kinds,
@@ -242,8 +242,8 @@ class TokenizerFile:
                     tokenizer.no_padding()
                 elif self.kind == "merges":
                     if vocabulary is None:
-                        vocabulary = {to_text(token): i for i, token in enumerate(self.tokens())}
-                    pairs = [(to_text(left), to_text(right)) for left, right in self.pairs()]
+                        vocabulary = {bytes_to_spelled(token): i for i, token in enumerate(self.tokens())}
+                    pairs = [(bytes_to_spelled(left), bytes_to_spelled(right)) for left, right in self.pairs()]
                     tokenizer = Tokenizer(models.BPE(dict(vocabulary), pairs))
                     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
                     tokenizer.decoder = decoders.ByteLevel()
@@ -262,9 +262,9 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
 
     Raises `DataError` naming a file that cannot be read or is of no known kind.
     """
-    path = here_or_bundled(name)
+    path = resolve_model_name(name)
     path = path / "tokenizer.json" if path.is_dir() else path
-    plain, data = _name_without_gz(path), read_stored(path)
+    plain, data = _name_without_gz(path), read_uncompressed(path)
     if plain.endswith(".tiktoken"):
         return TokenizerFile(path, "ranks", data)
     if plain.endswith((".bpe", ".txt")):
@@ -274,9 +274,9 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
     return TokenizerFile(path, "hex" if data.lstrip().startswith(b"[") else "tokenizer", data)
 
 
-def read_stored(path: Path) -> bytes:
+def read_uncompressed(path: Path) -> bytes:
     """Returns the bytes of a file, uncompressed if its name ends with .gz. Raises `DataError` naming the file."""
-    check_in(path)
+    check_regular_file(path)
     try:
         stored = path.read_bytes()
         return gzip.decompress(stored) if path.name.endswith(".gz") else stored
@@ -284,7 +284,7 @@ def read_stored(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def pairs_of(merges: Iterable[Any]) -> list[Pair]:
+def parse_merges(merges: Iterable[Any]) -> list[Pair]:
     """Returns merges as pairs of byte strings. merges: spelled "a b" or ["a", "b"], as in tokenizer files.
 
     Raises `DataError` naming a merge that is not two byte-level tokens.
@@ -293,14 +293,14 @@ def pairs_of(merges: Iterable[Any]) -> list[Pair]:
     for number, merge in enumerate(merges):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         try:
-            left, right = map(to_bytes, parts)
+            left, right = map(spelled_to_bytes, parts)
         except (KeyError, ValueError, TypeError):
             raise DataError(f"merge {number} {merge!r:.80} is not two byte-level tokens") from None
         pairs.append((left, right))
     return pairs
 
 
-def vocabulary_of(data: Any) -> dict[str, int]:
+def checked_vocabulary(data: Any) -> dict[str, int]:
     """Returns `data`, a vocabulary from a file, if it maps tokens to different integers from 0.
 
     Raises `DataError` otherwise.
@@ -324,7 +324,7 @@ def _merge_lines(path: Path, data: bytes) -> list[str]:
         raise DataError(f"{path}: is no list of merges: not valid UTF-8 at byte {error.start}") from error
 
 
-def _added_token(token: Any) -> AddedToken:
+def _parse_added_token(token: Any) -> AddedToken:
     """Returns one of the `added_tokens` of a tokenizer.json. Raises `DataError` if it has no content or id."""
     if not isinstance(token, dict) or not isinstance(token.get("content"), str) or type(token.get("id")) is not int:
         raise DataError(f"{token!r:.80} has no content or no id")
@@ -344,7 +344,7 @@ def _is_byte_level(state: Any) -> bool:
 # ---- fingerprints
 
 
-def fingerprint(tokens: Sequence[bytes]) -> str:
+def tokens_fingerprint(tokens: Sequence[bytes]) -> str:
     """Returns the sha256 in hex of all tokens by id, each preceded by its length: equal for equal vocabularies."""
     digest = sha256(len(tokens).to_bytes(8, "little"))
     for token in tokens:

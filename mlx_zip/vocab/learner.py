@@ -40,7 +40,7 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedPack:
     """A pack and its effect on a corpus.
 
     entries: most used first. ids: number of ids that the corpus is compressed to with the pack; ids_without: without
@@ -58,7 +58,7 @@ class Learned:
         return self.ids * (1 + head_cost * len(self.entries))
 
 
-def learn(
+def learn_pack(
     params: CodecParams,
     sequences: Iterable[Any],
     size: int,
@@ -67,7 +67,7 @@ def learn(
     head_cost: float = 0.0,
     allowed: Callable[[Entry], bool] = lambda entry: True,
     progress: Callable[[str, int, int], None] = lambda stage, entries, ids: None,
-) -> Learned:
+) -> LearnedPack:
     """Learns up to `size` entries that shorten sequences of base ids most, when the codec adds its own entries as well.
 
     params: the codec of the pack; its start entries are ignored, and its codebook_size limits the pack and the codec's
@@ -86,28 +86,30 @@ def learn(
         raise DataError(f"the cost of a row (--head-cost) must be a number of 0 or more, got {head_cost}")
     corpus = _Corpus(params, sequences, window, allowed)
     pool = corpus.candidates(POOL * size)
-    for entries in _sizes_down_to(len(pool), size, KEPT):
-        pool = corpus.best(pool, entries)
+    for entries in _shrinking_sizes(len(pool), size, KEPT):
+        pool = corpus.most_used_entries(pool, entries)
         progress("prune", len(pool), -1)
-    best = corpus.ranked(pool[:size])
+    best = corpus.measure_ranked(pool[:size])
     for _ in range(ROUNDS):
-        made = corpus.ranked(corpus.refined(best.entries, size))
+        made = corpus.measure_ranked(corpus.refine_entries(best.entries, size))
         progress("refine", len(made.entries), made.ids)
         if made.ids >= best.ids:
             break
         best = made
-    return corpus.trimmed(best, head_cost, progress) if head_cost else best
+    return corpus.trim_pack(best, head_cost, progress) if head_cost else best
 
 
-def measured(params: CodecParams, entries: Sequence[Entry], sequences: Iterable[Any], window: int = WINDOW) -> Learned:
+def measure_pack(
+    params: CodecParams, entries: Sequence[Entry], sequences: Iterable[Any], window: int = WINDOW
+) -> LearnedPack:
     """Returns the effect of a given pack on sequences, for example of held-out text.
 
-    entries: the pack. The other arguments, and errors, are those of `learn`.
+    entries: the pack. The other arguments, and errors, are those of `learn_pack`.
     """
-    return _Corpus(params, sequences, window).measured(entries)
+    return _Corpus(params, sequences, window).measure_pack(entries)
 
 
-def _sizes_down_to(start: int, end: int, factor: float) -> Iterator[int]:
+def _shrinking_sizes(start: int, end: int, factor: float) -> Iterator[int]:
     """Yields sizes from `factor` times `start` down to `end`, each `factor` times the last; none if start <= end."""
     size = start
     while size > end:
@@ -156,31 +158,31 @@ class _Corpus:
         ids = np.concatenate([part for window in self.windows for part in (window.astype(np.int64), border)])
         return ids, (ids >= 0) & ~np.isin(ids, self.params.disabled_ids)
 
-    def best(self, entries: Sequence[Entry], size: int) -> list[Entry]:
+    def most_used_entries(self, entries: Sequence[Entry], size: int) -> list[Entry]:
         """Returns the `size` most used entries, most used first, when the corpus is compressed with all of `entries`.
 
         Entries used less than `LEAST` times are left out. Only uses count, not lengths: when an entry is removed,
         shorter ones replace it almost everywhere.
         """
-        _, uses, _ = self._compressed(entries)
+        _, uses, _ = self._compress_windows(entries)
         chosen = np.argsort(-uses, kind="stable")[:size]
         return [entries[i] for i in chosen.tolist() if uses[i] >= LEAST]
 
-    def ranked(self, entries: Sequence[Entry]) -> Learned:
+    def measure_ranked(self, entries: Sequence[Entry]) -> LearnedPack:
         """Measures the pack of `entries`, ordered by use, without those used less than `LEAST` times."""
-        return self.measured(self.best(entries, len(entries)))
+        return self.measure_pack(self.most_used_entries(entries, len(entries)))
 
-    def measured(self, entries: Sequence[Entry]) -> Learned:
+    def measure_pack(self, entries: Sequence[Entry]) -> LearnedPack:
         """Compresses the corpus with a given pack and returns the pack with its effect."""
-        length, uses, _ = self._compressed(entries)
-        return Learned(tuple(entries), length, self.ids_without, self.base_ids, tuple(uses.tolist()))
+        length, uses, _ = self._compress_windows(entries)
+        return LearnedPack(tuple(entries), length, self.ids_without, self.base_ids, tuple(uses.tolist()))
 
     # ---- packs with a head cost
 
-    def trimmed(self, pack: Learned, head_cost: float, progress: Callable[[str, int, int], None]) -> Learned:
+    def trim_pack(self, pack: LearnedPack, head_cost: float, progress: Callable[[str, int, int], None]) -> LearnedPack:
         """Returns the part of a pack with the lowest cost: tries smaller sizes, then finer steps around the best one.
 
-        head_cost, progress: as of `learn`.
+        head_cost, progress: as of `learn_pack`.
         """
         for factor in TRIMS:
             path = [pack, *self._shrinking_packs(pack, factor)]
@@ -189,9 +191,9 @@ class _Corpus:
             best, pack = path[at], path[max(0, at - 1)]
         while best.entries and (smaller := self._without_one(best)).cost(head_cost) <= best.cost(head_cost):
             best = smaller
-        return self.measured([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
+        return self.measure_pack([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
 
-    def _shrinking_packs(self, pack: Learned, factor: float) -> Iterator[Learned]:
+    def _shrinking_packs(self, pack: LearnedPack, factor: float) -> Iterator[LearnedPack]:
         """Yields smaller and smaller packs, down to an empty one.
 
         A large pack keeps the share `factor` of its entries, the most used; one of at most `DROP_TRIALS` entries loses
@@ -202,25 +204,27 @@ class _Corpus:
                 pack = self._without_one(pack)
             else:
                 kept = np.argsort(-np.array(pack.uses), kind="stable")[: int(len(pack.entries) * factor)]
-                pack = self.measured([pack.entries[i] for i in kept.tolist()])
+                pack = self.measure_pack([pack.entries[i] for i in kept.tolist()])
             yield pack
 
-    def _without_one(self, pack: Learned) -> Learned:
+    def _without_one(self, pack: LearnedPack) -> LearnedPack:
         """Returns the pack without one entry: of its `DROP_TRIALS` least used, the one whose loss costs fewest ids."""
         least = np.argsort(pack.uses, kind="stable")[:DROP_TRIALS].tolist()
-        return min((self.measured(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids)
+        return min(
+            (self.measure_pack(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids
+        )
 
-    def refined(self, entries: Sequence[Entry], size: int) -> list[Entry]:
+    def refine_entries(self, entries: Sequence[Entry], size: int) -> list[Entry]:
         """Returns at most `size` entries: the most used of a pack and of the runs that pairs of its ids stand for."""
-        _, _, pairs = self._compressed(entries, pairs=True)
+        _, _, pairs = self._compress_windows(entries, pairs=True)
         there = set(entries)
         new = [pair for pair, _ in sorted(pairs.items(), key=lambda item: (-item[1], item[0])) if pair not in there]
         pool = [*entries, *new[: size // 2]]
-        for n in _sizes_down_to(len(pool), size, REFINED):
-            pool = self.best(pool, n)
+        for n in _shrinking_sizes(len(pool), size, REFINED):
+            pool = self.most_used_entries(pool, n)
         return pool
 
-    def _compressed(self, entries: Sequence[Entry], pairs: bool = False) -> tuple[int, Int64s, dict[Entry, int]]:
+    def _compress_windows(self, entries: Sequence[Entry], pairs: bool = False) -> tuple[int, Int64s, dict[Entry, int]]:
         """Compresses the corpus with a pack -> (number of ids, uses of each entry, run of base ids -> its count).
 
         pairs: whether to count runs: those that two neighbouring emitted ids stand for; see `_pair_runs`.

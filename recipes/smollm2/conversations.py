@@ -22,7 +22,7 @@ import torch
 from mlx_zip.cuda.model import open_model
 from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 
 from .settings import FUNCTION_REQUESTS, PROBLEM_REQUESTS, SYSTEM_MESSAGES, TASK_REQUESTS, TEXT_REQUESTS, TalkSettings
 from .texts import DATA_SETS, list_library_files
@@ -238,7 +238,7 @@ class ParallelTexts:
 
     def clear(self, row: int) -> None:
         """Makes a text empty."""
-        self._kv.trim(row, 0)
+        self._kv.trim_row(row, 0)
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     text = file.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
-        with whole_file(file) as partial:
+        with atomic_file(file) as partial:
             partial.write_text(whole, encoding="utf-8")
     try:
         return [json.loads(line) for line in whole.split("\n")[:-1]]
@@ -369,5 +369,5 @@ def write_chat_files(file: Path, folder: Path, seen: set[str]) -> None:
             whole.append({"messages": one["messages"], **facts})
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in ("chat", whole), ("chat_cut", cut):
-        with whole_file(folder / f"{name}.jsonl") as partial, open(partial, "w", encoding="utf-8") as out:
+        with atomic_file(folder / f"{name}.jsonl") as partial, open(partial, "w", encoding="utf-8") as out:
             out.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.training.run_folder import read_json_object
 
 from .measuring import RunModule, fuse_adapter, make_models, run_command
@@ -55,7 +55,7 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
             name = f"{LAYER_PREFIX}{int(number) - dropped * (int(number) >= first)}.{rest}"
         kept[name] = tensor.contiguous()
     config = read_json_object(model / "config.json")
-    with whole_folder(out) as partial:
+    with atomic_folder(out) as partial:
         save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
         write_json(partial / "config.json", {**config, "num_hidden_layers": config["num_hidden_layers"] - dropped})
         for file in model.iterdir():

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_zip import named
 from mlx_zip.errors import TrainingError
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.run_folder import read_json_object
 from mlx_zip.training.run_metrics import read_metrics
@@ -117,7 +117,7 @@ def write_requests(texts: Path, out: Path, most: int) -> int:
 
 def write_adapter(leg: Path) -> None:
     """Copies the trained adapter to leg/adapter, naming the base by its hub id and not by a path of this machine."""
-    with whole_folder(leg / "adapter", replace=True) as partial:
+    with atomic_folder(leg / "adapter", replace=True) as partial:
         for file in sorted((leg / ZIP / "adapter").iterdir()):
             if key := _BASE_NAMED.get(file.name):
                 write_json(partial / file.name, {**read_json_object(file), key: named.HUB})

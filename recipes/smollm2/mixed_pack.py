@@ -24,7 +24,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.learner import learn, recurring_runs
+from mlx_zip.vocab.learner import learn_pack, recurring_runs
 
 from .settings import PackSettings
 from .texts import render_record
@@ -59,7 +59,7 @@ def learn_mixed_pack(
         corpus, sample, compute_log_probabilities(model, sample), packs.merge_size, disabled, chosen.least
     )
     params = CodecParams(len(tokenizer), chosen.size, packs.merge_size, disabled_ids=tuple(disabled), pad_id=pad)
-    found = learn(
+    found = learn_pack(
         params,
         list(corpus[:: chosen.every]),
         chosen.size,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 
 from .settings import NPM, PYPI, Package, TextSizes
 
@@ -328,7 +328,7 @@ def limit_to_bytes(texts: Iterable[LicensedText], most: int) -> list[LicensedTex
 def write_texts(file: Path, texts: Sequence[LicensedText]) -> None:
     """Writes documents as JSON lines, each with its origin and licence; whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(file) as partial, open(partial, "w", encoding="utf-8") as out:
+    with atomic_file(file) as partial, open(partial, "w", encoding="utf-8") as out:
         for one in texts:
             out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 

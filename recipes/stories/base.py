@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.files import atomic_folder, write_json
 
 from .commands import Recipe
 from .lexicon import learn_lexicon
@@ -42,7 +42,7 @@ def make_texts(recipe: Recipe) -> None:
     sampled = repeated["t1.train"] + repeated["mixed.train"]
     train = sampled + repeated["real.train"]
     rng.shuffle(train)
-    with whole_folder(recipe.out / "texts") as folder:
+    with atomic_folder(recipe.out / "texts") as folder:
         tests = {
             "valid": stories["t1.test"][: settings.validation],
             "t1.test": stories["t1.test"],
@@ -60,7 +60,7 @@ def make_texts(recipe: Recipe) -> None:
 def make_tokenizer(recipe: Recipe) -> None:
     """Writes tokenizer/, learned from the training stories without repeats, in the order of the files."""
     texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
-    with whole_folder(recipe.out / "tokenizer") as folder:
+    with atomic_folder(recipe.out / "tokenizer") as folder:
         settings = recipe.settings
         train_tokenizer(texts, folder, settings.vocab_size, settings.model["max_position_embeddings"])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_zip import named
 from mlx_zip.errors import TrainingError
-from mlx_zip.files import whole_folder
+from mlx_zip.files import atomic_folder
 
 from . import packs
 from .base import TRAIN_SETS, model_path
@@ -24,7 +24,7 @@ QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN_PACK}-tuned.npz"
 def quantize_models(recipe: Recipe) -> None:
     """Writes quantized/: the models to bundle, with fewer bits per weight. The zip2zip model has no pack yet."""
     bits = recipe.settings.bits
-    with whole_folder(recipe.out / QUANTIZED) as folder:
+    with atomic_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
             flags = {
                 "hf_path": model_path(run),
@@ -50,7 +50,7 @@ def tune_pack(recipe: Recipe) -> None:
 
 def make_bundle(recipe: Recipe) -> None:
     """Writes bundle/: both models that the package contains, the zip2zip model with its tuned pack."""
-    with whole_folder(recipe.out / "bundle") as folder:
+    with atomic_folder(recipe.out / "bundle") as folder:
         for name in recipe.settings.bundled:
             if name == named.DEFAULT:
                 flags = {"hf_path": f"{QUANTIZED}/{name}", "mlx_path": f"{folder.name}/{name}", "pack": TUNED}
@@ -126,7 +126,7 @@ def install_bundle(recipe: Recipe, place: Path) -> None:
     made = recipe.out / "bundle"
     if not made.is_dir():
         raise TrainingError(f"{made} is not there: run the stage bundle first")
-    with whole_folder(place) as folder:
+    with atomic_folder(place) as folder:
         shutil.copytree(made, folder, dirs_exist_ok=True)
     size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
     recipe.say(f"== {place}: {size / 1e6:.2f} MB")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_folder
+from mlx_zip.files import atomic_folder
 
 from .commands import Recipe
 from .requests import write_jsonl
@@ -66,7 +66,7 @@ def make_texts(recipe: Recipe) -> None:
     Raises `DataError` when there are too few texts.
     """
     sources = [_read_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
-    with whole_folder(recipe.out / TEXTS) as folder:
+    with atomic_folder(recipe.out / TEXTS) as folder:
         for seed, (name, counts) in enumerate(list_text_parts(recipe.settings.packs)):
             part = [line for source, count in zip(sources, counts, strict=True) for line in islice(source, count)]
             if missing := sum(counts) - len(part):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 
 from .lexicon import Lexicon, ends_noun, possible_singulars, split_into_words
 
@@ -132,7 +132,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> int:
     """
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         with partial.open("w", encoding="utf-8") as out:
             for record in records:
                 out.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -32,7 +32,7 @@ from mlx_zip.bench.generation.generate_record import (
     summarize_figures,
 )
 from mlx_zip.errors import InstallationError, MlxZipError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from support import tiny_bench, tiny_text
 from support.bench_engines import MLX_ENGINES
 from support.places import DOCS
@@ -139,8 +139,8 @@ def test_a_shape_can_have_any_encoder(encoder):
 def test_the_bundled_models_belong_together():
     made = models_from_folders("stories", "stories-base")
     assert made.zipped is not None
-    assert is_zip(made.zipped())
-    assert not is_zip(made.plain())
+    assert has_hypertokens(made.zipped())
+    assert not has_hypertokens(made.plain())
     with pytest.raises(MlxZipError, match="--model stories-base has no hypertokens"):
         models_from_folders("stories-base", None)
     with pytest.raises(MlxZipError, match="--base stories has hypertokens"):

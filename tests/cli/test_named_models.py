@@ -57,7 +57,7 @@ def test_generate_makes_the_model_and_answers_and_says_where_it_is(
     words = ("generate", "--model", "smollm2", "--prompt", "the", "--max-tokens", 4)
     status, _, err = run(*words)
     assert (status, err.count("smollm2: making ")) == (0, 1), err
-    assert str(named.folder_of("smollm2", named.PACKED_SHA256)) in err
+    assert str(named.named_model_folder("smollm2", named.PACKED_SHA256)) in err
     status, _, err = run(*words)
     assert (status, err.count("making")) == (0, 0), err
 

@@ -65,16 +65,16 @@ def only(monkeypatch, *found):
     """Replaces the real checks."""
     monkeypatch.setattr(selftest, "check_codec", lambda golden: list(found))
     monkeypatch.setattr(selftest, "check_models", lambda golden, folder: [])
-    monkeypatch.setattr(selftest, "measure", lambda golden, folder: [])
+    monkeypatch.setattr(selftest, "measure_rough_speeds", lambda golden, folder: [])
     monkeypatch.setattr(selftest, "measure_steps", lambda limit, data, rest_s: [])
 
 
 def test_a_failed_check_is_in_the_report_with_its_figure():
-    assert "| FAILED | codec | 3 of 4 equal |" in selftest.report([FAILED])
+    assert "| FAILED | codec | 3 of 4 equal |" in selftest.markdown_report([FAILED])
 
 
 def test_the_report_says_first_that_a_check_failed():
-    assert selftest.report([FAILED]).startswith("# mlx_zip selftest\n\n**1 checks failed.**\n")
+    assert selftest.markdown_report([FAILED]).startswith("# mlx_zip selftest\n\n**1 checks failed.**\n")
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
@@ -93,16 +93,16 @@ def test_an_error_in_a_check_is_a_failure_with_its_message():
     def broken():
         raise RuntimeError("no device\nfound")
 
-    assert checks.attempt("a", broken) == checks.Check("a", False, "RuntimeError: no device found")
+    assert checks.run_check("a", broken) == checks.Check("a", False, "RuntimeError: no device found")
 
 
 def test_not_a_number_is_worse_than_any_tolerance():
-    assert not recorded._worse(0.0, float("nan")) <= 1.0
+    assert not recorded._larger_difference(0.0, float("nan")) <= 1.0
 
 
 def test_a_wrong_recorded_case_is_named():
     case = {"name": "odd", "ok": False}
-    assert recorded._count(lambda case: case["ok"], [case]) == (False, "0 of 1 equal; not: odd")
+    assert recorded._count_agreeing(lambda case: case["ok"], [case]) == (False, "0 of 1 equal; not: odd")
 
 
 def test_a_report_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
@@ -177,9 +177,9 @@ def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, 
 
 @pytest.mark.slow
 def test_a_model_by_name_is_timed_only_if_it_was_made_before(tiny_shape, monkeypatch, tmp_path):
-    monkeypatch.setattr(steps.named, "made", lambda name: None)
+    monkeypatch.setattr(steps.named, "find_made_model", lambda name: None)
     assert "were not used on this machine before" in steps.measure_smollm2(60)["skipped"]
-    monkeypatch.setattr(steps.named, "made", lambda name: tmp_path)
+    monkeypatch.setattr(steps.named, "find_made_model", lambda name: tmp_path)
     opened = steps.models_from_folders
     monkeypatch.setattr(
         steps, "models_from_folders", lambda *names: opened(*(n.replace("smollm2", "stories") for n in names))
@@ -199,8 +199,8 @@ def test_rounds_end_at_the_limit(tiny_shape, monkeypatch):
 
 
 def test_a_part_for_which_no_time_is_left_is_skipped_and_says_so():
-    limit, data = speed.Limit(time.monotonic() + 5), {}
-    found = speed._steps_part("1B", None, steps.report_lines, limit.left(40), data)
+    limit, data = speed.TimeLimit(time.monotonic() + 5), {}
+    found = speed._check_steps("1B", None, steps.report_lines, limit.left(40), data)
     assert [(one.passed, one.figure) for one in found] == [
         (None, "skipped: the limit of 110 seconds is nearly reached")
     ]
@@ -211,7 +211,7 @@ def test_a_part_that_fails_is_a_failed_check():
     def broken(limit_s):
         raise RuntimeError("out of memory")
 
-    found = speed._steps_part("1B", broken, steps.report_lines, 40, {})
+    found = speed._check_steps("1B", broken, steps.report_lines, 40, {})
     assert found == [checks.Check("1B: steps", False, "RuntimeError: out of memory")]
 
 
@@ -222,8 +222,8 @@ def test_bandwidth_is_measured_on_a_gpu_only(tiny_shape, monkeypatch):
 
 
 def test_the_figures_lie_next_to_the_report(tmp_path):
-    assert selftest.figures_file(tmp_path / "a.md") == tmp_path / "a.json"
-    assert selftest.figures_file(tmp_path / "a.json") == tmp_path / "a.figures.json"
+    assert selftest.json_report_file(tmp_path / "a.md") == tmp_path / "a.json"
+    assert selftest.json_report_file(tmp_path / "a.json") == tmp_path / "a.figures.json"
 
 
 def test_the_last_line_says_what_to_do_with_both_files(monkeypatch, tmp_path, capsys):

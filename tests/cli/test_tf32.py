@@ -49,7 +49,7 @@ def test_the_tests_run_without_tf32():
 
 @pytest.mark.parametrize(("default", "state"), [(2e-4, "on"), (1e-6, "off")])
 def test_the_line_says_whether_tf32_is_on_by_default_and_both_errors(monkeypatch, default, state):
-    monkeypatch.setattr(speed, "_product_error", lambda value: default if value is None else 1e-6)
+    monkeypatch.setattr(speed, "_matmul_error", lambda value: default if value is None else 1e-6)
     line = speed._tf32_line()
     assert line.startswith(f"{state} by default; ")
     assert f"{default:.0e}" in line
@@ -60,7 +60,7 @@ def test_the_error_of_a_float32_product_is_measured_in_another_process(monkeypat
     asked = []
     real = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: asked.append(k["env"].get(TF32_VARIABLE)) or real(*a, **k))
-    assert 0 < speed._product_error("0") < speed._SURELY_TF32
+    assert 0 < speed._matmul_error("0") < speed._SURELY_TF32
     assert asked == ["0"]
 
 
@@ -69,4 +69,4 @@ def test_mlx_default_is_asked_without_the_variable(monkeypatch):
         return subprocess.CompletedProcess(command, 0, stdout="5e-4" if TF32_VARIABLE not in env else "1e-6")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert speed._product_error(None) == 5e-4
+    assert speed._matmul_error(None) == 5e-4

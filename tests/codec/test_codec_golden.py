@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
-from mlx_zip.codec import pad_batch
+from mlx_zip.codec import left_pad_batch
 from support.places import GOLDEN
 
 CASES = json.loads((GOLDEN / "lzw_public.json").read_text())["cases"]
@@ -113,7 +113,7 @@ def test_batches_are_padded_and_cut_like_upstreams(case):
         mask = [[1] * len(row) for row in got]
     else:
         length = args["max_length"] if args["padding"] == "max_length" else None
-        ids, padding = pad_batch(rows, params.pad_id, length, truncate=args.get("truncation", False))
+        ids, padding = left_pad_batch(rows, params.pad_id, length, truncate=args.get("truncation", False))
         got, mask = ids.tolist(), (np.arange(ids.shape[1]) >= padding[:, None]).astype(int).tolist()
     assert got == case["encoded_ids"]
     assert mask == case["attention_mask"]

@@ -10,11 +10,11 @@ import pytest
 from mlx_zip import ConversionError, DataError, cli, compress, convert, generate, load
 from mlx_zip.converters.adapt import adapt
 from mlx_zip.converters.export import export
-from mlx_zip.converters.tensors import load as load_tensors
+from mlx_zip.converters.tensors import load_lazily as load_tensors
 from mlx_zip.converters.tensors import read_model_files
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from support import tiny_text
 from support.adaptbpe_cases import ADAPTBPE
@@ -29,8 +29,8 @@ PLAIN = GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"
 def vocabulary_of(folder, file, n=90, **options):
     """An adapted tokenizer of the model in a folder, saved."""
     base = read_base(folder)
-    words = words_of(base.front, [ADAPTBPE["gpt2"]["train_text"][:8000]])
-    kept = adapted(base, words, n, **options)
+    words = count_words(base.front, [ADAPTBPE["gpt2"]["train_text"][:8000]])
+    kept = adapt_vocabulary(base, words, n, **options)
     kept.save(file)
     return kept
 

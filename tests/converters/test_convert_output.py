@@ -30,7 +30,7 @@ def test_an_existing_output_is_refused_and_untouched(make: Callable[[Path], None
 
 def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "src")
-    monkeypatch.setattr(files, "sync_tree", lambda _: (tmp_path / "out").mkdir())
+    monkeypatch.setattr(files, "flush_folder_to_disk", lambda _: (tmp_path / "out").mkdir())
     with pytest.raises(MlxZipError, match="already exists"):
         convert(tmp_path / "src", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]

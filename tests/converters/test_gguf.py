@@ -381,7 +381,7 @@ def repository(tmp_path, monkeypatch) -> dict[str, Any]:
             written(folder / file)
         return folder
 
-    monkeypatch.setattr(source.hub, "download", download)
+    monkeypatch.setattr(source.hub, "download_files", download)
     monkeypatch.setattr(source, "list_files", lambda place: state["files"])
     return state
 

@@ -316,4 +316,4 @@ def test_a_name_that_is_no_repository_is_not_asked_for(name: str) -> None:
     from mlx_zip.errors import ConversionError
 
     with pytest.raises(ConversionError, match="neither a folder nor a hub id"):
-        source.fetch(name, None, source.CONFIG_FILES)
+        source.download_to_cache(name, None, source.CONFIG_FILES)

@@ -193,7 +193,7 @@ def test_deep_nesting_neither_crashes_nor_recurses(tmp_path: Path) -> None:
 @given(st.binary(max_size=60), st.integers(0, len(GOOD)), st.integers(0, 3))
 def test_any_bytes_give_a_value_or_an_error(junk: bytes, at: int, cut: int) -> None:
     with contextlib.suppress(meta_pt._PickleError):
-        meta_pt._one_pickle(io.BytesIO(GOOD[:at] + junk + GOOD[at + cut :]))
+        meta_pt._read_one_pickle(io.BytesIO(GOOD[:at] + junk + GOOD[at + cut :]))
 
 
 # ---- in a conversion

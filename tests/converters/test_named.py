@@ -18,7 +18,7 @@ from mlx_zip import named
 from mlx_zip.converters import named as making
 from mlx_zip.converters.named import make_named
 from mlx_zip.errors import ConversionError, ModelError
-from mlx_zip.files import sole_user
+from mlx_zip.files import try_lock_folder
 from mlx_zip.models.loading import load
 from mlx_zip.models.model_folder import find_model_folder
 from support.checkpoints import edit_json
@@ -51,16 +51,16 @@ def installed(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be converted."""
-    monkeypatch.setattr(making, "_make", lambda *_: pytest.fail("converted once more"))
+    monkeypatch.setattr(making, "_write_named_model", lambda *_: pytest.fail("converted once more"))
 
 
 def put_on_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Puts the base on a pretended hub, and returns its folder."""
     write_gguf(folder.with_suffix(".gguf"))
-    with making.base_folder(str(folder.with_suffix(".gguf")), folder, False) as place:
+    with making.open_base_model(str(folder.with_suffix(".gguf")), folder, False) as place:
         assert place is not None
         plain = Path(copytree(place.folder, folder))
-    monkeypatch.setattr("mlx_zip.text.hub.download", lambda *_: plain)
+    monkeypatch.setattr("mlx_zip.text.hub.download_files", lambda *_: plain)
     monkeypatch.setattr(making, "SIZES", SIZES)
     monkeypatch.setattr(making, "VOCABULARY_SHA256", making.vocabulary_sha256(plain))
     return plain
@@ -111,7 +111,7 @@ def test_the_base_is_the_packages_values(installed: Path) -> None:
 
 @pytest.mark.parametrize("name", named.MADE)
 def test_the_second_time_nothing_is_converted(name: str, installed: Path, no_work: None) -> None:
-    folder = named.folder_of(name, named.PACKED_SHA256)
+    folder = named.named_model_folder(name, named.PACKED_SHA256)
     folder.mkdir(parents=True)
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / file).write_text('{"model_type": "llama"}')
@@ -129,7 +129,7 @@ def test_a_folder_that_lacks_a_file_is_made_again(lost: str, installed: Path) ->
 
 
 def test_a_file_in_the_place_of_the_folder_is_removed(installed: Path) -> None:
-    folder = named.folder_of("smollm2-base", named.PACKED_SHA256)
+    folder = named.named_model_folder("smollm2-base", named.PACKED_SHA256)
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("not a folder")
     assert find_model_folder("smollm2-base") == folder
@@ -145,16 +145,16 @@ def test_a_vocabulary_that_cannot_be_read_is_named(text: str | None, tmp_path: P
 
 
 def test_a_new_adapter_gets_a_new_folder(installed: Path) -> None:
-    first = [named.folder_of(name, named.PACKED_SHA256) for name in named.MADE]
+    first = [named.named_model_folder(name, named.PACKED_SHA256) for name in named.MADE]
     write_our_adapter(named.ADAPTER, lora_alpha=16)
-    again = [named.folder_of(name, named.PACKED_SHA256) for name in named.MADE]
+    again = [named.named_model_folder(name, named.PACKED_SHA256) for name in named.MADE]
     assert [a == b for a, b in zip(first, again, strict=True)] == [False, True]
 
 
 def test_the_models_card_is_no_part_of_the_digest(installed: Path) -> None:
-    first = named.folder_of("smollm2", "x")
+    first = named.named_model_folder("smollm2", "x")
     (named.ADAPTER / "README.md").write_text("better words")
-    assert named.folder_of("smollm2", "x") == first
+    assert named.named_model_folder("smollm2", "x") == first
 
 
 def test_another_file_in_the_package_is_refused(installed: Path, kept: Path) -> None:
@@ -172,7 +172,7 @@ def test_what_ends_halfway_leaves_nothing(
     def ended(*_: Any, **__: Any) -> None:
         raise stop
 
-    monkeypatch.setattr("mlx_zip.files.sync_tree", ended)
+    monkeypatch.setattr("mlx_zip.files.flush_folder_to_disk", ended)
     with pytest.raises((KeyboardInterrupt, ConversionError)):
         make_named(name)
     assert [*kept.iterdir()] == []
@@ -194,12 +194,12 @@ def test_a_second_process_waits_and_takes_what_the_first_one_made(
     kept.mkdir(parents=True, mode=0o700)
     found: list[Path] = []
     waiting = threading.Thread(target=lambda: found.append(make_named("smollm2")))
-    with sole_user(kept) as alone:
+    with try_lock_folder(kept) as alone:
         assert alone
         waiting.start()
         time.sleep(0.1)
         assert found == []
-        made = named.folder_of("smollm2", named.PACKED_SHA256)
+        made = named.named_model_folder("smollm2", named.PACKED_SHA256)
         made.mkdir()
         for file in ("config.json", "model.safetensors", "tokenizer.json"):
             (made / file).write_text("{}")
@@ -220,7 +220,7 @@ def test_the_hub_is_asked_where_the_package_is_not_installed(
 ) -> None:
     put_on_hub(monkeypatch, tmp_path / "hub")
     for name in named.MADE:
-        assert find_model_folder(name) == named.folder_of(name, named.HUB)
+        assert find_model_folder(name) == named.named_model_folder(name, named.HUB)
         load(name)
 
 
@@ -249,7 +249,7 @@ def test_without_the_adapter_the_base_still_works(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match="its adapter is not in this installation; smollm2-base"):
         find_model_folder("smollm2")
     assert find_model_folder("smollm2-base").is_dir()
-    assert named.at_hand() == ["smollm2-base"]
+    assert named.offline_model_names() == ["smollm2-base"]
 
 
 def test_a_folder_of_that_name_here_comes_first(
@@ -262,15 +262,15 @@ def test_a_folder_of_that_name_here_comes_first(
 
 
 def test_what_is_at_hand_needs_no_fetching(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert named.at_hand() == []
-    folder = named.folder_of("smollm2", named.HUB)
+    assert named.offline_model_names() == []
+    folder = named.named_model_folder("smollm2", named.HUB)
     folder.mkdir(parents=True)
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
-        assert named.at_hand() == []
+        assert named.offline_model_names() == []
         (folder / file).write_text("{}")
-    assert named.at_hand() == ["smollm2"]
+    assert named.offline_model_names() == ["smollm2"]
     install_package(monkeypatch, tmp_path / "site")
-    assert named.at_hand() == ["smollm2", "smollm2-base"]
+    assert named.offline_model_names() == ["smollm2", "smollm2-base"]
 
 
 def test_models_are_kept_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_folder_can_be_a_checkpoints_base(tmp_path: Path) -> None:
     write_gguf(tmp_path / "base.gguf")
     write_our_adapter(tmp_path / "src")
     file = str(tmp_path / "base.gguf")
-    with making.base_folder(file, tmp_path / "any", False) as place:
+    with making.open_base_model(file, tmp_path / "any", False) as place:
         assert place is not None
         by_folder = convert(tmp_path / "src", tmp_path / "out", base=str(place.folder))
     by_file = convert(tmp_path / "src", tmp_path / "out2", base=file)

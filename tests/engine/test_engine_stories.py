@@ -39,9 +39,9 @@ def test_what_the_bundled_model_is(engine):
 
 
 def test_a_pack_can_be_named_by_a_request(engine):
-    from mlx_zip.named import here_or_bundled
+    from mlx_zip.named import resolve_model_name
 
-    pack = here_or_bundled("stories") / "pack.npz"
+    pack = resolve_model_name("stories") / "pack.npz"
     prompt = engine.tokenizer.encode(TEXTS[0])
     watch = ask(engine, prompt, max_tokens=10, pack=pack)[1].wait()
     assert watch.end.reason == "length"

@@ -22,7 +22,7 @@ from mlx_zip.evaluation.rates import (
     summarize_turns,
 )
 from mlx_zip.packs.pack import Pack
-from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
+from mlx_zip.text.conversations import Conversation, Prompt, document_openings, make_conversations, read_prompts
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 from support.slow_cases import slow_but
@@ -306,7 +306,7 @@ def test_a_file_that_is_no_list_of_prompts_is_an_error(tmp_path):
 
 
 def test_openings_are_the_first_base_ids_of_documents_as_text():
-    found = openings(TOKENIZER, [Document("once upon", "a"), Document("be", "b"), Document("😀😀", "c")], 6)
+    found = document_openings(TOKENIZER, [Document("once upon", "a"), Document("be", "b"), Document("😀😀", "c")], 6)
     assert [prompt.content for prompt in found] == ["once u", "be", "😀"]
 
 
@@ -340,4 +340,4 @@ def test_bad_settings_are_refused():
     with pytest.raises(DataError, match="--turns"):
         make_conversations(PROMPTS, 1, 0, repeat=False)
     with pytest.raises(DataError, match="--opening"):
-        openings(TOKENIZER, [Document("a", "a")], 0)
+        document_openings(TOKENIZER, [Document("a", "a")], 0)

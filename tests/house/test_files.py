@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_out, whole_file, whole_folder, write_json
+from mlx_zip.files import atomic_file, atomic_folder, check_writable, write_json
 
 
 def write(folder: Path, text: str) -> None:
-    with whole_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         (partial / "file").write_text(text, encoding="utf-8")
 
 
@@ -29,7 +29,7 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path):
 
 def test_an_error_of_the_disk_names_its_reason_and_the_file(tmp_path):
     for error in (OSError("8 requested and 2 written"), OSError(errno.ENOSPC, "No space left")):
-        with pytest.raises(OSError, match=f"{error.args[-1]}.*{tmp_path / 'file'}"), whole_file(tmp_path / "file"):
+        with pytest.raises(OSError, match=f"{error.args[-1]}.*{tmp_path / 'file'}"), atomic_file(tmp_path / "file"):
             raise error
     assert list(tmp_path.iterdir()) == []
 
@@ -88,12 +88,12 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_be_renamed(end, tmp_p
 def test_a_folder_without_write_permission_is_refused_before_long_work(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(DataError, match="its folder cannot be written to"):
-        check_out(tmp_path / "out")
+        check_writable(tmp_path / "out")
 
 
 def test_a_folder_that_must_be_new_is_not_replaced(tmp_path):
     write(tmp_path / "out", "old")
-    with pytest.raises(FileExistsError), whole_folder(tmp_path / "out", replace=False):
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "out", replace=False):
         pass
     assert (tmp_path / "out" / "file").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -109,7 +109,7 @@ def test_two_threads_may_write_one_file_at_the_same_time(tmp_path):
 
     def work(text: str) -> None:
         try:
-            with whole_file(tmp_path / "file") as partial:
+            with atomic_file(tmp_path / "file") as partial:
                 partial.write_text(text)
                 both.wait()
         except Exception as error:
@@ -163,7 +163,7 @@ def test_a_file_empties_the_disk_s_cache_on_a_mac_before_and_after_it_gets_its_n
 @needs_proc
 def test_a_folder_empties_the_disk_s_cache_on_a_mac_once_for_all_its_files(tmp_path, monkeypatch):
     mac = Mac(monkeypatch)
-    with whole_folder(tmp_path / "out") as partial:
+    with atomic_folder(tmp_path / "out") as partial:
         for name in ("a", "b"):
             (partial / name).write_text(name)
     assert sorted(mac.flushed[:2]) == [("fsync", "a"), ("fsync", "b")]

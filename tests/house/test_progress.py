@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mlx_zip import progress
-from mlx_zip.progress import ProgressBar, clock, counted
+from mlx_zip.progress import ProgressBar, format_duration, pluralize
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def test_a_bar_that_is_not_to_be_shown_says_nothing(times, capsys):
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (7325, "2:02:05")])
 def test_a_duration_is_read_as_on_a_clock(seconds, shown):
-    assert clock(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 def test_a_noun_is_in_the_plural_unless_the_number_is_1():
-    assert [counted(n, "sample") for n in (0, 1, 1024)] == ["0 samples", "1 sample", "1,024 samples"]
-    assert [counted(n, "entry") for n in (1, 2)] == ["1 entry", "2 entries"]
+    assert [pluralize(n, "sample") for n in (0, 1, 1024)] == ["0 samples", "1 sample", "1,024 samples"]
+    assert [pluralize(n, "entry") for n in (1, 2)] == ["1 entry", "2 entries"]

@@ -13,7 +13,7 @@ from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, save_pack
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
-from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.learner import learn_pack
 from support import tiny_bench, tiny_text
 from support.places import GOLDEN_MODELS
 
@@ -58,7 +58,7 @@ def test_a_line_per_start_holds_what_the_library_measures(flags, tmp_path, capsy
     known, held_out = split_at_half_of_bytes(read_corpus([tmp_path / "text.txt"], "<end>").documents)
     assert (len(known), len(held_out)) == (2, 2)
     ids = [np.array(tokenizer.encode(one.text, add_special_tokens=False), np.uint32) for one in known]
-    learned = learn(model.config.codec_params, ids, SIZE).entries
+    learned = learn_pack(model.config.codec_params, ids, SIZE).entries
     own = tuple((FIRST, FIRST + n) for n in range(1, SIZE + 1))
     assert [(line["curve"], line["pack"], line["entries"]) for line in lines] == [
         ("empty", None, 0),

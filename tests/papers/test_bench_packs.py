@@ -10,7 +10,7 @@ from mlx_zip.bench.papers.packs.pack_compression import BaseIdBpe
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.learner import learn_pack
 from support import tiny_bench
 from support.prepared import tokenizer_folder
 
@@ -47,7 +47,7 @@ def test_rates_are_those_of_the_codec_on_every_domain_with_growth_and_without(te
         params = CodecParams(vocabulary.size, pack_compression.GROWTH, 3)
         assert line["tests"][domain]["empty"] == rate(params, windows)
         for size in (5, 20):
-            entries = learn(params, [ids], size, window=WINDOW).entries
+            entries = learn_pack(params, [ids], size, window=WINDOW).entries
             told = next(pack for pack in line["packs"] if (pack["size"], pack["learner"]) == (size, "learn"))
             for name, growth in (("rates", pack_compression.GROWTH), ("static", 0)):
                 codec = CodecParams(vocabulary.size, growth + len(entries), 3, start=entries)

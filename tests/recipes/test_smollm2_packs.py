@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.learner import learn_pack
 from support.chat_toy import chat_model
 
 pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
@@ -60,8 +60,8 @@ def test_log_probabilities_are_the_bases(tmp_path, monkeypatch):
 def test_a_pack_holds_allowed_entries_alone():
     params = CodecParams(20, 8, 3, disabled_ids=(), pad_id=0)
     texts = [np.array([1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 6, 5, 6, 7, 5, 6])] * 4
-    assert (1, 2, 3) in learn(params, texts, 4).entries
+    assert (1, 2, 3) in learn_pack(params, texts, 4).entries
     allowed = {(1, 2), (5, 6), (5, 6, 7)}
-    found = learn(params, texts, 4, allowed=allowed.__contains__).entries
+    found = learn_pack(params, texts, 4, allowed=allowed.__contains__).entries
     assert found
     assert allowed.issuperset(found)

@@ -11,7 +11,7 @@ from mlx_zip import cli, named
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import ModelError
 from mlx_zip.models.loading import find_model_folder
-from mlx_zip.named import bundled_model
+from mlx_zip.named import bundled_model_folder
 from support.places import REPO
 
 MOST_BYTES = 12_000_000
@@ -72,12 +72,12 @@ def parsed(monkeypatch):
 
 def test_a_missing_bundle_is_a_clear_error(empty):
     with pytest.raises(ModelError, match="the bundled model stories is not in this installation; name a model"):
-        bundled_model("stories")
+        bundled_model_folder("stories")
 
 
 def test_an_unknown_name_is_no_bundled_model(empty):
     with pytest.raises(ModelError, match="tales is not a bundled model; there are stories, stories-base"):
-        bundled_model("tales")
+        bundled_model_folder("tales")
 
 
 def test_a_model_is_found_by_its_bundled_name(stories):

@@ -23,7 +23,7 @@ def test_log_likelihoods_over_http_are_those_of_the_model():
     from lm_eval.models.openai_completions import LocalCompletionsAPI  # pyright: ignore[reportMissingImports]
 
     from mlx_zip.evaluation.lm_eval_model import ZipLM
-    from mlx_zip.named import bundled_model
+    from mlx_zip.named import bundled_model_folder
 
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
     # a canonical model lets any id follow a context, and a server does not know where the context ends
@@ -33,7 +33,7 @@ def test_log_likelihoods_over_http_are_those_of_the_model():
         client = LocalCompletionsAPI(
             base_url=f"{served.url}/v1/completions",
             model="stories",
-            tokenizer=str(bundled_model("stories")),
+            tokenizer=str(bundled_model_folder("stories")),
             tokenizer_backend="huggingface",
             add_bos_token=True,
             batch_size=2,

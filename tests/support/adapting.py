@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 
 
 def quantized(folder, out):
@@ -15,4 +15,4 @@ def quantized(folder, out):
 
 
 def logits_of(model, ids):
-    return np.array(model(mx.array(ids)[None], cache=model.make_cache() if is_zip(model) else None))[0]
+    return np.array(model(mx.array(ids)[None], cache=model.make_cache() if has_hypertokens(model) else None))[0]

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip import load, stream_generate
 from mlx_zip.engine.mlx.prompt_caches import notes_on
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny_text
 from support.places import GOLDEN_MODELS
@@ -35,7 +35,7 @@ def loaded(kind):
 
 
 def new_cache(model):
-    return model.make_cache() if is_zip(model) else make_prompt_cache(model)
+    return model.make_cache() if has_hypertokens(model) else make_prompt_cache(model)
 
 
 def message(role, content):
@@ -84,7 +84,7 @@ def as_fresh(kind, cache, responses):
     """Whether the ids of an answer that has just been generated with a cache are those of a new cache."""
     model, tokenizer = loaded(kind)
     steps = [r.token for r in responses]
-    if is_zip(model):
+    if has_hypertokens(model):
         return steps == fresh_ids(kind, cache, held(cache) - len(steps), len(steps))
     read = notes_on(cache).ids[: -len(steps)]
     assert len(read) == held(cache) - len(steps)

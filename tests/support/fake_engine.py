@@ -40,7 +40,7 @@ from mlx_zip.errors import (
     PromptTooLongError,
     UnknownSessionError,
 )
-from mlx_zip.named import bundled_model
+from mlx_zip.named import bundled_model_folder
 from mlx_zip.text.tokenizers import load_tokenizer
 
 CONTEXT = 2000
@@ -87,12 +87,12 @@ class Told:
 @cache
 def tokenizer() -> Any:
     """The bundled model's tokenizer."""
-    return load_tokenizer(bundled_model("stories"))
+    return load_tokenizer(bundled_model_folder("stories"))
 
 
 def any_role() -> Any:
     """The bundled model's tokenizer with a chat template that takes system messages, unlike its own."""
-    vocab = load_tokenizer(bundled_model("stories"))
+    vocab = load_tokenizer(bundled_model_folder("stories"))
     vocab._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     return vocab
 

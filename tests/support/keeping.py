@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.codec import compress_next
 from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import SessionOptions
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.rows.zip_state import find_zip_state
 from support import generating, tiny
 from support.serving import NEEDS_TORCH
@@ -94,7 +94,7 @@ def store(kind="zip", **options):
 def new_cache(kind, start=None):
     if is_torch(kind):
         return _torch().new_cache(model(kind), start)
-    return model(kind).make_cache() if is_zip(model(kind)) else make_prompt_cache(model(kind))
+    return model(kind).make_cache() if has_hypertokens(model(kind)) else make_prompt_cache(model(kind))
 
 
 def read(kind, cache, base_ids):

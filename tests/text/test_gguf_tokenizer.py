@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.text.formats import read_library
+from mlx_zip.text.formats import read_tokenizer_file
 from mlx_zip.text.gguf_tokenizer import CUTS, GgufTokenizer, read_gguf_tokenizer
-from mlx_zip.text.sentencepiece_file import read_pieces
+from mlx_zip.text.sentencepiece_file import read_sentencepiece_model
 from support import gguf_vocabularies as vocabularies
 from support.gguf_vocabularies import LANGUAGES, TEXT, byte_level, pieces
 from support.places import SHARED
@@ -170,7 +170,7 @@ def of_library(library: Any, pre: str) -> dict[str, Any]:
     [("gpt2.vocab.bpe.gz", "gpt-2"), ("llama3.tiktoken.gz", "llama-bpe")],
 )
 def test_published_byte_level_vocabularies_keep_their_ids(name, pre):
-    library = read_library(PUBLISHED / name)
+    library = read_tokenizer_file(PUBLISHED / name)
     tokenizer = read(of_library(library, pre))
     for text in LANGUAGES:
         assert ids(tokenizer, text) == library.encode(text, add_special_tokens=False).ids
@@ -180,7 +180,7 @@ def test_published_byte_level_vocabularies_keep_their_ids(name, pre):
 @pytest.mark.parametrize("name", ["llama2.model.gz", "mistral_v3.model.gz"])
 def test_published_scored_vocabularies_have_the_ids_of_sentencepiece(name):
     sentencepiece = pytest.importorskip("sentencepiece", reason="the ids of reference need sentencepiece")
-    model = read_pieces(PUBLISHED / name)
+    model = read_sentencepiece_model(PUBLISHED / name)
     texts, scores, kinds = zip(*model.pieces, strict=True)
     metadata = {
         GGML + "model": "llama",

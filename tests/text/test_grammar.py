@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import GenerationError, InstallationError
-from mlx_zip.text.grammar import GrammarConstraint, json_by, literal
+from mlx_zip.text.grammar import GrammarConstraint, json_rule, literal_rule
 from mlx_zip.text.token_facts import bytes_by_id
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 from support import tiny_text
@@ -23,7 +23,7 @@ needs_shared = pytest.mark.skipif(not FILES, reason="the published tokenizers ar
 
 
 def constraint(schema, tokenizer=STORIES, **options):
-    return GrammarConstraint(tokenizer, f"start: {json_by(schema)}", **options)
+    return GrammarConstraint(tokenizer, f"start: {json_rule(schema)}", **options)
 
 
 def ids(text, tokenizer=STORIES):
@@ -187,10 +187,10 @@ COSTLY = {
 def test_a_costly_schema_is_refused_before_it_costs(name):
     schema = COSTLY[name]
     if name == "repeated class":
-        json_by(field(schema))
+        json_rule(field(schema))
         schema = {**schema, "pattern": schema["pattern"].replace("{9}", "{90}")}
     with pytest.raises(GenerationError, match=r"repeats too much|multipleOf"):
-        json_by(field(schema))
+        json_rule(field(schema))
 
 
 def test_patterns_that_people_write_are_taken():
@@ -202,7 +202,7 @@ def test_patterns_that_people_write_are_taken():
         "^[a-z]{8}(-[a-z]{4}){3}$",
         "({)}",
     ):
-        json_by(field({"type": "string", "pattern": pattern}))
+        json_rule(field({"type": "string", "pattern": pattern}))
 
 
 HARD = {
@@ -229,7 +229,7 @@ def test_a_hard_schema_takes_bounded_time_per_step_or_is_refused(name):
 
 def test_a_literal_is_exactly_its_text():
     text = 'say "\\n" é\n'
-    follower = GrammarConstraint(STORIES, f"start: {literal(text)}")
+    follower = GrammarConstraint(STORIES, f"start: {literal_rule(text)}")
     assert follower.accepts([*ids(text), STORIES.eos_token_id])
 
 

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from mlx_zip.errors import PromptTooLongError
-from mlx_zip.named import bundled_model
+from mlx_zip.named import bundled_model_folder
 from mlx_zip.text import long_texts
 from mlx_zip.text.long_texts import LongEncoding, LongTexts
 from mlx_zip.text.prompts import encode_text
@@ -59,7 +59,7 @@ def prepending():
 
 
 TOKENIZERS = {
-    "bundled": load_tokenizer(bundled_model("stories")),
+    "bundled": load_tokenizer(bundled_model_folder("stories")),
     "gpt": byte_level(GPT),
     "llama": byte_level(LLAMA),
     "without words": byte_level(None),
@@ -101,7 +101,7 @@ def test_pieces_have_the_base_ids_of_the_whole_text(name, text, special):
 def test_words_are_given_to_the_tokenizer_a_few_at_a_time(name):
     seen = Seen(TOKENIZERS[name])
     texts = LongTexts(seen, None)
-    assert texts._skip == (1 if name == "prepending" else 0)
+    assert texts._skip_between_pieces == (1 if name == "prepending" else 0)
     seen.texts.clear()
     LongEncoding(texts, lambda: None)(seen, "ab cab " * 50)
     assert len(seen.texts) > 20
@@ -111,7 +111,7 @@ def test_words_are_given_to_the_tokenizer_a_few_at_a_time(name):
 @pytest.mark.usefixtures("small")
 def test_a_tokenizer_with_tokens_of_several_words_gets_the_text_whole():
     tokenizer = byte_level(None, [("a", "Ġ"), ("aĠ", "b")])
-    assert LongTexts(tokenizer, None)._skip is None
+    assert LongTexts(tokenizer, None)._skip_between_pieces is None
     assert list(LongTexts(tokenizer, None).pieces("a b " * 50)) == [("a b " * 50, False)]
 
 
@@ -161,7 +161,7 @@ def test_a_text_is_encoded_only_until_it_has_too_many_tokens():
 def test_nothing_more_is_encoded_once_nobody_waits():
     seen, left = Seen(TOKENIZERS["bundled"]), [3]
     texts = LongTexts(seen, None)
-    assert texts._skip == 0
+    assert texts._skip_between_pieces == 0
     seen.texts.clear()
 
     def check():

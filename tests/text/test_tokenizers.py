@@ -12,7 +12,7 @@ from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from support.adaptbpe_cases import ADAPTBPE
 from support.places import GOLDEN_MODELS
@@ -26,7 +26,7 @@ def smaller(tmp_path_factory):
     """(folder of an adapted model, the ids of `TEXT` by its vocabulary)."""
     folder = tmp_path_factory.mktemp("adapted")
     base = read_base(PLAIN)
-    kept = adapted(base, words_of(base.front, [ADAPTBPE["gpt2"]["train_text"][:8000]]), 90)
+    kept = adapt_vocabulary(base, count_words(base.front, [ADAPTBPE["gpt2"]["train_text"][:8000]]), 90)
     kept.save(folder / "adapted.json")
     return adapt(PLAIN, folder / "adapted.json", folder / "smaller", progress=False), kept.encode(TEXT).tolist()
 
@@ -66,7 +66,7 @@ def test_a_model_without_a_tokenizer_json_is_read_by_transformers_with_its_ids(s
 
 
 def test_a_name_without_a_slash_is_refused_at_once_and_in_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(hub, "download", lambda *args, **options: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "download_files", lambda *args, **options: pytest.fail("asked the hub"))
     (tmp_path / "a.txt").write_text("some text")
     monkeypatch.setattr(sys, "argv", ["mlx_zip"])
     assert cli.main(["compress", str(tmp_path / "a.txt"), "--tokenizer", "nosuch"]) == 2

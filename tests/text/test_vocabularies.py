@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.text.formats import pattern_of, read_library
+from mlx_zip.text.formats import read_tokenizer_file, tiktoken_split_pattern
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.first_stage import open_tokenizer
@@ -209,8 +209,8 @@ def test_published_ranks_have_the_ids_of_tiktoken(name):
     tiktoken = pytest.importorskip("tiktoken")
     path = PUBLISHED / f"{name}.tiktoken.gz"
     ranks = {token: rank for rank, token in enumerate(open_tokenizer(path).tokens())}
-    encoding = tiktoken.Encoding(name, pat_str=pattern_of(path), mergeable_ranks=ranks, special_tokens={})
-    library = read_library(path)
+    encoding = tiktoken.Encoding(name, pat_str=tiktoken_split_pattern(path), mergeable_ranks=ranks, special_tokens={})
+    library = read_tokenizer_file(path)
     for text in (*TEXTS, Path(__file__).read_text()):
         composed = unicodedata.normalize("NFC", text) if name == "qwen" else text
         assert library.encode(text, add_special_tokens=False).ids == encoding.encode_ordinary(composed)

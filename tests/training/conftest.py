@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.training import run as run_module
 from support.prepared import stories, texts
 from support.tiny_training import arrays_of
@@ -24,7 +24,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             model = args[position]
             model.eval()
             seen["model"], seen["weights"] = model, arrays_of(model)
-            if is_zip(model):
+            if has_hypertokens(model):
                 seen["logits"] = logits(model)
             return write(*args, **named)
 

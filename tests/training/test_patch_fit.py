@@ -29,7 +29,7 @@ from mlx_zip.training.patch_training import (
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
-from mlx_zip.vocab.hbpe.patch_table import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_of
+from mlx_zip.vocab.hbpe.patch_table import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_by_id
 from support.tiny_vocabularies import write_folder, write_pair
 
 TEXTS = ["the cat and the dog: ¿qué?", "the dog and 12 cats", "a cat, a dog, 😀 and 123"] * 4
@@ -55,7 +55,7 @@ def folder(run, tmp_path):
 
 def test_a_learned_first_stage_spells_every_text():
     tokenizer = learn_tokenizer(TEXTS, 270)
-    tokens = tokens_of(tokenizer)
+    tokens = tokens_by_id(tokenizer)
     assert 256 < len(tokens) <= 270
     for text in TEXTS:
         assert b"".join(tokens[i] for i in tokenizer.encode(text).ids) == text.encode()
@@ -64,7 +64,7 @@ def test_a_learned_first_stage_spells_every_text():
 
 
 def test_no_memory_is_taken_for_tokens_that_a_text_cannot_give():
-    assert tokens_of(learn_tokenizer(TEXTS, 1 << 60)) == tokens_of(learn_tokenizer(TEXTS, 4096))
+    assert tokens_by_id(learn_tokenizer(TEXTS, 1 << 60)) == tokens_by_id(learn_tokenizer(TEXTS, 4096))
 
 
 def test_a_first_stage_without_a_token_for_the_end_gets_one_that_texts_do_not_use(tmp_path):

@@ -24,7 +24,7 @@ from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import MARK
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, entropy_patches, number, space_patches
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, entropy_patches, number_patches, space_patches
 from support.same_numbers import assert_same_losses, assert_same_weights
 
 WORDS = [b"the", b" cat", b" and", b" dog", b"ouse", b" a very long word", b""]
@@ -208,7 +208,7 @@ def test_entropy_patches_begin_where_the_next_byte_is_hard_to_foresee():
 
 
 def test_patches_of_bytes_are_numbered_in_the_order_of_their_coming():
-    ids, table = number([[b"a", b"bc", b"a"], [b"abcdef"]])
+    ids, table = number_patches([[b"a", b"bc", b"a"], [b"abcdef"]])
     assert ids == [[0, 1, 0], [2]]
     assert table.rows[2].tolist() == [*b"abcdef", MARK]
     assert table.merges.pairs == ()

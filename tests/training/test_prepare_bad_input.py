@@ -13,7 +13,7 @@ import pytest
 
 from mlx_zip.cli import main
 from mlx_zip.errors import DataError
-from mlx_zip.files import sole_user
+from mlx_zip.files import try_lock_folder
 from mlx_zip.training.prepare import sharding
 from mlx_zip.training.prepare.mixture import load_mixture
 from mlx_zip.training.prepare.sharding import ShardMaker
@@ -112,7 +112,7 @@ def test_an_error_of_the_data_keeps_the_shards_that_are_finished(begun, data, mo
 
 def test_a_folder_in_which_another_process_prepares_is_left_alone(begun, data, capsys):
     before = tree(begun)
-    with sole_user(begun) as alone:
+    with try_lock_folder(begun) as alone:
         assert alone
         with pytest.raises(DataError, match="another process prepares data in"):
             prepared(begun, data, shard_samples=8)

@@ -74,7 +74,7 @@ def test_a_long_document_is_read_in_parts_that_stay_one_document(tmp_path, monke
     monkeypatch.setattr(sources, "LONGEST", 40)
     lines = [f"line {i} of a long text." for i in range(20)]
     (tmp_path / "long.txt").write_text("\n".join(lines))
-    parts = list(sources.Reader(Source((str(tmp_path / "long.txt"),))))
+    parts = list(sources.SourceReader(Source((str(tmp_path / "long.txt"),))))
     assert len(parts) > 5
     assert [part.continues for part in parts] == [True] * (len(parts) - 1) + [False]
     samples = expanded(prepared(tmp_path / "out", str(tmp_path / "long.txt")))

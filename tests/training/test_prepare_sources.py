@@ -7,13 +7,13 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
 from mlx_zip.errors import DataError
-from mlx_zip.text.sources import Reader, Record, Skipped, Source, parse
+from mlx_zip.text.sources import Record, Skipped, Source, SourceReader, parse_item
 from support.prepared import ids_of, prepared, texts, write_lines
 
 
 def records(*names, **options):
     source = Source(tuple(map(str, names)), **options)
-    return [parse(item, source.columns) for item in Reader(source)]
+    return [parse_item(item, source.columns) for item in SourceReader(source)]
 
 
 def read_texts(*names, **options):
@@ -149,7 +149,7 @@ def test_a_source_out_of_range_is_refused(options):
 
 def test_a_reader_knows_how_much_it_has_read(tmp_path):
     names = [texts(tmp_path / f"{i}.jsonl", ["x" * 100] * 5) for i in range(3)]
-    reader = Reader(Source(tuple(names)))
+    reader = SourceReader(Source(tuple(names)))
     assert [*reader]
     assert reader.stored == sum((tmp_path / f"{i}.jsonl").stat().st_size for i in range(3))
 

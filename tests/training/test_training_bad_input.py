@@ -17,7 +17,7 @@ import pytest
 from mlx_zip import CodecParams
 from mlx_zip.cli import main
 from mlx_zip.errors import ConfigError, DataError, TrainingError
-from mlx_zip.files import sole_user
+from mlx_zip.files import try_lock_folder
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.prepare.shards import PreparedShards, ShardWriter, make_codec_record, write_index
@@ -316,7 +316,7 @@ def test_a_damaged_log_does_not_stop_the_run(content, copied):
 
 def test_a_folder_in_which_another_process_trains_is_left_alone(copied, capsys):
     before = {path: path.stat().st_mtime_ns for path in (copied / "run").rglob("*")}
-    with sole_user(copied / "run") as alone:
+    with try_lock_folder(copied / "run") as alone:
         assert alone
         with pytest.raises(TrainingError, match="another process trains in"):
             again(copied)

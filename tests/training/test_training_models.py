@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import ConfigError, load
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.training.run import train
 from support.checkpoints import edit_json, write_json
 from support.tiny_training import (
@@ -87,7 +87,7 @@ def test_a_plain_model_from_scratch_learns_and_loads(tmp_path, in_memory):
     train(run, settings(fine_tune_type="full", iters=10), quiet=True)
     assert losses(run.out)[-1][1] < losses(run.out)[0][1]
     model, _ = load(run.out / "model")
-    assert not is_zip(model)
+    assert not has_hypertokens(model)
     ids = mx.array([text_ids(20, 1)])
     np.testing.assert_allclose(np.array(model(ids)), np.array(in_memory["model"](ids)), atol=2e-5)
 

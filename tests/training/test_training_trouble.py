@@ -19,7 +19,7 @@ import pytest
 
 from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import sole_user
+from mlx_zip.files import try_lock_folder
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.loop import run_steps
 from mlx_zip.training.run import train
@@ -206,7 +206,7 @@ def test_a_run_without_a_checkpoint_that_another_process_trains_is_left_alone(tm
     with pytest.raises(TrainingError, match="step 1: "):
         train(options(tmp_path / "run"), settings(lora_scale=1e300), quiet=True)
     before = (tmp_path / "run" / "train.json").read_bytes()
-    with sole_user(tmp_path / "run"), pytest.raises(TrainingError, match=r"another process trains in .*run"):
+    with try_lock_folder(tmp_path / "run"), pytest.raises(TrainingError, match=r"another process trains in .*run"):
         train(options(tmp_path / "run"), settings(), quiet=True)
     assert (tmp_path / "run" / "train.json").read_bytes() == before
 

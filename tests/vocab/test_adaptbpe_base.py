@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.pieces import PATTERNS
-from mlx_zip.vocab.first_stage import to_text
+from mlx_zip.vocab.first_stage import bytes_to_spelled
 from support.adaptbpe_cases import (
     ADAPTBPE,
     FIXTURE,
@@ -100,7 +100,7 @@ def test_a_list_of_merges_has_gpt2s_order_of_ids_or_those_of_the_vocabulary_next
     assert [base.ids[byte] for byte in (33, 126, 161, 255, 0, 32, 173)] == [0, 93, 94, 187, 188, 220, 255]
     assert base.ids[256:].tolist() == list(range(256, 256 + len(HEAD["merges"])))
     (tmp_path / "merges.txt").write_text("a b\n")
-    names = {to_text(bytes([byte])): 300 - byte for byte in range(256)}
+    names = {bytes_to_spelled(bytes([byte])): 300 - byte for byte in range(256)}
     (tmp_path / "vocab.json").write_text(json.dumps(names | {"ab": 7, "<|end|>": 9}))
     found = read_base(tmp_path / "merges.txt")
     assert found.encode("ab<|end|>b").tolist() == [7, 9, 300 - 98]

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from mlx_zip import generate, load
 from mlx_zip.converters.adapt import adapt as convert
 from mlx_zip.errors import DataError
-from mlx_zip.named import bundled_model
-from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
+from mlx_zip.named import bundled_model_folder
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
 from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule
@@ -21,7 +21,7 @@ from mlx_zip.vocab.adaptbpe.plain import lawful_json, make_exact, tokenizer_json
 from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import seeds
 
-FILE = bundled_model("stories-base") / "tokenizer.json"
+FILE = bundled_model_folder("stories-base") / "tokenizer.json"
 STORY = "Tom’s cat sat — on the café’s red mat. “Hi,” said the cat, “I am 12 years old!”\n\nThe dog… ran away.<s>日本 ò"
 TEXTS = st.text("abehst ▁.é“”—‘…日€\nò1", max_size=30) | st.text(max_size=30) | st.just(STORY)
 MERGES = 300
@@ -35,18 +35,18 @@ def base():
 @pytest.fixture(scope="module")
 def words(base):
     texts = ["The cat and the dog ran to the café. " * 20, "“Oh,” said the cat — and ran away. " * 9]
-    return words_of(base.front, texts)
+    return count_words(base.front, texts)
 
 
 @pytest.fixture(scope="module", params=["adapt", "top-k"])
 def vocabulary(base, words, request):
-    return adapted(base, words, MERGES, method=request.param)
+    return adapt_vocabulary(base, words, MERGES, method=request.param)
 
 
 @pytest.fixture(scope="module")
 def first(base, words):
     """The vocabulary of the base's first merges."""
-    return adapted(base, words, MERGES, method="first-k")
+    return adapt_vocabulary(base, words, MERGES, method="first-k")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_the_bundled_model_becomes_a_smaller_one_with_the_same_logits_bit_for_bi
 
 def test_the_bundled_hypertokens_go_on_after_the_new_ids(vocabulary, tmp_path):
     vocabulary.save(tmp_path / "adapted.json")
-    convert(bundled_model("stories"), tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
+    convert(bundled_model_folder("stories"), tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
     model, tokenizer = load(tmp_path / "smaller")
     assert model.layout.vocab_size == len(vocabulary)
     assert generate(model, tokenizer, "The cat sat on the mat.", max_tokens=8)

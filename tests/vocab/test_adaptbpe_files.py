@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.pieces import Front
 from mlx_zip.vocab.adaptbpe.plain import lawful_json, tokenizer_json
-from mlx_zip.vocab.first_stage import AddedToken, to_bytes
+from mlx_zip.vocab.first_stage import AddedToken, spelled_to_bytes
 from support.adaptbpe_cases import (
     ADAPTBPE,
     FIXTURE,
@@ -24,8 +24,8 @@ from support.adaptbpe_cases import (
 
 
 def cut_down(base, n=300, **options):
-    words = words_of(base.front, [ADAPTBPE["gpt2"]["train_text"][:12000]])
-    return adapted(base, words, n, **options)
+    words = count_words(base.front, [ADAPTBPE["gpt2"]["train_text"][:12000]])
+    return adapt_vocabulary(base, words, n, **options)
 
 
 WAYS = [("adapt", "replay"), ("adapt", "final"), ("first-k", "replay"), ("top-k", "final")]
@@ -237,4 +237,4 @@ def test_of_added_tokens_the_longest_is_found():
     front = Front("gpt2", (AddedToken("<a>", 1), AddedToken("<a><b>", 2), AddedToken("<b>", 3)))
     assert list(front.parts("x<a><b><b><a>y")) == [b"x", 2, 3, 1, b"y"]
     assert list(front.parts("x<a>", with_added=False)) == [b"x<a>"]
-    assert to_bytes("Ġx") == b" x"
+    assert spelled_to_bytes("Ġx") == b" x"

@@ -8,8 +8,8 @@ import pytest
 
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule, cut
-from mlx_zip.vocab.first_stage import to_bytes
+from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule, cut_into_pieces
+from mlx_zip.vocab.first_stage import spelled_to_bytes
 from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import ADAPTBPE, GPT2, HEAD, corpus_of, golden_merges, needs_gpt2, symbols
 
@@ -122,9 +122,10 @@ def test_top_k_keeps_and_encodes_what_is_recorded(case):
 
 
 def test_the_head_of_gpt2s_list_is_adapted_as_by_the_reference():
-    merges = MergeList.of_bytes([tuple(map(to_bytes, line.split(" "))) for line in HEAD["merges"]])
+    merges = MergeList.of_bytes([tuple(map(spelled_to_bytes, line.split(" "))) for line in HEAD["merges"]])
     train, test = (
-        Counter(cut(ADAPTBPE["gpt2"][name].encode()[: HEAD["bytes"]], "gpt2")) for name in ("train_text", "test_text")
+        Counter(cut_into_pieces(ADAPTBPE["gpt2"][name].encode()[: HEAD["bytes"]], "gpt2"))
+        for name in ("train_text", "test_text")
     )
     found = adapt(merges, train, HEAD["n"])
     assert (found.virtual, found.promoted) == (HEAD["virtual"], HEAD["promoted"])
@@ -138,7 +139,9 @@ def test_the_head_of_gpt2s_list_is_adapted_as_by_the_reference():
 def test_gpt2s_list_is_adapted_to_python_source_as_recorded(row):
     assert hashlib.sha256(GPT2.read_bytes()).hexdigest() == ADAPTBPE["gpt2"]["vocab_bpe_sha256"]
     merges = read_base(GPT2).merges
-    train, test = (Counter(cut(ADAPTBPE["gpt2"][name].encode(), "gpt2")) for name in ("train_text", "test_text"))
+    train, test = (
+        Counter(cut_into_pieces(ADAPTBPE["gpt2"][name].encode(), "gpt2")) for name in ("train_text", "test_text")
+    )
     found = adapt(merges, train, row["N"], tie=row["tie"])
     assert len(found.swaps) == row["swaps"]
     assert (digest(found.promoted), digest(found.virtual)) == (row["promoted_sha256"], row["virtual_sha256"])

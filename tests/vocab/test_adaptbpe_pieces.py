@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from mlx_zip.vocab.adaptbpe.merge_list import cut
+from mlx_zip.vocab.adaptbpe.merge_list import cut_into_pieces
 from mlx_zip.vocab.adaptbpe.pieces import PATTERNS, pieces_of
-from mlx_zip.vocab.first_stage import BYTE_OF, CHAR_OF, to_bytes, to_text
+from mlx_zip.vocab.first_stage import BYTE_OF, CHAR_OF, bytes_to_spelled, spelled_to_bytes
 
 SPLITTERS = {name: pre_tokenizers.Split(Regex(pattern), "isolated") for name, pattern in PATTERNS.items()}
 kinds = pytest.mark.parametrize("kind", PATTERNS)
@@ -21,34 +21,34 @@ def expected(kind, text):
 @kinds
 @given(telling)
 def test_telling_characters_are_cut_as_by_the_pattern(kind, text):
-    assert cut(text.encode(), kind) == expected(kind, text)
+    assert cut_into_pieces(text.encode(), kind) == expected(kind, text)
 
 
 @kinds
 @given(st.text(max_size=60))
 def test_any_text_is_cut_as_by_the_pattern(kind, text):
-    assert cut(text.encode(), kind) == expected(kind, text)
+    assert cut_into_pieces(text.encode(), kind) == expected(kind, text)
 
 
 @kinds
 def test_characters_of_every_block_are_cut_as_by_the_pattern(kind):
     points = [point for point in range(0, 0x11000, 5) if not 0xD800 <= point < 0xE000]
     text = "".join(f"a{chr(point)}1{chr(point)} {chr(point)}'{chr(point)}\n" for point in points)
-    assert cut(text.encode(), kind) == expected(kind, text)
+    assert cut_into_pieces(text.encode(), kind) == expected(kind, text)
 
 
 @kinds
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"a\xc3", b"\xe2\x82 x", b"\xf0\x9f\x98", b"\x80abc\xc0\x80", b""])
 def test_bytes_that_are_no_text_are_all_in_some_piece(kind, data):
-    pieces = cut(data, kind)
+    pieces = cut_into_pieces(data, kind)
     assert b"".join(pieces) == data
     assert all(pieces)
 
 
 def test_the_spelling_of_bytes_is_that_of_byte_level_vocabularies():
     assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert to_bytes("Ġé".replace("é", CHAR_OF[0xC3] + CHAR_OF[0xA9])) == " é".encode()
-    assert to_bytes(to_text(bytes(range(256)))) == bytes(range(256))
+    assert spelled_to_bytes("Ġé".replace("é", CHAR_OF[0xC3] + CHAR_OF[0xA9])) == " é".encode()
+    assert spelled_to_bytes(bytes_to_spelled(bytes(range(256)))) == bytes(range(256))
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

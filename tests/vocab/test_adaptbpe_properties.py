@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import NEVER, PIECES, Encoder, MergeList, Schedule, cut
+from mlx_zip.vocab.adaptbpe.merge_list import NEVER, PIECES, Encoder, MergeList, Schedule, cut_into_pieces
 from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import lists_and_corpora, lists_and_swaps, merge_lists, words
 
@@ -96,7 +96,7 @@ def test_any_bytes_come_back_however_they_are_cut(case, fraction, data):
     for pieces in PIECES:
         encoder = Encoder(merges, schedule, pieces)
         assert encoder.decode(encoder.encode(data)) == data
-        assert b"".join(cut(data, pieces)) == data
+        assert b"".join(cut_into_pieces(data, pieces)) == data
 
 
 @given(merge_lists, st.lists(words, max_size=8))

@@ -12,7 +12,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
-from mlx_zip.vocab.first_stage import fingerprint, open_tokenizer, tokenizer_fingerprint
+from mlx_zip.vocab.first_stage import open_tokenizer, tokenizer_fingerprint, tokens_fingerprint
 from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
 from support.prepared import tokenizer_folder
 from support.tiny_vocabularies import SIZE, TEXT, tokens, write_folder, write_pair, write_ranks
@@ -104,7 +104,7 @@ def test_a_tokenizer_has_the_fingerprint_that_written_packs_hold():
 
 
 def test_bytes_by_id_have_the_fingerprint_that_written_tables_hold():
-    assert fingerprint(tokens()) == TABLES_HOLD
+    assert tokens_fingerprint(tokens()) == TABLES_HOLD
 
 
 def test_a_fingerprint_tells_tokenizers_with_other_special_ids_apart(folder):

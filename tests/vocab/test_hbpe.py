@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.vocab.hbpe import patch_merges as hbpe
-from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn, too_long
+from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn_merges, tokens_too_long
 from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
 from support import hbpe_twin as twin
 from support.places import GOLDEN, SHARED
@@ -40,7 +40,7 @@ def by_twin(tokens, size):
 
 
 def by_c(tokens, size):
-    learned = learn(tokens, size)
+    learned = learn_merges(tokens, size)
     return [list(pair) for pair in learned.merges.pairs], learned.counts.tolist(), learned.left.tolist()
 
 
@@ -113,14 +113,14 @@ def test_gpt2s_tokens_are_as_long_as_recorded(gpt2):
 @needs_gpt2
 @pytest.mark.parametrize("size", MERGES)
 def test_gpt2_needs_as_many_merges_as_recorded(gpt2, size):
-    assert len(learn(gpt2, size).merges.pairs) == MERGES[size]
+    assert len(learn_merges(gpt2, size).merges.pairs) == MERGES[size]
 
 
 @needs_gpt2
 @pytest.mark.parametrize("row", GPT2["rows"], ids=lambda row: f"S={row['S']}")
 def test_gpt2s_merges_are_those_recorded(gpt2, row):
-    assert len(too_long(gpt2, row["S"])) == row["pool"]
-    learned = learn(gpt2, row["S"])
+    assert len(tokens_too_long(gpt2, row["S"])) == row["pool"]
+    learned = learn_merges(gpt2, row["S"])
     pairs = [list(pair) for pair in learned.merges.pairs]
     assert len(pairs) == row["n_merges"]
     assert pairs[: len(row["merges_head"])] == row["merges_head"]
@@ -142,7 +142,7 @@ def test_a_text_takes_as_many_symbols_as_recorded(gpt2):
     ids = text_encoder(MERGE_LIST)(GPT2["text"])
     assert (len(ids), len(GPT2["text"].encode())) == (GPT2["text_tokens"], GPT2["text_bytes"])
     for row in GPT2["rows"]:
-        merges = learn(gpt2, row["S"]).merges
+        merges = learn_merges(gpt2, row["S"]).merges
         for mode in hbpe.MODES:
             patches = merges.encode_all([gpt2[i] for i in ids], mode)
             assert sum(map(len, patches)) == row[f"text_symbols_{mode}"]
@@ -159,14 +159,14 @@ def test_learning_agrees_with_the_twin(tokens, size):
 @pytest.mark.slow
 @given(TOKENS, TOKENS, SIZES, MODES)
 def test_encoding_agrees_with_the_twin(tokens, others, size, mode):
-    merges = learn(tokens, size).merges
+    merges = learn_merges(tokens, size).merges
     expected = [twin.encode(merges.pairs, t, size if mode == "stop" else None) for t in tokens + others]
     assert [patch.tolist() for patch in merges.encode_all(tokens + others, mode)] == expected
 
 
 @given(TOKENS, SIZES, MODES)
 def test_every_token_learned_from_fits_and_comes_back(tokens, size, mode):
-    merges = learn(tokens, size).merges
+    merges = learn_merges(tokens, size).merges
     for token, patch in zip(tokens, merges.encode_all(tokens, mode), strict=True):
         assert len(patch) <= size
         assert merges.decode(patch.tolist()) == token
@@ -174,7 +174,7 @@ def test_every_token_learned_from_fits_and_comes_back(tokens, size, mode):
 
 @given(TOKENS, TOKENS, SIZES, MODES)
 def test_any_token_comes_back(tokens, others, size, mode):
-    merges = learn(tokens, size).merges
+    merges = learn_merges(tokens, size).merges
     for token in others:
         patch = merges.encode(token, mode)
         assert patch.index(MARK) == len(patch) - 1
@@ -205,7 +205,7 @@ def test_a_token_of_exactly_the_size_with_its_mark_teaches_nothing():
 @pytest.mark.parametrize("size", [1, 0, -1, MAX_PATCH + 1, 2.5, True, "8"])
 def test_a_size_outside_its_range_is_refused(size):
     with pytest.raises(CodecError, match="patch size"):
-        learn([b"abc"], size)
+        learn_merges([b"abc"], size)
 
 
 @pytest.mark.parametrize(
@@ -251,16 +251,16 @@ def test_more_merges_than_there_is_room_for_are_an_error_of_their_own():
 def test_a_vocabulary_that_needs_too_many_merges_is_refused():
     tokens = [bytes([a, b]) for a in range(256) for b in range(256)]  # one merge each at S = 2
     with pytest.raises(DataError, match="more than 65279 merges"):
-        learn(tokens, 2)
+        learn_merges(tokens, 2)
 
 
 def test_a_token_that_is_too_long_is_refused():
     with pytest.raises(DataError, match="has 65536 bytes"):
-        learn([b"a", bytes(65536)], 8)
+        learn_merges([b"a", bytes(65536)], 8)
 
 
 def test_an_unknown_mode_or_symbol_is_refused():
-    merges = learn([b"abcd"], 4).merges
+    merges = learn_merges([b"abcd"], 4).merges
     with pytest.raises(CodecError, match="'greedy'"):
         merges.encode(b"abcd", "greedy")
     with pytest.raises(CodecError, match="258"):

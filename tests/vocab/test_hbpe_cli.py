@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_zip.bench.__main__ import main as bench
-from mlx_zip.vocab.hbpe.patch_merges import learn
+from mlx_zip.vocab.hbpe.patch_merges import learn_merges
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens
 from support.command_line import outcome
 from support.tiny_vocabularies import SIZE, TEXT, write_folder, write_pair, write_ranks
@@ -46,7 +46,7 @@ def test_json_holds_what_the_library_gives(run, tmp_path, tokenizer, text):
     path, tokens = tmp_path / "t.npz", read_tokens(tokenizer)
     _, out, _ = run("learn", "--out", path, "--tokenizer", tokenizer, "--patch-size", 3, "--mode", "full", "--json")
     trained, table = json.loads(out), PatchTable.load(path)
-    learned = learn(tokens, 3)
+    learned = learn_merges(tokens, 3)
     assert trained["merges"] == [list(pair) for pair in learned.merges.pairs]
     assert trained["counts"] == learned.counts.tolist()
     assert (trained["mode"], trained["fingerprint"], trained["tokens_too_long"]) == ("full", table.fingerprint, 3)
@@ -115,7 +115,7 @@ def test_the_bench_tells_merges_lengths_and_times(capsys, tmp_path, text):
     assert bench(["hbpe", *map(str, flags)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tokens = read_tokens(path)
-    assert [line["merges"] for line in lines] == [len(learn(tokens, size).merges.pairs) for size in (3, 4)]
+    assert [line["merges"] for line in lines] == [len(learn_merges(tokens, size).merges.pairs) for size in (3, 4)]
     assert all(len(line["learn_ms"]["samples"]) == 2 for line in lines)
     assert all(line["symbols_per_patch_full"] <= line["symbols_per_patch_stop"] <= line["patch_size"] for line in lines)
     assert all(line["flops_patches_padded"] >= line["flops_patches_counted"] for line in lines)

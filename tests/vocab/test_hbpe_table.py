@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.vocab.first_stage import BYTE_OF
-from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, learn
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, fingerprint, read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, learn_merges
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, text_encoder, tokens_fingerprint
 from support.tiny_vocabularies import SIZE, TEXT, letters, tokens, write_folder, write_pair, write_ranks
 
 BYTE_LEVEL = b'"decoder": {"type": "ByteLevel"}'
@@ -63,7 +63,7 @@ def test_an_id_of_another_tokenizer_is_refused(table):
 
 def test_a_token_that_does_not_fit_is_named():
     with pytest.raises(CodecError, match=r"token 1 b'abcdef' takes 7 symbols, more than 4"):
-        PatchTable.build(learn([b"xxxx"], 4).merges, [b"a", b"abcdef"])
+        PatchTable.build(learn_merges([b"xxxx"], 4).merges, [b"a", b"abcdef"])
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_a_table_belongs_to_one_tokenizer(table):
 
 
 def test_fingerprints_tell_where_one_token_ends():
-    assert fingerprint([b"ab", b"c"]) != fingerprint([b"a", b"bc"])
-    assert fingerprint([b"ab"]) != fingerprint([b"ab", b""])
+    assert tokens_fingerprint([b"ab", b"c"]) != tokens_fingerprint([b"a", b"bc"])
+    assert tokens_fingerprint([b"ab"]) != tokens_fingerprint([b"ab", b""])
 
 
 # ---- files
@@ -112,7 +112,7 @@ def test_a_saved_table_loads_to_an_equal_one(tmp_path_factory, words, size, mode
     loaded = PatchTable.load(path)
     assert (loaded.merges, loaded.mode, loaded.tokens) == (table.merges, mode, tuple(words))
     assert (loaded.rows == table.rows).all()
-    assert loaded.fingerprint == fingerprint(words)
+    assert loaded.fingerprint == tokens_fingerprint(words)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from mlx_zip.vocab.multitok import (
     Words,
     growth_bound,
     prune,
-    renumbered,
-    rewrite,
+    renumber_ids,
+    rewrite_ids,
 )
 from mlx_zip.vocab.multitok.units import NO_ID
 from support import multitok_twin as twin
@@ -68,7 +68,7 @@ def test_rewriting_agrees_with_the_twin(corpus, mode, at_most):
     dictionary, ids = trained(made, samples)
     expected, phrases = as_the_twin(made, samples)
     left = twin.kept(phrases, expected, at_most, mode)
-    got = rewrite(dictionary, prune(dictionary, at_most, mode), ids)
+    got = rewrite_ids(dictionary, prune(dictionary, at_most, mode), ids)
     assert got.lists() == twin.rewrite(phrases, left, expected, made.units.size, made.first_id, mode)
 
 
@@ -97,7 +97,7 @@ def test_what_is_rewritten_expands_to_the_same_units(corpus, mode, at_most):
     made, samples = corpus
     dictionary, ids = trained(made, samples)
     pruned = prune(dictionary, at_most, mode)
-    assert pruned.expand_all(rewrite(dictionary, pruned, ids)).lists() == samples
+    assert pruned.expand_all(rewrite_ids(dictionary, pruned, ids)).lists() == samples
 
 
 @given(corpora(unknown=True), st.sampled_from(PRUNINGS))
@@ -105,7 +105,7 @@ def test_unknown_units_stay_what_they_are_when_samples_are_rewritten(corpus, mod
     made, samples = corpus
     dictionary, ids = trained(made, samples)
     pruned = prune(dictionary, 1, mode)
-    again = rewrite(dictionary, pruned, ids)
+    again = rewrite_ids(dictionary, pruned, ids)
     assert pruned.expand_all(again).lists() == dictionary.expand_all(ids).lists()
     unknown = made.units.size if made.unk_id < made.first_id else made.unk_id - made.first_id
     shown = [[min(x, made.units.size) if x < made.units.size else unknown for x in sample] for sample in samples]
@@ -185,7 +185,7 @@ def test_the_corrected_bound_of_lemma_1_holds(corpus, at_most, mode):
         with pytest.raises(CodecError, match="trained on nothing"):
             growth_bound(dictionary, at_most)
         return
-    again = rewrite(dictionary, prune(dictionary, at_most, mode), ids)
+    again = rewrite_ids(dictionary, prune(dictionary, at_most, mode), ids)
     assert len(again.ids) / len(ids.ids) <= growth_bound(dictionary, at_most).corrected + 1e-12
 
 
@@ -200,7 +200,7 @@ def test_pruning_in_two_steps_is_pruning_once(corpus, mode, at_most):
 def test_renumbering_keeps_the_phrases_and_closes_the_gaps(corpus):
     dictionary, _ = trained(*corpus)
     pruned = prune(dictionary, 1, "single")
-    made = renumbered(pruned, 3)
+    made = renumber_ids(pruned, 3)
     assert [run for _, run in made.phrases] == [run for _, run in pruned.phrases]
     assert [id for id, _ in made.phrases] == [*range(3 + corpus[0].units.size, 3 + corpus[0].units.size + len(made))]
 
@@ -208,13 +208,13 @@ def test_renumbering_keeps_the_phrases_and_closes_the_gaps(corpus):
 def test_renumbering_takes_the_id_of_unknown_units_along_with_its_unit_and_lets_no_unit_have_another():
     samples = [[0, 1, 5, 0, 1]]  # 5 is no unit
     own, _ = trained(Settings(Tokens(3), first_id=0, unk_id=2), samples)
-    made = renumbered(own, 4)
+    made = renumber_ids(own, 4)
     for one in (own, made):
         assert one.expand(one.encode(samples[0])).tolist() == [0, 1, 2, 0, 1]
     below, _ = trained(Settings(Tokens(3), first_id=1, unk_id=0), samples)
-    assert renumbered(below, 2).encode(samples[0]).tolist() == [5, 0, 5]
+    assert renumber_ids(below, 2).encode(samples[0]).tolist() == [5, 0, 5]
     with pytest.raises(CodecError, match="unk_id 0 would be a unit's: number from 1 on"):
-        renumbered(below, 0)
+        renumber_ids(below, 0)
 
 
 def test_many_phrases_are_found_again_after_the_table_has_grown():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import CodecError
-from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, leading, prune, rewrite
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, leading_samples, prune, rewrite_ids
 from support.multitok_cases import state, trained
 
 
@@ -59,9 +59,9 @@ def test_what_cannot_be_asked_is_refused():
     with pytest.raises(CodecError, match="window"):
         dictionary.encode([0], window=-1)
     with pytest.raises(CodecError, match="pruned one"):
-        rewrite(dictionary, dictionary, ids)
+        rewrite_ids(dictionary, dictionary, ids)
     with pytest.raises(CodecError, match=r"0\.\.100"):
-        leading(5, 101)
+        leading_samples(5, 101)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_zip.cli.vocab.multitok_texts import Texts
 from mlx_zip.packs.pack import load_pack
-from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
+from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite_ids
 from support import tiny_text
 from support.command_line import outcome, runner
 from support.tiny_vocabularies import write_folder
@@ -52,7 +52,7 @@ def test_train_prunes_and_rewrites_as_the_library_does(run, encoded, mode):
     status, out, _ = run("train", "--data", "some.jsonl", "--out", "a.mtok", *flags)
     dictionary, ids = by_hand()
     pruned = prune(dictionary, 1, mode)
-    again = rewrite(dictionary, pruned, ids)
+    again = rewrite_ids(dictionary, pruned, ids)
     record = json.loads(out)
     assert status == 0
     assert encoded("ids.jsonl") == again.lists()
@@ -86,7 +86,7 @@ def test_what_a_fraction_leaves_out_stays_in_units_when_phrases_are_pruned(run, 
     record = json.loads(run("train", "--data", "some.jsonl", "--out", "a.mtok", *flags)[1])
     dictionary = Dictionary(Settings(Words.in_order(TRAINED)))
     ids = dictionary.train(dictionary.number(TRAINED[:2]))
-    learned = rewrite(dictionary, prune(dictionary, 1, mode), ids).lists()
+    learned = rewrite_ids(dictionary, prune(dictionary, 1, mode), ids).lists()
     singles = [(1 + words).tolist() for words in dictionary.number(TRAINED[2:])]
     assert encoded("ids.jsonl") == learned + singles
     assert record["pruned"]["corpus_tokens"] == sum(map(len, learned + singles))

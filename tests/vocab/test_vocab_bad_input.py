@@ -13,11 +13,11 @@ from mlx_zip import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import read_entries
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
-from mlx_zip.vocab.adaptbpe.adapted import _digest, adapted, read_adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import _digest, adapt_vocabulary, count_words, read_adapted
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.first_stage import open_tokenizer
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
-from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.learner import learn_pack
 from mlx_zip.vocab.multitok import Dictionary
 from support.command_line import runner
 
@@ -251,7 +251,7 @@ def adapted_record(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     path = tmp_path / "a.json"
     base = read_base(tmp_path / "x.bpe")
-    adapted(base, words_of(base.front, [TEXT]), 2).save(path)
+    adapt_vocabulary(base, count_words(base.front, [TEXT]), 2).save(path)
     record = json.loads(path.read_text())
 
     def write():
@@ -339,4 +339,4 @@ def test_a_merge_of_nothing_or_into_nothing_is_refused(packs, size):
 @pytest.mark.parametrize("window", [0, -1])
 def test_a_pack_is_not_learned_from_windows_without_ids(window):
     with pytest.raises(DataError, match="a window must have at least 1 base id"):
-        learn(CodecParams(16, 4, 3), [[1, 2, 1, 2]], 2, window=window)
+        learn_pack(CodecParams(16, 4, 3), [[1, 2, 1, 2]], 2, window=window)

@@ -14,7 +14,7 @@ from mlx_zip import Codebook, CodecParams, compress
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.packs.entries import read_entries, write_entries
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
-from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.learner import learn_pack
 
 PARAMS = CodecParams(500, 64, 4, disabled_ids=(0, 7))
 ENTRIES = ((5, 6), (7, 8, 9, 10), (6, 5, 5))
@@ -33,7 +33,7 @@ def sentences(n, seed=0):
 
 
 def test_the_words_of_a_text_are_its_pack():
-    found = learn(PARAMS, sentences(40), 6)
+    found = learn_pack(PARAMS, sentences(40), 6)
     assert {(10, 11, 12, 13), (20, 21), (30, 31, 32), (14, 15, 16, 17), (22, 23, 24)} <= set(found.entries)
     assert found.base_ids == sum(map(len, sentences(40)))
     assert found.ids < 0.9 * found.ids_without
@@ -41,7 +41,7 @@ def test_the_words_of_a_text_are_its_pack():
 
 def test_what_is_learned_is_told_as_the_runtime_does_it():
     texts = sentences(30)
-    found = learn(PARAMS, texts, 12, window=20)
+    found = learn_pack(PARAMS, texts, 12, window=20)
     params = replace(PARAMS, start=found.entries)
     emitted = [compress(params, text[at : at + 20])[0] for text in texts for at in range(0, len(text), 20)]
     assert sum(map(len, emitted)) == found.ids
@@ -51,7 +51,7 @@ def test_what_is_learned_is_told_as_the_runtime_does_it():
 
 
 def test_a_pack_helps_with_text_that_it_was_not_learned_from():
-    pack = learn(PARAMS, sentences(40), 12).entries
+    pack = learn_pack(PARAMS, sentences(40), 12).entries
     texts = sentences(20, seed=1)
     without, with_pack = (
         sum(len(compress(replace(PARAMS, start=start), text)[0]) for text in texts) for start in (None, pack)
@@ -66,13 +66,13 @@ def test_any_text_gives_a_lawful_pack_and_the_same_again(texts, size, data):
     window = data.draw(st.integers(1, 40))
     if not any(texts):
         with pytest.raises(DataError, match="empty"):
-            learn(params, texts, size, window=window)
+            learn_pack(params, texts, size, window=window)
         return
-    found = learn(params, texts, size, window=window)
+    found = learn_pack(params, texts, size, window=window)
     assert len(found.entries) <= size
     assert found.ids <= found.ids_without
     Codebook(replace(params, start=found.entries))  # lawful: lengths, no disabled id, none twice
-    assert learn(params, texts, size, window=window) == found
+    assert learn_pack(params, texts, size, window=window) == found
 
 
 @settings(max_examples=40)
@@ -81,8 +81,8 @@ def test_no_entry_of_a_pack_costs_more_than_it_saves(texts, head_cost, data):
     params, window = CodecParams(6, 16, data.draw(st.integers(2, 4))), 20
     if not any(texts):
         return
-    found = learn(params, texts, 12, window=window, head_cost=head_cost)
-    assert len(found.entries) <= len(learn(params, texts, 12, window=window).entries)
+    found = learn_pack(params, texts, 12, window=window, head_cost=head_cost)
+    assert len(found.entries) <= len(learn_pack(params, texts, 12, window=window).entries)
     price = lambda entries: steps(params, texts, entries, window) * (1 + head_cost * len(entries))
     whole = price(found.entries)
     assert whole == found.cost(head_cost)
@@ -99,23 +99,23 @@ def steps(params, texts, entries, window):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_pack_with_a_price_is_the_best_of_all_parts_of_the_one_without(seed, head_cost):
     texts = sentences(6, seed)
-    every = learn(PARAMS, texts, 8, window=40).entries
-    found = learn(PARAMS, texts, 8, window=40, head_cost=head_cost)
+    every = learn_pack(PARAMS, texts, 8, window=40).entries
+    found = learn_pack(PARAMS, texts, 8, window=40, head_cost=head_cost)
     parts = [tuple(e for i, e in enumerate(every) if bits >> i & 1) for bits in range(1 << len(every))]
     least = min(steps(PARAMS, texts, part, 40) * (1 + head_cost * len(part)) for part in parts)
     assert found.cost(head_cost) == pytest.approx(least, rel=1e-12)
 
 
 def test_a_dearer_row_makes_a_smaller_pack():
-    sizes = [len(learn(PARAMS, sentences(20), 40, head_cost=cost).entries) for cost in (0, 0.01, 0.1, 5.0)]
+    sizes = [len(learn_pack(PARAMS, sentences(20), 40, head_cost=cost).entries) for cost in (0, 0.01, 0.1, 5.0)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[1] > sizes[3] == 0
     with pytest.raises(DataError, match="--head-cost"):
-        learn(PARAMS, sentences(2), 4, head_cost=-1.0)
+        learn_pack(PARAMS, sentences(2), 4, head_cost=-1.0)
 
 
 def test_a_text_in_which_nothing_recurs_has_no_pack():
-    found = learn(PARAMS, [list(range(10, 40))], 5)
+    found = learn_pack(PARAMS, [list(range(10, 40))], 5)
     assert found.entries == ()
     assert found.ids == found.ids_without == 30
 
@@ -123,18 +123,18 @@ def test_a_text_in_which_nothing_recurs_has_no_pack():
 @pytest.mark.parametrize("size", [0, -1, 65])
 def test_a_pack_that_fits_no_codebook_is_refused(size):
     with pytest.raises(DataError, match="does not fit a codebook of 64"):
-        learn(PARAMS, sentences(2), size)
+        learn_pack(PARAMS, sentences(2), size)
 
 
 @pytest.mark.parametrize("texts", [[], [[]], [[], []]])
 def test_an_empty_corpus_is_refused(texts):
     with pytest.raises(DataError, match="empty"):
-        learn(PARAMS, texts, 5)
+        learn_pack(PARAMS, texts, 5)
 
 
 def test_ids_that_are_none_are_refused():
     with pytest.raises(CodecError, match="id 500"):
-        learn(PARAMS, [[1, 2, 500]], 5)
+        learn_pack(PARAMS, [[1, 2, 500]], 5)
 
 
 # ---- files

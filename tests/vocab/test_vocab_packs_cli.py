@@ -147,7 +147,7 @@ def test_each_round_of_learning_is_counted_with_its_figures():
         def __init__(self):
             self.notes, self.rounds = [], 0
 
-        def note(self, figures):
+        def show_figures(self, figures):
             self.notes.append(figures)
 
         def __call__(self):

@@ -35,10 +35,10 @@ from mlx_zip.bench.tokens import read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import count_window_bits, cut_windows, ratio_standard_error
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
-from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 
 from .tables import utility_and_bits_figure
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
     models = AdaptedModels(args)
     for name, corpus in train.items():
-        words = words_of(models.base.front, [document.text for document in corpus.documents])
+        words = count_words(models.base.front, [document.text for document in corpus.documents])
         whole = models.score(models.folder, test[name].documents)
         texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": text_names(test[name].files)}}
         models.print_record(name, models.make_record(whole, whole) | texts)
@@ -172,7 +172,7 @@ class AdaptedModels:
         words: how often each word occurs in the training text. whole: the unadapted model's result.
         """
         n = round(share * self.base.n_merges)
-        kept = adapted(self.base, words, n, method=method)
+        kept = adapt_vocabulary(self.base, words, n, method=method)
         with tempfile.TemporaryDirectory() as folder:
             file, out = Path(folder, "adapted.json"), Path(folder, "model")
             kept.save(file)
@@ -191,7 +191,7 @@ class AdaptedModels:
         scored = score(model, rows, self.args.batch_size)
         bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
-        by_document = not is_zip(model) and len(windows.windows) == len(documents)
+        by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)
         return ModelScore(
             float(bits.sum() / n_bytes.sum()),
             ratio_standard_error(bits, n_bytes),
@@ -200,7 +200,7 @@ class AdaptedModels:
             int(n_bytes.sum()),
             sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             weight_bytes(model),
-            model.layout.vocab_size if is_zip(model) else model.args.vocab_size,
+            model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
             tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else (),
             tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )

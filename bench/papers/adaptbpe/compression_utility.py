@@ -23,7 +23,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt
 from mlx_zip.vocab.adaptbpe.merge_list import PIECES, Encoder
@@ -105,13 +105,13 @@ def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin:
     swaps: tuple[Swap, ...] = ()
     for _ in range(trials):
         begun = time.perf_counter()
-        swaps = adapt(base.merges, words_of(base.front, [train]), n, margin=margin).swaps
+        swaps = adapt(base.merges, count_words(base.front, [train]), n, margin=margin).swaps
         seconds.append(time.perf_counter() - begun)
-    words = words_of(base.front, [train])
+    words = count_words(base.front, [train])
     cut: dict[str, AdaptedVocabulary] = {
-        "first_k": adapted(base, words, n, method="first-k"),
-        "top_k": adapted(base, words, n, method="top-k"),
-        **{rule: adapted(base, words, n, rule=rule, margin=margin) for rule in RULES},
+        "first_k": adapt_vocabulary(base, words, n, method="first-k"),
+        "top_k": adapt_vocabulary(base, words, n, method="top-k"),
+        **{rule: adapt_vocabulary(base, words, n, rule=rule, margin=margin) for rule in RULES},
     }
     n_bytes = len(test.encode("utf-8"))
     saved = lambda tokens: round(1 - tokens / n_bytes, 4)
@@ -133,7 +133,7 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
 
     n: merges of the adapted list. Raises `MlxZipError` where the library gives other ids than our whole list.
     """
-    data, kept = text.encode("utf-8"), adapted(base, words_of(base.front, [text]), n)
+    data, kept = text.encode("utf-8"), adapt_vocabulary(base, count_words(base.front, [text]), n)
     plain, library = base.encoder(), build_library_tokenizer(base)
     theirs = library.encode_batch_fast([text])[0].ids
     same = np.array_equal(library_ids_of_our_tokens(base)[plain.encode(data)], theirs)
@@ -178,12 +178,12 @@ def build_library_tokenizer(base: BaseVocabulary) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
-    whole = adapted(base, Counter(), base.n_merges, method="first-k")
+    whole = adapt_vocabulary(base, Counter(), base.n_merges, method="first-k")
     return Tokenizer.from_str(json.dumps(tokenizer_json(whole, base.source)))
 
 
 def library_ids_of_our_tokens(base: BaseVocabulary) -> Any:
-    return adapted(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
+    return adapt_vocabulary(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 
 
 def print_record(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:

@@ -17,13 +17,13 @@ from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.training.patch_training import PatchCorpus, Uint32s, byte_entropies, cut_windows
 from mlx_zip.vocab.hbpe.patch_table import (
     PatchTable,
-    encoder_of,
     entropy_patches,
     learn_tokenizer,
-    number,
+    number_patches,
     read_tokens,
     space_patches,
-    tokens_of,
+    text_to_ids,
+    tokens_by_id,
 )
 
 from .patches import text_to_ids_function
@@ -93,7 +93,7 @@ class PatchTrainingData:
         """
         pieces = [[cut(document) for document in part] for part in self._train_and_test_documents()]
         # The empty patch, which ends a document, is numbered as a document of its own after each part.
-        ids, table = number([document for part in pieces for document in (*part, [b""])])
+        ids, table = number_patches([document for part in pieces for document in (*part, [b""])])
         first = len(self.train)
         patches, end = [ids[:first], ids[first + 1 : -1]], ids[-1][0]
         rate = sum(map(len, self.train)) / (sum(map(len, patches[0])) + first)
@@ -121,7 +121,7 @@ class PatchTrainingData:
         if self.tokenizer is not None:
             return read_tokens(self.tokenizer), text_to_ids_function(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
-        return tokens_of(tokenizer), encoder_of(tokenizer)
+        return tokens_by_id(tokenizer), text_to_ids(tokenizer)
 
     def _train_and_test_documents(self) -> tuple[Documents, Documents]:
         return self.train, self.test

@@ -22,8 +22,8 @@ from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
-from mlx_zip.vocab.hbpe.patch_merges import learn, too_long
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, fingerprint, read_tokens, space_patches, text_encoder
+from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, space_patches, text_encoder, tokens_fingerprint
 
 SIZES = (4, 6, 8, 10, 12, 16)
 GPT2 = {4: 5095, 6: 1149, 8: 466, 10: 240, 12: 143, 16: 79}  # V' of its 50,256 tokens
@@ -73,20 +73,20 @@ def measure_patch_size(tokens: list[bytes], size: int, trials: int) -> dict[str,
 
     tokens: the bytes of each first-stage token. size: most symbols in a patch.
     """
-    merges = learn(tokens, size).merges
+    merges = learn_merges(tokens, size).merges
     table = PatchTable.build(merges, tokens)
-    learn_ms = summarize_call_ms(trials, lambda: learn(tokens, size))
+    learn_ms = summarize_call_ms(trials, lambda: learn_merges(tokens, size))
     line = {
         "patch_size": size,
         "tokens": len(tokens),
-        "too_long": len(too_long(tokens, size)),
+        "too_long": len(tokens_too_long(tokens, size)),
         "merges": len(merges.pairs),
         "table_bytes": table.rows.nbytes,
         "longest_token_bytes": max(map(len, tokens)),
         "learn_ms": learn_ms,
         "build_ms": summarize_call_ms(trials, lambda: PatchTable.build(merges, tokens)),
     }
-    if fingerprint(tokens) == GPT2_FINGERPRINT:
+    if tokens_fingerprint(tokens) == GPT2_FINGERPRINT:
         line |= {"expected_merges": GPT2.get(size), "target_ms": TARGETS_MS.get(size)}
         if size in TARGETS_MS:
             line["met"] = learn_ms["max"] <= TARGETS_MS[size]
@@ -98,7 +98,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
 
     ids: the text's first-stage ids, each of which is one patch. Modes `stop` and `full`: see `PatchTable.build`.
     """
-    merges, n_bytes = learn(tokens, size).merges, len(text.encode("utf-8"))
+    merges, n_bytes = learn_merges(tokens, size).merges, len(text.encode("utf-8"))
     stop, full = PatchTable.build(merges, tokens), PatchTable.build(merges, tokens, "full")
     rate, symbols = n_bytes / len(ids), float(stop.lengths[ids].mean())
     sizes = (CONTEXT_BYTES, rate, SMALL)

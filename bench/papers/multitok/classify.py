@@ -26,7 +26,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
 
@@ -183,7 +183,7 @@ def write_or_print_lines(path: Path | None, lines: Sequence[Line]) -> None:
             print(json.dumps(lines[-1]), flush=True)
         return
     try:
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     except OSError as error:
         raise DataError(f"--out {path} cannot be written: {error.strerror or error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, Words, leading, prune, rewrite
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, Words, leading_samples, prune, rewrite_ids
 from mlx_zip.vocab.multitok.units import NO_ID
 
 PLAIN = "plain"
@@ -46,7 +46,7 @@ class EncodingSetting:
             size = lambda name: 0 if name == "Max" else int(name)
             first, second = map(size, windows.split("-"))
             (least,) = rest or [">=0"]
-            leading(0, float(percent))
+            leading_samples(0, float(percent))
             return cls(float(percent), (first, second), int(least.removeprefix(">=")))
         except ValueError as error:
             raise MlxZipError(f"--settings: {text!r} is not plain or PERCENT,WINDOW-WINDOW[,>=USES]") from error
@@ -124,11 +124,11 @@ def encode_texts(setting: EncodingSetting, units: Words | Tokens, train: list[An
     """
     dictionary = Dictionary(Settings(units, setting.windows[0]))
     samples = dictionary.number(train)
-    first, rest = samples.cut(leading(len(samples), setting.percent))
+    first, rest = samples.cut(leading_samples(len(samples), setting.percent))
     ids = Samples.join([dictionary.train(first), dictionary.pass_by(rest)])
     if setting.least_uses:
         pruned = prune(dictionary, setting.least_uses - 1, PRUNING)
-        ids, dictionary = rewrite(dictionary, pruned, ids), pruned
+        ids, dictionary = rewrite_ids(dictionary, pruned, ids), pruned
     judged = dictionary.encode_all(dictionary.number(test), setting.windows[1])
     trained = np.unique(ids.ids)
     known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])  # id of the dictionary by row of the table - 1

@@ -33,9 +33,9 @@ from mlx_zip.vocab.multitok import (
     Tokens,
     Words,
     growth_bound,
-    leading,
+    leading_samples,
     prune,
-    rewrite,
+    rewrite_ids,
 )
 
 # (percent of samples, window) -> r of the paper's table I on 25,000 reviews; 0: Max
@@ -127,7 +127,7 @@ class PhraseCorpus:
         window: most units in a phrase; 0: no limit.
         """
         made = Dictionary(Settings(self.units, window))
-        first, rest = self.learned.cut(leading(len(self.learned), percent))
+        first, rest = self.learned.cut(leading_samples(len(self.learned), percent))
         return made, Samples.join([made.train(first), made.pass_by(rest)])
 
 
@@ -265,7 +265,7 @@ def pruned_ratio_records(
         bound = growth_bound(dictionary, at_most)
         for mode in PRUNINGS:
             pruned = prune(dictionary, at_most, mode)
-            again = rewrite(dictionary, pruned, ids)
+            again = rewrite_ids(dictionary, pruned, ids)
             in_paper = mode == "published" and at_most == 1 and isinstance(corpus.units, Words)
             yield {
                 "what": "pruned",

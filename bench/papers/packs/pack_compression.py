@@ -4,7 +4,7 @@ A pack is learned from the training texts of one domain and tried on the held-ou
 are cut into windows that are compressed one by one. The codebook of a window begins with the pack and grows by at most
 `GROWTH` entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow.
 
-Three ways to make a pack are compared: `learn` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
+Three ways to make a pack are compared: `learn_pack` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
 export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is not a pack but a larger tokenizer: it is
 the rate of as many merges of plain byte pair encoding, of any length, without a codebook. Rates depend only on text,
 tokenizer and codec; the seconds of learning depend on the machine and its load.
@@ -31,7 +31,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.packs.phrases import pack_of_phrases
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
-from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.learner import learn_pack
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 
 SIZES, GROWTH = (256, 1024, 4096), 2048  # entries of packs; entries that a codebook may add to its pack
@@ -154,7 +154,7 @@ def retokenized_record(
 
 
 def learn_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
-    return learn(params, texts, size, window=window).entries
+    return learn_pack(params, texts, size, window=window).entries
 
 
 def multitok_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:

@@ -23,12 +23,12 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import RateSettings, count_canonical_steps, measure_rates
 from mlx_zip.packs.pack import Pack, merge_packs
-from mlx_zip.text.conversations import Prompt, openings
+from mlx_zip.text.conversations import Prompt, document_openings
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.learner import WINDOW, learn
+from mlx_zip.vocab.learner import WINDOW, learn_pack
 
 from .pack_quality import CONTEXT, Named, add_models, check_packs, quality_measures, read_packs, record_names
 
@@ -181,7 +181,7 @@ def packs_of_size(
     window: base ids that learning compresses separately.
     """
     texts = [encode_with_bytes(tokenizer, document.text)[0] for document in known]
-    found = learn(model.config.codec_params, texts, size, window=window)
+    found = learn_pack(model.config.codec_params, texts, size, window=window)
     learned = Pack(found.entries, tokenizer_fingerprint(tokenizer))
     return [("learned", "", learned), *((curve, file, merge_packs([pack], size)) for curve, file, pack in given)]
 
@@ -198,7 +198,7 @@ def cut_openings(tokenizer: Any, documents: Sequence[Document], args: argparse.N
     for document in documents:
         ids = encode_with_bytes(tokenizer, document.text)[0][args.opening : args.opening + args.tokens].tolist()
         if len(ids) == args.tokens and len(opened) < args.stories:
-            opened.append((openings(tokenizer, [document], args.opening)[0], ids))
+            opened.append((document_openings(tokenizer, [document], args.opening)[0], ids))
     if len(opened) < args.stories:
         raise MlxZipError(
             f"{len(opened)} held-out documents are {args.opening} + {args.tokens} base ids long, not {args.stories}: "

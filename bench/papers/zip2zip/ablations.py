@@ -24,7 +24,7 @@ from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 
 from .ablation_results import ENCODERS, FIGURES, AblationResults, read_lines
 from .ablation_tables import tables_7_and_8, training_loss_figure
@@ -197,7 +197,7 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
                 **environment_fields("mlx", "mlx-lm"),
             }
         )
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

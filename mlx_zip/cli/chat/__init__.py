@@ -20,7 +20,7 @@ from mlx_zip.cli.generation_flags import (
     check_model_flag,
 )
 from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
-from mlx_zip.errors import GenerationError, missing_library
+from mlx_zip.errors import GenerationError, missing_library_error
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
@@ -145,4 +145,4 @@ def _import_chat_module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in (*_LIBRARIES, "markdown_it", "pygments"):
             raise
-        raise missing_library("mlx_zip chat", *_LIBRARIES, extra="chat") from error
+        raise missing_library_error("mlx_zip chat", *_LIBRARIES, extra="chat") from error

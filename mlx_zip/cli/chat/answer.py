@@ -12,7 +12,7 @@ from mlx_zip.cli.chat.conversation import HypertokenUse
 from mlx_zip.cli.chat.front import View
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
 from mlx_zip.text.stream import TextStream, partial_mark_length
-from mlx_zip.text.tokenizers import REPLACEMENT, think_marks
+from mlx_zip.text.tokenizers import REPLACEMENT, thinking_marks
 
 Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
 _TAIL_IDS = 16  # base ids of the prompt's end in which the start mark is looked for
@@ -119,7 +119,7 @@ def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> It
     view: gets the answer's text and reasoning without the marks. prompt_ids: base ids of the prompt, at whose end the
     reasoning may have begun already.
     """
-    if (marks := think_marks(tokenizer)) is None:
+    if (marks := thinking_marks(tokenizer)) is None:
         yield view.feed
         return
     tail = tokenizer.decode(list(prompt_ids)[-_TAIL_IDS:], skip_special_tokens=False)

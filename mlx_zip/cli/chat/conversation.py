@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_zip.errors import DataError, reason
-from mlx_zip.files import at_home, check_out, whole_file
-from mlx_zip.progress import counted
+from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import atomic_file, check_writable, expand_home
+from mlx_zip.progress import pluralize
 from mlx_zip.text.prompts import Chat, encode_prompt
-from mlx_zip.text.sources import Reader, Skipped, Source, kind_of, parse
+from mlx_zip.text.sources import Skipped, Source, SourceReader, parse_item, source_kind
 from mlx_zip.text.token_facts import TokenTexts
 
 _SUFFIX = ".jsonl"
@@ -76,11 +76,11 @@ class Conversation:
         try:
             if path.exists() and path.resolve() not in self.saved:
                 raise DataError(f"{path}: is there already; give another name, or remove it first")
-            check_out(path)
-            with whole_file(path) as partial:
+            check_writable(path)
+            with atomic_file(path) as partial:
                 partial.write_text(line + "\n", encoding="utf-8")
         except OSError as error:
-            raise DataError(f"{path}: {reason(error)}") from error
+            raise DataError(f"{path}: {failure_reason(error)}") from error
         self.saved.add(path.resolve())
         return path
 
@@ -89,14 +89,14 @@ class Conversation:
         """Returns the conversation in a .jsonl file. Raises `DataError` naming what it cannot go on with."""
         path = _conversation_path(name)
         try:
-            if kind_of(str(path)) != "json":
+            if source_kind(str(path)) != "json":
                 raise DataError(f"{path}: a conversation is read from a {_SUFFIX} file")
-            items = list(islice(iter(Reader(Source((str(path),)))), 2))
+            items = list(islice(iter(SourceReader(Source((str(path),)))), 2))
         except OSError as error:
-            raise DataError(f"{path}: {reason(error)}") from error
+            raise DataError(f"{path}: {failure_reason(error)}") from error
         if len(items) != 1:
             raise DataError(f"{path}: holds {'no' if not items else 'more than one'} conversation")
-        record = parse(items[0])
+        record = parse_item(items[0])
         if isinstance(record, Skipped):
             raise DataError(f"{record.where}: {record.reason}")
         if record.messages is None:
@@ -118,7 +118,7 @@ class Conversation:
 
 def _conversation_path(name: str) -> Path:
     """Returns the path of a conversation's file; a name without a suffix gets one. Raises `DataError`."""
-    path = at_home(name)
+    path = expand_home(name)
     if path.name in ("", "..") or "\0" in name:
         raise DataError(f"{path}: is no name of a file")
     if path.suffix == "":
@@ -146,7 +146,7 @@ def vocabulary_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[
         yield "no hypertokens yet; answers from a loaded file are not counted"
         return
     most = sorted(found, key=lambda base_ids: (-found[base_ids][0], -len(base_ids)))[:_MOST_LISTED]
-    total = counted(len(found), "hypertoken")
+    total = pluralize(len(found), "hypertoken")
     yield f"the {len(most)} most used of {total} in this conversation: uses, where learned, parts"
     texts = TokenTexts(tokenizer)
     for base_ids in most:

@@ -13,8 +13,8 @@ from mlx_zip.cli.chat.front import Front
 from mlx_zip.engine import Counts, Engine, Submission
 from mlx_zip.errors import GenerationError
 from mlx_zip.packs.chosen import read_packs
-from mlx_zip.progress import counted
-from mlx_zip.text.prompts import check_system
+from mlx_zip.progress import pluralize
+from mlx_zip.text.prompts import check_system_message
 
 OWN, NONE = "own", "none"  # words that /pack takes in place of files
 _FULL = "cut off: the conversation fills the model's context; /reset begins a new one"
@@ -85,7 +85,7 @@ class Program:
     def check_system(self, system: str | None) -> None:
         """Raises `GenerationError` for a system message that the model's chat template cannot render; None is none."""
         if system is not None:
-            check_system(self.engine.tokenizer, system, self.settings.template_options)
+            check_system_message(self.engine.tokenizer, system, self.settings.template_options)
 
     def choose_pack(self, names: Sequence[str]) -> None:
         """Has codebooks begin with the packs in these files, from the next answer on. Raises `MlxZipError`."""
@@ -167,7 +167,7 @@ class _Totals:
         last = self.last
         rate = f" ({last.base_tokens / last.steps:.2f} per step)" if last.steps else ""
         cached = f", {last.cached_tokens:,} of {last.prompt_tokens:,} cached" * bool(last.cached_tokens)
-        return f"{counted(last.base_tokens, 'base token')}, {counted(last.steps, 'step')}{rate}{cached}"
+        return f"{pluralize(last.base_tokens, 'base token')}, {pluralize(last.steps, 'step')}{rate}{cached}"
 
     def summary_lines(self) -> Iterator[str]:
         """Yields all figures, one line each: the last answer, all answers, prompt, codebook, KV cache."""
@@ -180,19 +180,19 @@ class _Totals:
             steps_per_s = (last.steps - 1) / seconds  # the time is from the first id on
             tokens_per_s = steps_per_s * last.base_tokens / last.steps
             yield f"its speed: {tokens_per_s:,.0f} base tokens/s, {steps_per_s:,.0f} steps/s"
-        yield f"{counted(self.answers, 'answer')}: {_steps_in_words(self.base_tokens, self.steps)}"
-        yield f"last prompt: {counted(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
+        yield f"{pluralize(self.answers, 'answer')}: {_steps_in_words(self.base_tokens, self.steps)}"
+        yield f"last prompt: {pluralize(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
         if last.codebook_size:
-            yield f"codebook: {last.entries:,} of {counted(last.codebook_size, 'entry')}"
+            yield f"codebook: {last.entries:,} of {pluralize(last.codebook_size, 'entry')}"
             yield f"KV cache: {_size_in_words(last.kv_bytes_saved)} saved"
 
 
 def _steps_in_words(base_tokens: int, steps: int) -> str:
     """Returns in words: base tokens, steps, their ratio, and the steps saved."""
     rate = f" ({base_tokens / steps:.2f} per step)" if steps else ""
-    saved = f", {counted(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
-    return f"{counted(base_tokens, 'base token')} in {counted(steps, 'step')}{rate}{saved}"
+    saved = f", {pluralize(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
+    return f"{pluralize(base_tokens, 'base token')} in {pluralize(steps, 'step')}{rate}{saved}"
 
 
 def _size_in_words(count: int) -> str:
-    return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), counted(count, "byte"))
+    return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), pluralize(count, "byte"))

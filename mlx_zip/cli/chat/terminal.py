@@ -29,8 +29,8 @@ from mlx_zip.cli.chat.front import Front, PlainView, View, call_on_interrupt
 from mlx_zip.cli.chat.markdown import MarkdownStream
 from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_controls, style_text
 from mlx_zip.engine import EngineInfo
-from mlx_zip.errors import DataError, reason
-from mlx_zip.files import check_in, whole_file
+from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import atomic_file, check_regular_file
 
 _PROMPT = "> "
 _MOST_SHOWN = 2000  # characters of a paste that are shown; a longer one is shown as its size
@@ -303,7 +303,7 @@ class TypedHistory(History):
         if not self.file.exists() or self.file.stat().st_size <= MOST_BYTES:
             return
         lines = self._read()
-        with whole_file(self.file) as partial:
+        with atomic_file(self.file) as partial:
             partial.touch(mode=0o600)
             partial.write_text("".join(line + "\n" for line in lines[len(lines) // 2 :]), encoding="utf-8")
 
@@ -312,11 +312,11 @@ class TypedHistory(History):
         if not self._works:
             return
         try:
-            check_in(self.file)  # reading a pipe or a device may never end
+            check_regular_file(self.file)  # reading a pipe or a device may never end
             work()
         except (OSError, DataError) as error:
             self._works = False
-            why = reason(error).removeprefix(f"{self.file}: ")
+            why = failure_reason(error).removeprefix(f"{self.file}: ")
             self._warn(f"what you type is not kept: {self.file}: {why}")
 
 

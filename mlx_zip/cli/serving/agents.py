@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.serving.serving_flags import API_KEY
-from mlx_zip.errors import DataError, GenerationError, reason
-from mlx_zip.files import at_home, check_in, whole_file
+from mlx_zip.errors import DataError, GenerationError, failure_reason
+from mlx_zip.files import atomic_file, check_regular_file, expand_home
 
 NAME = "mlx_zip"
 MOST_OUTPUT = 8192  # base tokens of an answer that agents ask for
@@ -147,7 +147,7 @@ def _aider_settings(server: RunningServer) -> AgentSettings:
     """Returns the settings of aider. It has no reminder, which would move to each new message, as the next one's prefix
     would end before it.
     """
-    name, home = f"openai/{server.model}", at_home("~")
+    name, home = f"openai/{server.model}", expand_home("~")
     of_server = {"openai-api-base": f"{server.url}/v1", "openai-api-key": server.key or "none"}
     free = {"input_cost_per_token": 0, "output_cost_per_token": 0}
     facts = {"litellm_provider": "openai", "mode": "chat", "max_output_tokens": server.max_output_tokens, **free}
@@ -184,18 +184,18 @@ AGENTS: dict[str, Callable[[RunningServer], AgentSettings]] = {
 
 
 def _config_folder(variable: str, default: str) -> Path:
-    return at_home(os.environ.get(variable) or default)
+    return expand_home(os.environ.get(variable) or default)
 
 
 # ---- files
 
 
 def _read_settings(path: Path) -> str:
-    check_in(path)
+    check_regular_file(path)
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
-        why = reason(error) if isinstance(error, OSError) else "it is not UTF-8"
+        why = failure_reason(error) if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(f"{path}: cannot be read: {why}") from error
 
 
@@ -206,12 +206,12 @@ def _write_settings(path: Path, old: str, new: str) -> str:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = _back_up(path, old) if old else None
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.touch(mode=0o600)
             partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)  # there may be a key in it
             partial.write_text(new, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{path}: cannot be written: {reason(error)}") from error
+        raise DataError(f"{path}: cannot be written: {failure_reason(error)}") from error
     return f"{path}: written" + ("" if copy is None else f"; what was there is in {copy}")
 
 
@@ -221,7 +221,7 @@ def _back_up(path: Path, text: str) -> Path:
     while copy.exists():
         number += 1
         copy = path.with_name(f"{path.name}{BACKUP_SUFFIX}-{number}")
-    with whole_file(copy) as partial:
+    with atomic_file(copy) as partial:
         partial.touch(mode=0o600)
         partial.write_text(text, encoding="utf-8")
     return copy

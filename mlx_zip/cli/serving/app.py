@@ -31,11 +31,11 @@ from mlx_zip.cli.serving.serving_flags import (
     add_model_flags,
     check_keep_wired,
 )
-from mlx_zip.errors import GenerationError, MlxZipError, missing_library
-from mlx_zip.files import at_home, data_folder, make_private
+from mlx_zip.errors import GenerationError, MlxZipError, missing_library_error
+from mlx_zip.files import data_folder, expand_home, make_private
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.sampling.options import Sampling
 
 _SERVE_DEFAULTS = {  # of flags that only mlx_zip serve has; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running, kept = _import_app_module("running"), _import_app_module("store")
-    file = None if args.no_history else at_home(args.data) if args.data else kept.default_file()
+    file = None if args.no_history else expand_home(args.data) if args.data else kept.default_file()
     if args.purge:
         return _purge_conversations(kept, file)
     with _open_listener(running, args.port) as listener:
@@ -141,7 +141,7 @@ def _offered_models(main: str) -> dict[str, str]:
     """Returns the models that the page offers beside a bundled one: those that nothing has to be fetched for."""
     if main not in named.KNOWN:
         return {}
-    offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.at_hand() else [named.DEFAULT]
+    offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.offline_model_names() else [named.DEFAULT]
     return {name: named.KNOWN[name] for name in offered}
 
 
@@ -167,7 +167,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.no_history and (args.data or args.purge):
         raise GenerationError("--no-history keeps nothing, so --data and --purge have no meaning with it")
     if args.window and find_spec("webview") is None:
-        raise missing_library("mlx_zip app --window", "pywebview", extra="window")
+        raise missing_library_error("mlx_zip app --window", "pywebview", extra="window")
 
 
 def _import_app_module(name: str) -> Any:
@@ -200,7 +200,7 @@ def _purge_conversations(kept: Any, file: Any) -> int:
                 raise GenerationError(f"nothing was deleted: {store.database.problem.partition(';')[0]}")
         finally:
             store.close()
-    print(f"deleted: {counted(count, 'conversation')}")
+    print(f"deleted: {pluralize(count, 'conversation')}")
     return 0
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
-from mlx_zip.errors import DataError, GenerationError, first_line, missing_library, reason
-from mlx_zip.files import at_home, check_in
+from mlx_zip.errors import DataError, GenerationError, failure_reason, first_message_line, missing_library_error
+from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.model_folder import is_plain_model
-from mlx_zip.packs.chosen import check_slots, load_options, named
+from mlx_zip.packs.chosen import check_slots, load_options, pack_flag_with_files
 
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
@@ -31,7 +31,7 @@ def import_server_part(module: str, command: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
             raise
-        raise missing_library(command, *LIBRARIES, extra="serve") from error
+        raise missing_library_error(command, *LIBRARIES, extra="serve") from error
 
 
 def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
@@ -54,7 +54,7 @@ def report_engine_fault(fault: BaseException | None) -> int:
     """Prints the fault that ended the engine's thread, if there was one; returns the exit status of the command."""
     if fault is None:
         return 0
-    print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
+    print(f"error: the engine has stopped: {type(fault).__name__}: {first_message_line(fault)}", file=sys.stderr)
     return 1
 
 
@@ -93,7 +93,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None for none."""
     given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
-    return None if given in (row_cache.OFF, "") else at_home(given)
+    return None if given in (row_cache.OFF, "") else expand_home(given)
 
 
 def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
@@ -106,7 +106,7 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     chosen.check_made_for(engine.tokenizer)
     if chosen.rows is not None:
         return None
-    name = named(chosen)
+    name = pack_flag_with_files(chosen)
     if plain:
         raise GenerationError(
             f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "
@@ -124,10 +124,10 @@ def _read_template(given: str) -> str:
     if "{" in given:
         return given
     try:
-        check_in(at_home(given))
-        return at_home(given).read_text(encoding="utf-8")
+        check_regular_file(expand_home(given))
+        return expand_home(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, DataError) as error:
-        raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
+        raise GenerationError(f"--chat-template {given}: {failure_reason(error)}") from error
 
 
 def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise GenerationError(f"{flag} is not valid JSON: {reason(error)}") from error
+        raise GenerationError(f"{flag} is not valid JSON: {failure_reason(error)}") from error
     if not isinstance(value, dict):
         raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
     return value

@@ -33,7 +33,7 @@ from mlx_zip.cli.serving.serving_flags import (
     check_keep_wired,
 )
 from mlx_zip.errors import GenerationError
-from mlx_zip.files import at_home
+from mlx_zip.files import expand_home
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
@@ -179,6 +179,6 @@ def _allowed_hosts(args: argparse.Namespace) -> frozenset[str] | None:
 
 
 def _existing_folder(flag: str, given: str) -> Path:
-    if not (path := at_home(given)).is_dir():
+    if not (path := expand_home(given)).is_dir():
         raise GenerationError(f"{flag} {given}: there is no such folder")
     return path

@@ -23,7 +23,7 @@ from mlx_zip.cli.actions import (
 )
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, GenerationError
-from mlx_zip.named import here_or_bundled
+from mlx_zip.named import resolve_model_name
 from mlx_zip.progress import ProgressBar
 
 _ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
@@ -145,7 +145,7 @@ def _add_shared_flags(add: Any, texts: str) -> None:
 def _run_learn(args: argparse.Namespace) -> int:
     """Adapts a tokenizer to texts, writes it and prints its counts; returns the exit status 0."""
     from mlx_zip.files import write_json
-    from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
+    from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
@@ -157,9 +157,11 @@ def _run_learn(args: argparse.Namespace) -> int:
     base = read_base(open_first_stage(args.tokenizer), args.pieces)
     texts, held_out = _read_texts(args, args.data), _read_texts(args, args.held_out)
     begun = time.perf_counter()
-    words = words_of(base.front, _with_progress("Counting", texts))
+    words = count_words(base.front, _with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
-        vocabulary = adapted(base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings)
+        vocabulary = adapt_vocabulary(
+            base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings
+        )
     took_s = time.perf_counter() - begun
     exact = None if plain is None else tokenizer_json(vocabulary, base.source)
     vocabulary.save(out)
@@ -189,7 +191,7 @@ def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
 
 
 def _method_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
+    """Returns the settings that --method has. Raises `GenerationError` for a flag of another method."""
     chosen = {name: value for name in (*_SWAP_DEFAULTS, "rule") if (value := getattr(args, name)) is not None}
     if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAP_DEFAULTS]):
         raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
@@ -297,7 +299,7 @@ def _add_convert_flags(parser: argparse.ArgumentParser) -> None:
 def _run_convert(args: argparse.Namespace) -> int:
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
-        print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
+        print(converters.adapt(str(resolve_model_name(args.model)), args.file, args.out))
     return 0
 
 

@@ -25,7 +25,7 @@ from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
@@ -120,19 +120,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Learns a patch table and writes it; returns what it holds as a record for --json and as lines to print."""
-    from mlx_zip.vocab.hbpe.patch_merges import learn, too_long
+    from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
     out = writable_path("--out", args.out, "a patch table", SUFFIX)
     plot = checked_plot_path(args.plot, read=[args.tokenizer, out])
     tokens = open_first_stage(args.tokenizer).tokens()
-    learned = learn(tokens, args.patch_size)
+    learned = learn_merges(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
     try:
         table.save(out)
     except OSError as error:
         raise DataError(f"{out}: {error.strerror or error}") from error
-    pool = len(too_long(tokens, args.patch_size))
+    pool = len(tokens_too_long(tokens, args.patch_size))
     record, lines = _describe_table(table, args.show, learned.counts.tolist())
     _draw_plot(plot, record)
     record["tokens_too_long"] = pool
@@ -190,14 +190,14 @@ def _describe_table(table: Any, show: int, counts: list[int] | None = None) -> t
 def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Turns a text into patches; returns them and their rates as a record for --json and as lines to print."""
     from mlx_zip.cli.compression import read_text
-    from mlx_zip.text.formats import read_library
+    from mlx_zip.text.formats import read_tokenizer_file
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
-    from mlx_zip.vocab.hbpe.patch_table import PatchTable, encoder_of
+    from mlx_zip.vocab.hbpe.patch_table import PatchTable, text_to_ids
 
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), open_first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
-    ids = list(encoder_of(read_library(tokenizer.path) if ranks else tokenizer.library())(text))
+    ids = list(text_to_ids(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
     if not ids:
         raise DataError(f"{args.data}: this text has no token of the tokenizer")
     rows, lengths = table.encode(ids), table.lengths[ids]
@@ -327,7 +327,7 @@ def _add_data_flags(add: Any, purpose: str) -> None:
 
 def _run_fit(args: argparse.Namespace) -> int:
     """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
-    from mlx_zip.files import at_home
+    from mlx_zip.files import expand_home
     from mlx_zip.training.loop import TrainingStopped
     from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_texts
     from mlx_zip.training.patch_training import fit_patch_model as train
@@ -338,7 +338,7 @@ def _run_fit(args: argparse.Namespace) -> int:
     options = PatchFitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
     texts = _read_texts(args.data, args.separator, args.limit_bytes)
     valid = _read_texts(args.valid, args.separator, None) if args.valid else []
-    out = at_home(args.out)
+    out = expand_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
     except TrainingStopped as early:
@@ -424,7 +424,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
 
 def _print_measures(found: dict[str, Any]) -> None:
     words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
-    texts = f"{counted(found['documents'], 'document')}, {counted(found['bytes'], 'byte')}"
+    texts = f"{pluralize(found['documents'], 'document')}, {pluralize(found['bytes'], 'byte')}"
     print(f"{found['bits_per_byte']:.4f} bits per byte: {texts}")
     print(
         f"{found['bytes_per_patch']:.3f} bytes and {found['symbols_per_patch']:.3f} symbols per patch{words}; "

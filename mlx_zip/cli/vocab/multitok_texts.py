@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
 from mlx_zip.errors import DataError
-from mlx_zip.progress import ProgressBar, counted
+from mlx_zip.progress import ProgressBar, pluralize
 
 BATCH = 1 << 18  # units after which a batch of samples ends
 DICTIONARY = "dictionary, as written by `mlx_zip vocab multitok train`"
@@ -61,7 +61,7 @@ def rate_record(totals: Any) -> dict[str, Any]:
 def format_rate(record: dict[str, Any]) -> str:
     """Returns a record of `rate_record` as one line of text."""
     names = ("sample", "unit", "token")
-    samples, units, tokens = (counted(record[f"{name}s"], name) for name in names)
+    samples, units, tokens = (pluralize(record[f"{name}s"], name) for name in names)
     return f"{samples}: {units} -> {tokens} ({record['ratio']:.3f} per unit)"
 
 
@@ -94,15 +94,15 @@ class Texts:
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Yields (part of a document, whether the document ends with this part); shows a progress bar."""
-        from mlx_zip.text.sources import Reader, Skipped, Source, files_of, is_local, parse
+        from mlx_zip.text.sources import Skipped, Source, SourceReader, is_local, parse_item, source_files
 
         source = Source(tuple(self.files), separator=self.separator)
         local = all(map(is_local, self.files))
-        total = sum(Path(file).stat().st_size for name in self.files for file in files_of(name)) if local else None
-        reader, digest = Reader(source), sha256()
+        total = sum(Path(file).stat().st_size for name in self.files for file in source_files(name)) if local else None
+        reader, digest = SourceReader(source), sha256()
         with ProgressBar(total, "byte", "Reading") as count:
             for item in reader:
-                record = parse(item)
+                record = parse_item(item)
                 if isinstance(record, Skipped):
                     if not record.empty:
                         raise DataError(f"{record.where}: {record.reason}")
@@ -112,7 +112,7 @@ class Texts:
                     text = (record.prompt or "") + record.text
                     digest.update(b"%d " % len(text) + text.encode("utf-8"))
                     yield text, not record.continues
-                count.reach(reader.stored)
+                count.set_done(reader.stored)
         if self._seen not in (b"", digest.digest()):
             raise self.changed()
         self._seen = digest.digest()
@@ -182,13 +182,13 @@ def ids_writer(path: Path | None) -> Iterator[Callable[[Any], None]]:
 
     The file appears when everything is written. With path None the function does nothing.
     """
-    from mlx_zip.files import whole_file
+    from mlx_zip.files import atomic_file
 
     if path is None:
         yield lambda samples: None
         return
     try:
-        with whole_file(path) as partial, open(partial, "w", encoding="ascii") as file:
+        with atomic_file(path) as partial, open(partial, "w", encoding="ascii") as file:
             yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.lists())
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error

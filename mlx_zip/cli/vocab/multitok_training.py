@@ -112,7 +112,7 @@ def _check_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` for a file that cannot be
     written and for flags that exclude each other.
     """
-    from mlx_zip.vocab.multitok import leading
+    from mlx_zip.vocab.multitok import leading_samples
 
     if args.prune_mode and args.prune is None:
         raise GenerationError("--prune-mode needs --prune K")
@@ -123,20 +123,24 @@ def _check_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     if args.encoded is not None:
         args.encoded = writable_path("--encoded", args.encoded, read=[*read, out])
     args.fraction = 100.0 if args.fraction is None else args.fraction
-    leading(0, args.fraction)
+    leading_samples(0, args.fraction)
     return out, checked_plot_path(args.plot, read=[*read, out, args.encoded])
 
 
 def _make_dictionary(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
     """Returns an empty dictionary, the texts of --data, and the number of samples to learn from (None: all)."""
-    from mlx_zip.vocab.multitok import Dictionary, Settings, leading
+    from mlx_zip.vocab.multitok import Dictionary, Settings, leading_samples
 
     tokenizer, units = read_tokenizer_units(args.tokenizer)
     texts, samples = make_texts(args, args.data, tokenizer), 0
     if units is None or args.fraction < 100:
         units, samples = _read_units(args, texts, units)
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
-    return Dictionary(Settings(units, **given)), texts, leading(samples, args.fraction) if args.fraction < 100 else None
+    return (
+        Dictionary(Settings(units, **given)),
+        texts,
+        leading_samples(samples, args.fraction) if args.fraction < 100 else None,
+    )
 
 
 def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:

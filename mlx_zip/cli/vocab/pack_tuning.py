@@ -15,7 +15,7 @@ from mlx_zip.cli.preparation import add_text_flags, make_sources
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.errors import DataError
 from mlx_zip.models.model_folder import is_plain_model
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 
 EXAMPLE = """example:
   mlx_zip vocab pack tune my.npz --model stories --data train.txt --separator '<|endofstory|>' --out tuned.npz
@@ -195,7 +195,7 @@ def _check_enough(windows: int, context: int) -> None:
     """Raises `DataError` if there are too few windows to hold one out. context: maximum base ids per window."""
     if windows < HELD_OUT:
         raise DataError(
-            f"--data makes {counted(windows, 'window')} (one text, or {context} base ids of one); to hold one "
+            f"--data makes {pluralize(windows, 'window')} (one text, or {context} base ids of one); to hold one "
             f"out for validation, at least {HELD_OUT} are needed: give more text, or name validation texts with --valid"
         )
 
@@ -238,5 +238,5 @@ def _write_tuned_pack(args: argparse.Namespace, pack: Any, found: Any, texts: tu
         kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
         print(json.dumps(kept | about))
         return
-    print(f"{args.out}: {counted(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}")
+    print(f"{args.out}: {pluralize(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}")
     print(f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now")

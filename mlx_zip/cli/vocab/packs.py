@@ -14,7 +14,7 @@ from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, make_sour
 from mlx_zip.cli.vocab import pack_tuning
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import DataError
-from mlx_zip.progress import ProgressBar, counted
+from mlx_zip.progress import ProgressBar, pluralize
 
 _EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
@@ -76,7 +76,7 @@ def _run_learn(args: argparse.Namespace) -> int:
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
     from mlx_zip.training.prepare.plan import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-    from mlx_zip.vocab.learner import WINDOW, learn, measured
+    from mlx_zip.vocab.learner import WINDOW, learn_pack, measure_pack
 
     args.window = WINDOW if args.window is None else args.window
     check_at_least(args, 1, "size", "window", "most_ids")
@@ -90,7 +90,9 @@ def _run_learn(args: argparse.Namespace) -> int:
         raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
     cost = _parse_head_cost(args)
     with ProgressBar(None, "round", "Learning") as count:
-        found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_make_progress(count))
+        found = learn_pack(
+            plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_make_progress(count)
+        )
     about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
         "window": args.window,
@@ -102,12 +104,14 @@ def _run_learn(args: argparse.Namespace) -> int:
     if cost:
         about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
     if held_out:
-        held = measured(plan.params, found.entries, held_out, args.window)
+        held = measure_pack(plan.params, found.entries, held_out, args.window)
         about["held_out"] = {"texts": args.held_out, **_rates_record(held)}
     pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     if plot is not None:
-        _draw_rates(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
+        _draw_rates(
+            plot, found.entries, lambda part, of: measure_pack(plan.params, part, of, args.window), texts, held_out
+        )
     if len(found.entries) < args.size and not cost and not args.json:
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
@@ -161,14 +165,14 @@ def _read_base_ids(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list
 
 
 def _rates_record(found: Any) -> dict[str, int]:
-    """Returns the counts of a `learner.Learned` as a record: base ids, ids without the pack, ids with it."""
+    """Returns the counts of a `learner.LearnedPack` as a record: base ids, ids without the pack, ids with it."""
     return {"base_ids": found.base_ids, "ids_without": found.ids_without, "ids": found.ids}
 
 
 def _draw_rates(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
     """Draws base ids per id with none, the first 1/8, 1/4, 1/2 and all of the entries.
 
-    measure: function from entries and texts to a `learner.Learned`. texts, held_out: base ids, one array per text.
+    measure: function from entries and texts to a `learner.LearnedPack`. texts, held_out: base ids, one array per text.
     """
     sizes = sorted({0, *(len(entries) // part for part in (8, 4, 2, 1))})
     curves = {}
@@ -199,10 +203,12 @@ def _parse_head_cost(args: argparse.Namespace) -> float:
 
 
 def _make_progress(count: ProgressBar) -> Any:
-    """Returns the function that `learn` calls after each round, which shows the stage and its figures in a bar."""
+    """Returns the function that `learn_pack` calls after each round, which shows the stage and its figures in a bar."""
 
     def show(stage: str, entries: int, ids: int) -> None:
-        count.note(f"{stage}: {counted(entries, 'entry')}" + (f", {counted(ids, 'id')}" if ids >= 0 else ""))
+        count.show_figures(
+            f"{stage}: {pluralize(entries, 'entry')}" + (f", {pluralize(ids, 'id')}" if ids >= 0 else "")
+        )
         count()
 
     return show
@@ -382,7 +388,7 @@ def _print_pack(args: argparse.Namespace, path: Path, pack: Any, texts: list[str
 
 def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
     """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
-    entries = f"{counted(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
+    entries = f"{pluralize(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
     lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
     if _has_positive_numbers(about, "base_ids", "ids", "ids_without", "window"):
         lines.append(f"learned from {_format_rate(about)}, in windows of {about['window']}")

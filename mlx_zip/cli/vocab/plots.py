@@ -69,12 +69,12 @@ def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
 
 def _write_figure(path: Path, figure: Any, axis: Any, legend: bool) -> None:
     """Writes a figure to its file, with a legend if asked for. Raises `DataError` if the file cannot be written."""
-    from mlx_zip.files import whole_file
+    from mlx_zip.files import atomic_file
 
     if legend:
         axis.legend()
     try:
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             figure.savefig(partial, format=path.suffix[1:], dpi=120)
     except OSError as error:
         raise DataError(f"--plot {path}: {error.strerror or error}") from error

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mlx_zip.config import ZipConfig, config_of
+from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
-from mlx_zip.errors import DataError, ModelError, first_line
-from mlx_zip.files import check_in
+from mlx_zip.errors import DataError, ModelError, first_message_line
+from mlx_zip.files import check_regular_file
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoder_options import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
@@ -100,7 +100,7 @@ def read_folder(
     where, folder = find_device(device), find_model_folder(path)
     config = read_model_config(folder)
     decoder = DecoderConfig.from_dict(config)
-    section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
+    section = parse_zip_section(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     skip = (*skipped_prefixes, "lm_head.") if decoder.tied else tuple(skipped_prefixes)
     entries = {
         name: entry
@@ -190,7 +190,7 @@ def _raise_if_shards_missing(folder: Path, files: set[str]) -> None:
     try:
         named = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{path} cannot be read: {first_message_line(error)}") from error
     if missing := sorted(map(str, named - files)):
         raise ModelError(f"{path} names files that are missing: {', '.join(missing)}")
 
@@ -198,11 +198,11 @@ def _raise_if_shards_missing(folder: Path, files: set[str]) -> None:
 @contextmanager
 def _open_tensors(file: Path) -> Iterator[Any]:
     try:
-        check_in(file)
+        check_regular_file(file)
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
             yield tensors
     except (OSError, SafetensorError, DataError) as error:
-        raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{file} cannot be read: {first_message_line(error)}") from error
 
 
 def _read_tensors(

@@ -32,7 +32,7 @@ from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import GenerationError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.loading import load
 from mlx_zip.models.longrope_refill import LongRopeRefill
 from mlx_zip.models.machines import raise_unless_machines_agree
@@ -447,7 +447,7 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
         or (find_zip_state(given) is None) != (find_zip_state(like) is None)
     ):
         raise GenerationError("the prompt cache was not made for this model")
-    if is_zip(model):
+    if has_hypertokens(model):
         state = model.check_cache(given)[1]
         if len(state.books) > 1:
             raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
@@ -461,7 +461,7 @@ def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
     """
     if isinstance(pack, list | tuple) and any(one is None or isinstance(one, PackLike) for one in pack):
         return [_checked_start(one, tokenizer, model) for one in pack]
-    if pack is not None and not is_zip(model):
+    if pack is not None and not has_hypertokens(model):
         raise GenerationError(
             "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
             "tuned for it (mlx_zip vocab pack tune)"
@@ -497,7 +497,7 @@ def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def _begins_ahead(model: Any) -> bool | None:
     """Returns `RunOptions.ahead`: a plain model's steps begin before the host has read their ids, as in mlx-lm."""
-    return None if is_zip(model) else True
+    return None if has_hypertokens(model) else True
 
 
 def _seed_random(seed: int | None) -> None:

@@ -21,7 +21,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.config import AVAILABILITY
 from mlx_zip.engine.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.errors import CodecError, DataError, ModelError
-from mlx_zip.layout import base_config, is_zip
+from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.packs.pack import Pack
 from mlx_zip.sampling.canonical import restore_likely_ids
 from mlx_zip.sampling.exclusions import find_excluded_ids
@@ -34,7 +34,7 @@ def scores_itself(model: Any) -> bool:
 
 def context_limit(model: Any) -> int | None:
     """Returns the number of positions that the model has, None if its config does not say."""
-    return base_config(model).get("max_position_embeddings")
+    return decoder_config(model).get("max_position_embeddings")
 
 
 def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compressed:
@@ -44,8 +44,14 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
     the model does not have.
     """
     for part in parts:
-        _check_ids_below(part, model.layout.vocab_size if is_zip(model) else base_config(model).get("vocab_size"))
-    return compress_parts(codec(model, pack), *parts, pack=pack) if is_zip(model) else compress_parts(None, *parts)
+        _check_ids_below(
+            part, model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
+        )
+    return (
+        compress_parts(codec(model, pack), *parts, pack=pack)
+        if has_hypertokens(model)
+        else compress_parts(None, *parts)
+    )
 
 
 def codec(model: Any, pack: Pack | None = None) -> CodecParams:
@@ -127,7 +133,11 @@ def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) ->
 
 def _by_base_length(model: Any) -> bool:
     """Returns whether LongRoPE's factors depend on each row's base length, so that rows cannot share a call."""
-    return is_zip(model) and model.traits.long_context is not None and model.config.position_mode == "base_token_end"
+    return (
+        has_hypertokens(model)
+        and model.traits.long_context is not None
+        and model.config.position_mode == "base_token_end"
+    )
 
 
 def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Iterator[Scored]:
@@ -154,12 +164,12 @@ def _score_calls(
 ) -> Iterator[tuple[NDArray[Any], ...]]:
     """Yields the fields of `Scored` for rows that are read together, [B, L, ...] of each model call's L positions."""
     lengths = [len(row.ids) for row in rows]
-    pad_id = model.config.pad_id if is_zip(model) else 0
+    pad_id = model.config.pad_id if has_hypertokens(model) else 0
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
     for row, compressed in zip(ids, rows, strict=True):
         row[: len(compressed.ids)] = compressed.ids
     cache = _make_cache(model, rows)
-    options = {"causal": availability == "causal"} if is_zip(model) else {}
+    options = {"causal": availability == "causal"} if has_hypertokens(model) else {}
     row, at, excluded = _excluded_ids(model, rows)
     for begin, end in _call_columns(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
@@ -175,7 +185,7 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
     """Returns which ids a canonical model forbids, as three arrays of one length: row, index of an id in that row, and
     an id that cannot follow there. They are empty for any other model.
     """
-    if not is_zip(model) or not model.config.canonical:
+    if not has_hypertokens(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
     found = [find_excluded_ids(Codebook(codec(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
@@ -184,7 +194,7 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
 
 def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
     """Returns a new cache for a batch of rows, whose codebooks begin with each row's `pack`."""
-    if not is_zip(model):
+    if not has_hypertokens(model):
         return make_prompt_cache(model)
     return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
 
@@ -200,7 +210,7 @@ def _call_columns(
     batch, end = shape[0], shape[1] - 1
     if availability == "legacy":
         return [(0, end)]
-    width = model.layout.width if is_zip(model) else base_config(model).get("vocab_size", 1 << 17)
+    width = model.layout.width if has_hypertokens(model) else decoder_config(model).get("vocab_size", 1 << 17)
     step = min(at_most, max(1, LOGITS // (batch * width)))
     border = min(end, _longrope_border(model, rows))
     starts = [*range(0, border, step), *range(border, end, step)]
@@ -209,7 +219,7 @@ def _call_columns(
 
 def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
     """Returns the first column that is read with LongRoPE's long factors, 0 if the model has only one set."""
-    context = model.traits.long_context if is_zip(model) else None
+    context = model.traits.long_context if has_hypertokens(model) else None
     if context is None:
         return 0
     return int(np.searchsorted(rows[0].ends, context + 1)) if _by_base_length(model) else context
@@ -226,7 +236,7 @@ def _read_scores(model: Any, logits: mx.array, targets: NDArray[np.int32], top: 
     chosen = mx.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0] - total
     greedy = mx.argmax(logits, axis=-1) == wanted
     mass = mx.zeros(total.shape)
-    if is_zip(model) and model.layout.codebook_size:
+    if has_hypertokens(model) and model.layout.codebook_size:
         hyper = logits[..., model.layout.vocab_size : model.layout.end]
         mass = mx.exp(mx.logsumexp(hyper, axis=-1) - total)
     best = _likeliest_ids(logits, top) if top else mx.zeros((*total.shape, 0), mx.uint32)

@@ -21,7 +21,7 @@ from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, start_check
 from mlx_zip.errors import GenerationError
-from mlx_zip.layout import base_config, is_zip
+from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model
@@ -49,9 +49,9 @@ class Served:
 
     def __init__(self, model: Any, tokenizer: Any, options: RunOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.hyper, self.machines = is_zip(model), machines_of(model)
+        self.hyper, self.machines = has_hypertokens(model), machines_of(model)
         self.ahead = on_gpu() if options.ahead is None else options.ahead
-        config = base_config(model)
+        config = decoder_config(model)
         self.context: int | None = config.get("max_position_embeddings")
         self.by_base = self.hyper and model.config.position_mode == "base_token_end"
         self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size") or len(tokenizer)
@@ -173,7 +173,7 @@ def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
     here it also bounds those of them that make full KV caches. Raises `GenerationError` for a number below 5, a model
     with hypertokens, and one whose layers have windows or states.
     """
-    if is_zip(model):
+    if has_hypertokens(model):
         raise GenerationError(
             "max_kv_size (--max-kv-size): a rotating KV cache forgets ids that the codebook still knows; only models "
             "without hypertokens can have one"
@@ -211,7 +211,7 @@ def check_kv(
         raise GenerationError(
             "kv_bits (--kv-bits): rotating caches (--max-kv-size, sliding windows) cannot be quantized"
         )
-    config = base_config(model)
+    config = decoder_config(model)
     heads = config.get("num_attention_heads")
     width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)
     if width % group_size:

@@ -25,7 +25,7 @@ from typing import Any
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_to_json
 from mlx_zip.config import ZipConfig
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 
 INDEX_TENSORS = 2  # tensors, the first ones, that a session is found by: base ids, and the ends of ids
 FACT_PREFIX = "0."  # what the names of facts begin with, among the metadata
@@ -80,7 +80,7 @@ def write_session_file(path: Path, contents: FileContents) -> int:
     for block in blocks[:INDEX_TENSORS]:
         checked = zlib.crc32(block, checked)
     head = _encode_header(contents, f"{checked:08x}", f"{body:08x}")
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(handle, "wb", buffering=0) as file:
             os.fchmod(handle, 0o600)

@@ -30,7 +30,7 @@ from mlx_zip.engine.sessions.file_format import (
     write_session_file,
 )
 from mlx_zip.engine.sessions.session import Session, SessionCaches
-from mlx_zip.errors import EngineError, MlxZipError, first_line, reason
+from mlx_zip.errors import EngineError, MlxZipError, failure_reason, first_message_line
 
 _DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
 
@@ -104,9 +104,9 @@ def _errors_name_the_file(path: Path) -> Iterator[None]:
     except BadFileError as error:
         raise EngineError(f"session file {path}: {error} ({advice})") from error
     except OSError as error:
-        raise EngineError(f"session file {path}: {reason(error)}") from error
+        raise EngineError(f"session file {path}: {failure_reason(error)}") from error
     except (*_DAMAGE_ERRORS, MlxZipError) as error:
-        text = f"its contents do not fit together: {first_line(error)}"
+        text = f"its contents do not fit together: {first_message_line(error)}"
         raise EngineError(f"session file {path}: {text} ({advice})") from error
 
 

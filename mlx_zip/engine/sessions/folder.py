@@ -19,8 +19,8 @@ from pathlib import Path
 
 from mlx_zip.engine.sessions.files import SessionSnapshot, list_session_files, read_session_index
 from mlx_zip.engine.sessions.session import Session, SessionCaches, SessionFile, file_stamp, new_session_name
-from mlx_zip.errors import EngineError, reason
-from mlx_zip.files import begin_use, make_private
+from mlx_zip.errors import EngineError, failure_reason
+from mlx_zip.files import make_private, mark_folder_in_use
 
 _ABANDONED_AFTER_S = 3600  # seconds after which an unfinished file cannot be one that is being written
 _UNFINISHED_PATTERN = ".*.safetensors.partial-*"  # names of unfinished files
@@ -55,7 +55,7 @@ class SessionFolder:
                 except (EngineError, OSError) as error:  # another process may just have deleted it
                     refused.append(str(error))
         except OSError as error:
-            self._warn_once("read", f"cannot be read: {reason(error)}")
+            self._warn_once("read", f"cannot be read: {failure_reason(error)}")
         if refused:
             more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
             self._warn_once(
@@ -81,7 +81,7 @@ class SessionFolder:
                 path for path in self.folder.glob(_UNFINISHED_PATTERN) if f".partial-{os.getpid()}" not in path.name
             ]
         except OSError as error:
-            self._warn_once("read", f"cannot be read: {reason(error)}")
+            self._warn_once("read", f"cannot be read: {failure_reason(error)}")
             return 0
         return sum(stamp[1] for path in others if (stamp := file_stamp(path)) is not None)
 
@@ -111,7 +111,9 @@ class SessionFolder:
             if file is not None:
                 file.delete_if_unchanged()
         except OSError as error:
-            raise EngineError(f"session file {file and file.path}: cannot be deleted: {reason(error)}") from error
+            raise EngineError(
+                f"session file {file and file.path}: cannot be deleted: {failure_reason(error)}"
+            ) from error
 
     def start_write(self, session: Session) -> bool:
         """Starts the write of a session that is queued. Returns whether the writer has the session, so that the caller
@@ -174,7 +176,7 @@ class SessionFolder:
         """Returns whether the job's session is on disk now; logs why not."""
         session = job.session
         if isinstance(job.error, OSError):
-            self._warn_once("write", f"cannot be written, sessions stay in memory only: {reason(job.error)}")
+            self._warn_once("write", f"cannot be written, sessions stay in memory only: {failure_reason(job.error)}")
             return False
         if job.error is not None:
             log.error("session folder %s: a session could not be written", self.folder, exc_info=job.error)
@@ -199,10 +201,10 @@ class SessionFolder:
     def _mark_as_used(self) -> None:
         """Marks the folder as used until this object is gone; if nobody else uses it, removes all unfinished files."""
         try:
-            handle = begin_use(self.folder, lambda: _delete_files(self.folder.glob(_UNFINISHED_PATTERN)))
+            handle = mark_folder_in_use(self.folder, lambda: _delete_files(self.folder.glob(_UNFINISHED_PATTERN)))
             weakref.finalize(self, os.close, handle)
         except OSError as error:
-            self._warn_once("read", f"cannot be read: {reason(error)}")
+            self._warn_once("read", f"cannot be read: {failure_reason(error)}")
 
     def _remove_old_unfinished_files(self) -> None:
         """Removes what processes that were killed long ago have left unfinished. Raises `OSError`."""

@@ -36,7 +36,7 @@ from mlx_zip.engine.sessions.files import raise_if_other_ids
 from mlx_zip.engine.sessions.session import FileParts, Ids, Session
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
-from mlx_zip.layout import base_config, is_zip
+from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -52,7 +52,7 @@ def open_session_store(
 
 def position_settings(model: Any) -> str:
     """Returns the settings, beside the weights, that the keys of a model on MLX depend on, as text."""
-    return position_settings_text(base_config(model), model.config if is_zip(model) else None)
+    return position_settings_text(decoder_config(model), model.config if has_hypertokens(model) else None)
 
 
 class MlxCaches:
@@ -65,18 +65,18 @@ class MlxCaches:
 
     def __init__(self, model: Any, tokenizer: Any, share: str = "", max_kv_size: int | None = None) -> None:
         self.model, self.tokenizer, self._share = model, tokenizer, share
-        self.merge_size = model.config.merge_size if is_zip(model) else 1
+        self.merge_size = model.config.merge_size if has_hypertokens(model) else 1
         self._builder = _CacheBuilder(model, max_kv_size)
 
     @cached_property
     def identity(self) -> ModelIdentity:
         model, name = self.model, f"{fingerprint_of_model(self.model)} {self._share}".strip()
-        codec = codec_settings_text(model.config.codec_params if is_zip(model) else None)
+        codec = codec_settings_text(model.config.codec_params if has_hypertokens(model) else None)
         return ModelIdentity(name, tokenizer_fingerprint(self.tokenizer), codec, position_settings(model))
 
     @cached_property
     def own_pack_key(self) -> str:
-        if not is_zip(self.model):
+        if not has_hypertokens(self.model):
             return ""
         pack = self.model.row_source.pack
         return pack_key_of(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
@@ -306,17 +306,17 @@ class _CacheBuilder:
     def _example_cache(self) -> list[Any]:
         """A cache that has read one id; its arrays have types and shapes, but are never computed."""
         model = self.model
-        own = {} if not is_zip(model) or model.is_plain else {"pack": ()}
+        own = {} if not has_hypertokens(model) or model.is_plain else {"pack": ()}
         if self._max_kv_size is not None:
             cache = bounded_cache(model, self._max_kv_size)
         else:
-            cache = model.make_cache(**own) if is_zip(model) else make_prompt_cache(model)
+            cache = model.make_cache(**own) if has_hypertokens(model) else make_prompt_cache(model)
         model(mx.array([[0]]), cache=cache)
         return cache
 
     def raise_unless_base_ids(self, base_ids: np.ndarray) -> None:
         """Raises `BadFileError` for ids that are no base ids of a plain model; a codebook refuses them by itself."""
-        limit = None if is_zip(self.model) else base_config(self.model).get("vocab_size")
+        limit = None if has_hypertokens(self.model) else decoder_config(self.model).get("vocab_size")
         if limit is not None and len(base_ids) and int(base_ids.max()) >= limit:
             raise BadFileError(f"it holds the id {int(base_ids.max())}, base ids are below {limit}")
 

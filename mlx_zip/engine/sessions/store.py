@@ -36,7 +36,7 @@ from mlx_zip.engine.sessions.session import (
     new_session_name,
 )
 from mlx_zip.engine.sessions.session_list import SessionList
-from mlx_zip.errors import EngineError, UnknownSessionError, reason
+from mlx_zip.errors import EngineError, UnknownSessionError, failure_reason
 
 log = logging.getLogger("mlx_zip")
 
@@ -230,7 +230,7 @@ class SessionStore:
         try:
             SessionSnapshot(session, self.caches, self.options.file_facts).write(file, session.answers)
         except OSError as error:
-            raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
+            raise EngineError(f"session file {file}: cannot be written: {failure_reason(error)}") from error
         self._storage.evict_from_memory()
 
     def load(self, file: Path) -> SessionInfo:

@@ -44,7 +44,7 @@ from mlx_lm.models.llama import ModelArgs, TransformerBlock
 import mlx_zip
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError, DataError, ModelError
-from mlx_zip.files import at_home, whole_folder, write_json
+from mlx_zip.files import atomic_folder, expand_home, write_json
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, PatchText, read_tokenizer
@@ -288,7 +288,7 @@ def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
     """Writes the folder completely or not at all, replacing an older one. Raises `ModelError` when writing fails."""
     named: Any = tree_flatten(saved.model.parameters())
     try:
-        with whole_folder(folder) as partial:
+        with atomic_folder(folder) as partial:
             mx.save_safetensors(str(partial / WEIGHTS_NAME), dict(named))
             saved.text.table.save(partial / TABLE_NAME)
             (partial / TOKENIZER_NAME).write_text(saved.text.tokenizer.to_str(), encoding="utf-8")
@@ -313,7 +313,7 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
 
     Raises `ConfigError`, `DataError` or `ModelError` naming the file that is missing, damaged or of another model.
     """
-    folder = at_home(folder)
+    folder = expand_home(folder)
     config = _read_patch_config(folder / CONFIG_NAME)
     try:
         sizes = PatchConfig.from_dict(config["sizes"])

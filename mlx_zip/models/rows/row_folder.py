@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.files import sole_user
+from mlx_zip.files import try_lock_folder
 from mlx_zip.models.rows.row_files import (
     FILES_PER_SET,
     DamagedFileError,
@@ -88,7 +88,7 @@ class RowFolder:
         until = time.monotonic() + patience_s
         while self._new and self.writable:
             try:
-                with sole_user(self.folder) as mine:
+                with try_lock_folder(self.folder) as mine:
                     if mine:
                         self._write_new()
             except (OSError, DamagedFileError, ForeignFileError) as error:

@@ -25,7 +25,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.files import at_home
+from mlx_zip.files import expand_home
 from mlx_zip.models.rows.encoders import SingleEncoder, can_encode_singly, encode_entries
 from mlx_zip.models.rows.fingerprints import TensorPlace, are_unchanged, host_bytes, sample_values, tensor_places
 from mlx_zip.models.rows.row_files import RowSet
@@ -75,7 +75,7 @@ class RowStore:
         self, folder: str | Path | None = None, *, memory_bytes: int = MEMORY_BYTES, folder_bytes: int = FOLDER_BYTES
     ) -> None:
         self._memory = _RowMemory(memory_bytes)
-        self._disk = None if folder is None else RowFolder(at_home(folder), folder_bytes)
+        self._disk = None if folder is None else RowFolder(expand_home(folder), folder_bytes)
         self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
         self._fresh: list[_EncodedRows] = []  # rows that nobody may have begun to compute
         self._submitted: list[_EncodedRows] = []  # rows that `submit` returned

@@ -21,7 +21,7 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.params_json import params_from_json, params_to_json
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.models.rows.sequence_rows import EvictedEntry, SequenceRows, entries_differ, evicted_in_call
-from mlx_zip.packs.pack import Pack, Tuned, pack_of, tuned_fingerprint
+from mlx_zip.packs.pack import Pack, Tuned, resolve_pack, tuned_fingerprint
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 
@@ -126,7 +126,7 @@ class ZipState(SequenceRows):
         packs: one per sequence, None to change nothing. Raises `ModelError` for a pack that a sequence did not begin
         with, `DataError` for a file that is no pack.
         """
-        given = [None if pack is None else pack_of(pack) for pack in packs]
+        given = [None if pack is None else resolve_pack(pack) for pack in packs]
         self.tuned = [_tuned_rows_of_pack(*one) for one in zip(self.books, self.tuned, given, strict=True)]
 
     # ---- one model call

@@ -23,7 +23,7 @@ from mlx_zip.server.answers.turn import (
     Turn,
     Waiting,
 )
-from mlx_zip.text.stream import Piece, TextStream
+from mlx_zip.text.stream import TextPiece, TextStream
 from mlx_zip.text.token_facts import TokenTexts
 from mlx_zip.text.tokenizers import REPLACEMENT
 
@@ -147,7 +147,7 @@ class AnswerDeltas:
             raise EngineStoppedError("the server is stopping, so this answer was not finished")
         reason, deltas = self._ended or event.reason, []
         if self._ended is None:
-            piece: Piece = self._stream.finish(event.reason)
+            piece: TextPiece = self._stream.finish(event.reason)
             if self._shown_tokens is not None:
                 self._shown_tokens.extend(self._stream.characters)
             deltas = self._feed_splitter(piece.text)

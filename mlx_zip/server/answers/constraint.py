@@ -11,9 +11,16 @@ from mlx_zip.server.answers import marked_calls
 from mlx_zip.server.answers.splitter import ReasoningStart, reasoning_start
 from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.answers.turn import Tool, Turn
-from mlx_zip.text.grammar import GrammarConstraint, json_by, literal, mark, until, without
+from mlx_zip.text.grammar import (
+    GrammarConstraint,
+    json_rule,
+    literal_rule,
+    mark_rule,
+    rules_until_mark,
+    terminal_without_mark,
+)
 from mlx_zip.text.prompts import encode_text
-from mlx_zip.text.tokenizers import think_marks
+from mlx_zip.text.tokenizers import thinking_marks
 
 MOST_CALLS = 16  # in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -51,19 +58,19 @@ def _push_prefill(constraint: GrammarConstraint, tokenizer: Any, prefill: str) -
 
 def _start_rules(tokenizer: Any, reasons: ReasoningStart) -> list[str]:
     """Returns the rule `start`: the reasoning, if there is any, and then the rule `body`."""
-    marks = think_marks(tokenizer)
+    marks = thinking_marks(tokenizer)
     if reasons is ReasoningStart.NO or marks is None:
         return ["start: body"]
     thought = 'thought ("\\n" | "\\n\\n")?'
-    begun = thought if reasons is ReasoningStart.BEGUN else f"({mark(tokenizer, marks[0])} {thought})?"
-    return [f"start: {begun} body", until(tokenizer, "thought", marks[1])]
+    begun = thought if reasons is ReasoningStart.BEGUN else f"({mark_rule(tokenizer, marks[0])} {thought})?"
+    return [f"start: {begun} body", rules_until_mark(tokenizer, "thought", marks[1])]
 
 
 def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
     """Returns the rule `body`, what follows the reasoning, with the rules it needs; None for any text."""
     tools = turn.tools if turn.tool_choice != "none" else ()
     forced = bool(tools) and turn.tool_choice != "auto"
-    schema = None if turn.schema is None or forced else f"answer: {json_by(turn.schema)}"
+    schema = None if turn.schema is None or forced else f"answer: {json_rule(turn.schema)}"
     if not (forced or any(tool.strict for tool in tools)):
         return None if schema is None else _schema_rules(tokenizer, schema, tools, turn.parallel_tool_calls)
     form = tool_format(tokenizer)
@@ -102,7 +109,7 @@ def _find_tool(tools: Sequence[Tool], name: str) -> list[Tool]:
 
 def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], several: bool) -> list[str]:
     """Returns the rule `calls`, one call or up to `MOST_CALLS`, with the rules it needs."""
-    start = mark(tokenizer, form.start) if form.start else ""
+    start = mark_rule(tokenizer, form.start) if form.start else ""
     most = MOST_CALLS if several and form.start else 1
     between = '"\\n"' if form.kind == "tags" else _lead_rule(form)
     if _groups_calls(form):
@@ -126,13 +133,13 @@ def _after_start_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], 
 def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
     """Returns the rule for what follows a start mark. most: calls in a group."""
     if form.kind == "tags":
-        return f'"\\n" call "\\n" {mark(tokenizer, form.end)}'
+        return f'"\\n" call "\\n" {mark_rule(tokenizer, form.end)}'
     if form.kind == "list":
         more = _repeat_rule('", " call', most - 1)
         return f'" "? "[" call {more} "]"'
     if form.kind in marked_calls.FORMATS:
         more = _repeat_rule("call", most - 1) if _groups_calls(form) else ""
-        return f"{_lead_rule(form)} call {more} {mark(tokenizer, form.end)}"
+        return f"{_lead_rule(form)} call {more} {mark_rule(tokenizer, form.end)}"
     return "call"
 
 
@@ -157,11 +164,11 @@ def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list
     """
     if form.kind in marked_calls.FORMATS:
         return marked_calls.call_rules(tokenizer, form.kind, form.end, tool, name)
-    arguments = json_by(_arguments_schema(tool), lenient=not tool.strict)
+    arguments = json_rule(_arguments_schema(tool), lenient=not tool.strict)
     if form.kind == "headers":
-        return [f"{name}: {literal(tool.name)} {mark(tokenizer, '[ARGS]')} {arguments}"]
+        return [f"{name}: {literal_rule(tool.name)} {mark_rule(tokenizer, '[ARGS]')} {arguments}"]
     begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{form.arguments}": '
-    return [f'{name}: {literal(begin)} {arguments} "}}"']
+    return [f'{name}: {literal_rule(begin)} {arguments} "}}"']
 
 
 def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
@@ -185,4 +192,4 @@ def _free_text_rules(tokenizer: Any, form: ToolFormat, several: bool) -> list[st
     one = "before after_start"
     ends = form.kind == "list" or not several
     body = f"body: TEXT | {one}" if ends else f"body: TEXT | ({one})+ TEXT"
-    return [body, until(tokenizer, "before", form.start), without("TEXT", form.start)]
+    return [body, rules_until_mark(tokenizer, "before", form.start), terminal_without_mark("TEXT", form.start)]

@@ -12,8 +12,8 @@ from typing import Any
 
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.answers.turn import Tool
-from mlx_zip.text.grammar import json_by, literal, mark, vocabulary_of, without
-from mlx_zip.text.tokenizers import token_id
+from mlx_zip.text.grammar import grammar_vocabulary, json_rule, literal_rule, mark_rule, terminal_without_mark
+from mlx_zip.text.tokenizers import single_token_id
 
 MOST_LENGTH = 10_000  # characters of a text that a schema bounds
 _NAME = re.compile(r"[^\s<>\"'&]+")
@@ -83,14 +83,14 @@ def call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> li
                 *_text_rules(tokenizer, form, end, tool, argument_schema, argument),
             ]
         else:
-            value = json_by({**argument_schema, **shared}, lenient=not tool.strict)
+            value = json_rule({**argument_schema, **shared}, lenient=not tool.strict)
             rules.append(f"{argument}: {begin} {value} {_literal_with_marks(tokenizer, form.close)}")
     return [f"{name}: {' '.join(filter(None, [*whole, _literal_with_marks(tokenizer, form.end)]))}", *rules]
 
 
 def lead_rule(kind: str) -> str:
     """Returns the rule for what stands between the mark before the calls and the first call, "" for nothing."""
-    return literal(FORMATS[kind].lead) if FORMATS[kind].lead else ""
+    return literal_rule(FORMATS[kind].lead) if FORMATS[kind].lead else ""
 
 
 def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
@@ -138,16 +138,16 @@ def _text_rules(
     if (choices := _enum_texts(schema)) is not None:
         avoid = (form.avoid, end)
         known = [one for one in choices if one == one.strip() and one.lower() != "null"]
-        known = [literal(one) for one in known if not any(mark in one for mark in avoid)]
+        known = [literal_rule(one) for one in known if not any(mark in one for mark in avoid)]
         if not known:
             raise _unforceable_error(tool, "no text of an enum can be written")
         return [f"{rule}: ({' | '.join(known)}) {_literal_with_marks(tokenizer, form.close)}"]
     body = [f"{terminal}_IN: {_length_pattern(tool, schema)} & /(\\S((.|\\n)*\\S)?)?/ & ~/[nN][uU][lL][lL]/"]
-    body += [without(f"{terminal}_CLOSE", form.avoid), without(f"{terminal}_END", end)]
+    body += [terminal_without_mark(f"{terminal}_CLOSE", form.avoid), terminal_without_mark(f"{terminal}_END", end)]
     body.append(f"{terminal}: {terminal}_IN & {terminal}_CLOSE & {terminal}_END")
-    if token_id(tokenizer, form.close) in vocabulary_of(tokenizer).special_token_ids:
-        return [f"{rule}: {terminal} {mark(tokenizer, form.close)}", *body]
-    return [f"{rule}[suffix={literal(form.close)}]: {terminal}", *body]
+    if single_token_id(tokenizer, form.close) in grammar_vocabulary(tokenizer).special_token_ids:
+        return [f"{rule}: {terminal} {mark_rule(tokenizer, form.close)}", *body]
+    return [f"{rule}[suffix={literal_rule(form.close)}]: {terminal}", *body]
 
 
 def _enum_texts(schema: Mapping[str, Any]) -> list[str] | None:
@@ -165,4 +165,4 @@ def _length_pattern(tool: Tool, schema: Mapping[str, Any]) -> str:
 def _literal_with_marks(tokenizer: Any, text: str) -> str:
     """Returns the rule for a text in which marks that are tokens are written as these, "" for no text."""
     parts = [part for part in _MARK.split(text) if part]
-    return " ".join(mark(tokenizer, part) if _MARK.fullmatch(part) else literal(part) for part in parts)
+    return " ".join(mark_rule(tokenizer, part) if _MARK.fullmatch(part) else literal_rule(part) for part in parts)

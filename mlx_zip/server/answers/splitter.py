@@ -11,7 +11,7 @@ from typing import Any
 from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.answers.turn import Delta, Reasoning, ShownToken, Text, TokenLogprob, Turn
 from mlx_zip.text.stream import partial_mark_length
-from mlx_zip.text.tokenizers import think_marks
+from mlx_zip.text.tokenizers import thinking_marks
 
 MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
 MOST_SPACE = 64  # characters of white space that are dropped at a mark, and so held back
@@ -43,7 +43,7 @@ def reasoning_start(
     prefilled: whether the answer goes on after `turn.prefill`, which the prompt ends with; False to say where the
     prefill itself begins.
     """
-    marks = think_marks(tokenizer)
+    marks = thinking_marks(tokenizer)
     if marks is None or turn.prompt is not None:
         return ReasoningStart.NO
     tail = tokenizer.decode(list(prompt_ids)[-_TAIL_IDS:], skip_special_tokens=False) if len(prompt_ids) else ""
@@ -78,7 +78,7 @@ class Splitter:
 
     def __init__(self, tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = ()) -> None:
         self._turn = turn
-        self._think = think_marks(tokenizer) or ("", "")
+        self._think = thinking_marks(tokenizer) or ("", "")
         self._format = tool_format(tokenizer) if turn.tools and turn.tool_choice != "none" else None
         reasons = reasoning_start(tokenizer, turn, prompt_ids)
         states = {

@@ -37,7 +37,7 @@ from mlx_zip.server.openai.choices import (
     total_usage,
 )
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
-from mlx_zip.text.token_facts import TokenTexts, characters
+from mlx_zip.text.token_facts import TokenTexts, count_characters
 
 MOST_PROMPTS = 64
 MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer
@@ -153,7 +153,7 @@ def _logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
     """Returns the log-probabilities of a text in the form of completions. begin: characters of the text before it."""
     offsets = [begin]
     for one in found:
-        offsets.append(offsets[-1] + characters(one.bytes))
+        offsets.append(offsets[-1] + count_characters(one.bytes))
     return {
         "tokens": [one.text for one in found],
         "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in found],
@@ -287,10 +287,10 @@ def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_Echo
     for one in read:
         *before, last = (texts[(i,)] for i in one.base_ids)
         if one.logprob is None:
-            yield from (_EchoedToken(text, characters(data)) for text, data in (*before, last))
+            yield from (_EchoedToken(text, count_characters(data)) for text, data in (*before, last))
             continue
-        yield from (_EchoedToken(text, characters(data), 0.0, {text: 0.0}) for text, data in before)
-        yield _EchoedToken(last[0], characters(last[1]), one.logprob, _likeliest_by_text(one, last[0], texts))
+        yield from (_EchoedToken(text, count_characters(data), 0.0, {text: 0.0}) for text, data in before)
+        yield _EchoedToken(last[0], count_characters(last[1]), one.logprob, _likeliest_by_text(one, last[0], texts))
 
 
 def _likeliest_by_text(read: PromptId, own: str, texts: TokenTexts) -> _LogprobsByText:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import reason
-from mlx_zip.files import make_private, whole_file
+from mlx_zip.errors import failure_reason
+from mlx_zip.files import atomic_file, make_private
 from mlx_zip.server.errors import RequestError, json_bytes
 
 Json = Mapping[str, Any]
@@ -158,7 +158,7 @@ class ResponseFiles:
             found = [path for path in self.folder.glob("resp_*.json") if _NAME.fullmatch(path.stem)]
             return sorted(found, key=lambda path: path.lstat().st_mtime_ns)
         except OSError as error:
-            log.warning("%s cannot be read: %s", self.folder, reason(error))
+            log.warning("%s cannot be read: %s", self.folder, failure_reason(error))
             return []
 
     def write(self, name: str, text: bytes) -> None:
@@ -203,11 +203,11 @@ def _log_disk_errors(work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:
-        log.warning("a stored response: %s", reason(error))
+        log.warning("a stored response: %s", failure_reason(error))
 
 
 def _write_private_file(path: Path, text: bytes) -> None:
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(handle, "wb") as file:
             file.write(text)

@@ -21,7 +21,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError, GenerationError
 from mlx_zip.text.prompts import render_chat
 from mlx_zip.text.sources import Record, Skipped
-from mlx_zip.text.token_facts import lead_ids, special_ids
+from mlx_zip.text.token_facts import leading_special_ids, special_ids
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -58,7 +58,7 @@ class RecordEncoder:
         self._fast_tokenizer = tokenizer.backend_tokenizer
         self._fast_tokenizer.no_truncation()
         self._fast_tokenizer.no_padding()
-        self.lead = lead_ids(tokenizer)
+        self.lead = leading_special_ids(tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[EncodedRecord | Skipped]:
         """Returns, for each record in order, its base ids, or `Skipped` with the reason why it has none.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import DataError, reason
+from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.text.sources import Source
 
 BUNDLED_MIXTURES = Path(__file__).parent / "mixtures"  # bundled mixtures, NAME.yaml
@@ -31,7 +31,7 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
         data = read_yaml(path)
     except (OSError, ValueError) as error:
         ready = ", ".join(sorted(file.stem for file in BUNDLED_MIXTURES.glob("*.yaml")))
-        message = f"mixture {name} cannot be read: {reason(error)}"
+        message = f"mixture {name} cannot be read: {failure_reason(error)}"
         raise DataError(f"{message}; give a .yaml file or one of {ready}") from error
     listed = data.get("sources") if isinstance(data, dict) and data.keys() == {"sources"} else None
     if not isinstance(listed, list) or not listed:

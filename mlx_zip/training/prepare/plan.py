@@ -10,13 +10,13 @@ from typing import Any
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.files import at_home
+from mlx_zip.files import expand_home
 from mlx_zip.models.loading import read_model_config
 from mlx_zip.packs.entries import Entry
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.formats import is_tokenizer_file
-from mlx_zip.text.sources import Source, files_of
-from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
+from mlx_zip.text.sources import Source, source_files
+from mlx_zip.text.token_facts import digit_ids, leading_special_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare.encoding import TRAIN_ON
 from mlx_zip.training.prepare.sharding import PreparationPlan
@@ -100,7 +100,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPl
     folder = _find_tokenizer(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_model_config(folder) if options.model is not None else {}
-    if options.context <= (lead := len(lead_ids(tokenizer))):
+    if options.context <= (lead := len(leading_special_ids(tokenizer))):
         raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
     params = _choose_codec(options, tokenizer, config, pads)
     pool = None
@@ -123,7 +123,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPl
 
 
 def _find_tokenizer(options: PrepareOptions) -> Path:
-    file = at_home(options.tokenizer or "")
+    file = expand_home(options.tokenizer or "")
     if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
         return file
     return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
@@ -251,7 +251,7 @@ def _make_settings_record(options: PrepareOptions, plan: PreparationPlan, tokeni
 
 
 def _make_source_record(source: Source) -> dict[str, Any]:
-    files = [file for name in source.data for file in files_of(name)]
+    files = [file for name in source.data for file in source_files(name)]
     digests = {name: _hash_file(name) for name in files}
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mlx_zip
-from mlx_zip.errors import DataError, reason
+from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
-from mlx_zip.text.sources import Reader, files_of, is_local
+from mlx_zip.text.sources import SourceReader, is_local, source_files
 from mlx_zip.training.prepare.mixture import choose_next_sources, count_kept_samples
 from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
 from mlx_zip.training.prepare.prepared_folder import POOL_FILE, PreparedFolder
@@ -72,7 +72,7 @@ def prepare_data(
         raise DataError(f"a worker process was killed, by lack of memory perhaps; {_HOW_TO_GO_ON}") from error
     except OSError as error:  # errors of reading are `DataError`s by now
         go_on = f"; {_HOW_TO_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
-        raise DataError(f"{options.out} cannot be written: {reason(error)}{go_on}") from error
+        raise DataError(f"{options.out} cannot be written: {failure_reason(error)}{go_on}") from error
 
 
 _HOW_TO_GO_ON = "the shards written so far stay: run the same again to go on"
@@ -109,7 +109,7 @@ class _Preparation:
     ) -> None:
         self.options, self.plan, self.folder, self.report = options, plan, folder, report
         self.shares = [source.share for source in options.sources]
-        self.readers = [Reader(source) for source in options.sources]
+        self.readers = [SourceReader(source) for source in options.sources]
         self.chunks = [
             cut_chunks(iter(r), options.shard_samples, options.context, options.fill_windows) for r in self.readers
         ]
@@ -117,7 +117,7 @@ class _Preparation:
         self.skipped: Counter[str] = Counter()
         names = [name for source in options.sources for name in source.data]
         local = all(map(is_local, names))
-        total = sum(Path(file).stat().st_size for name in names for file in files_of(name)) if local else None
+        total = sum(Path(file).stat().st_size for name in names for file in source_files(name)) if local else None
         self.bar = ProgressBar(total, "byte", "Preparing", shown=progress)
 
     def make_shards(self, make: MakeShards) -> None:
@@ -148,8 +148,8 @@ class _Preparation:
             self.records[chunk.source].append(record)
             self._count_skipped(record)
             base_ids = sum(r["base_ids"] for done in self.records for r in done)
-            self.bar.note(f"{base_ids:,} base ids")
-            self.bar.reach(chunk.stored)
+            self.bar.show_figures(f"{base_ids:,} base ids")
+            self.bar.set_done(chunk.stored)
 
     def _report_skipped(self, record: dict[str, Any]) -> None:
         """Reports the invalid records of a shard: the first ones in words, the number of all others."""

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import DataError, reason
-from mlx_zip.files import remove_partials, sole_user, write_json
+from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import remove_unfinished, try_lock_folder, write_json
 from mlx_zip.training.prepare.sharding import shard_record_path
 from mlx_zip.training.prepare.shards import (
     ARRAY_TYPES,
@@ -70,9 +70,9 @@ class PreparedFolder:
             raise DataError(f"{self.folder} is a file, not a folder")
         self._made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._held.enter_context(sole_user(self.folder)):
+        if not self._held.enter_context(try_lock_folder(self.folder)):
             raise DataError(f"another process prepares data in {self.folder}; wait for it, or choose another (--out)")
-        remove_partials(self.folder)
+        remove_unfinished(self.folder)
         index = self._read_json(self.folder / INDEX_FILE)
         begun = self._read_json(self.folder / SETTINGS_FILE) if index is None else index.get("settings")
         if begun is None:
@@ -106,7 +106,9 @@ class PreparedFolder:
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} cannot be read: {reason(error)}; delete the folder and prepare again") from error
+            raise DataError(
+                f"{path} cannot be read: {failure_reason(error)}; delete the folder and prepare again"
+            ) from error
         if not isinstance(data, dict):
             raise DataError(f"{path} is damaged; delete the folder and prepare again")
         return data

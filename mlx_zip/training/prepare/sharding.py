@@ -14,7 +14,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
 from mlx_zip.packs.entries import Entry
-from mlx_zip.text.sources import Item, Record, Skipped, parse
+from mlx_zip.text.sources import Item, Record, Skipped, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_windows
 from mlx_zip.training.prepare.shards import ShardWriter
@@ -133,7 +133,7 @@ class ShardMaker:
         return record
 
     def _encode_records(self, chunk: Chunk, tally: RecordTally) -> list[EncodedRecord]:
-        parsed = [parse(item, self.plan.columns[chunk.source]) for item in chunk.items]
+        parsed = [parse_item(item, self.plan.columns[chunk.source]) for item in chunk.items]
         results = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
         found = [next(results) if isinstance(record, Record) else record for record in parsed]
         encoded_records = []

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import CodecError, DataError, reason
-from mlx_zip.files import whole_file, write_json
+from mlx_zip.errors import CodecError, DataError, failure_reason
+from mlx_zip.files import atomic_file, write_json
 from mlx_zip.packs.entries import Entry
 
 VERSION = 1
@@ -106,7 +106,7 @@ class ShardWriter:
         if self.start_width:
             arrays["start"] = np.array(self._starts, np.int32).reshape(-1, self.start_width)
         for part, array in arrays.items():
-            with whole_file(array_path(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
+            with atomic_file(array_path(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
                 np.save(file, array, allow_pickle=False)
         total = counts.sum(axis=0).tolist()
         return {"name": self.name, "samples": len(counts), "ids": total[0], "base_ids": total[1], "bytes": total[2]}
@@ -148,7 +148,7 @@ class PreparedShards:
                 (str(record["name"]), _check_count("samples", record["samples"])) for record in self.index["shards"]
             ]
         except (KeyError, TypeError, ValueError, CodecError) as error:
-            raise DataError(f"{self.folder / INDEX_FILE}: {reason(error)}; {_PREPARE_AGAIN}") from error
+            raise DataError(f"{self.folder / INDEX_FILE}: {failure_reason(error)}; {_PREPARE_AGAIN}") from error
         made_with = self.index.get("tokenizer")
         if made_with is not None and not isinstance(made_with, dict):
             raise DataError(f"{self.folder / INDEX_FILE}: tokenizer is {made_with!r:.40}; {_PREPARE_AGAIN}")
@@ -227,7 +227,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {reason(error)}; {_PREPARE_AGAIN}") from error
+        raise DataError(f"{path} cannot be read: {failure_reason(error)}; {_PREPARE_AGAIN}") from error
     if not isinstance(index, dict) or index.get("version") != VERSION:
         raise DataError(f"{path} is not version {VERSION} of prepared data; {_PREPARE_AGAIN}")
     return index
@@ -245,7 +245,7 @@ def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:  # the last: a damaged header
-        raise DataError(f"{path} cannot be read: {reason(error)}; {_PREPARE_AGAIN}") from error
+        raise DataError(f"{path} cannot be read: {failure_reason(error)}; {_PREPARE_AGAIN}") from error
     if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype != dtype:
         found = f"{array.ndim} dimensions of {array.dtype}" if isinstance(array, np.ndarray) else "an archive"
         raise DataError(f"{path} holds {found}, not {ndim} of {np.dtype(dtype)}; {_PREPARE_AGAIN}")

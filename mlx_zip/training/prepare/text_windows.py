@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
-from mlx_zip.text.sources import Reader, Skipped, Source, parse
+from mlx_zip.text.sources import Skipped, Source, SourceReader, parse_item
 from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, Window, compress_window, cut_windows
 from mlx_zip.training.prepare.shards import Sample
 
@@ -27,8 +27,8 @@ def encode_sources(
     """
     encoder, read = RecordEncoder(tokenizer, "all"), 0
     for source in sources:
-        for item in Reader(source):
-            record = parse(item, source.columns)
+        for item in SourceReader(source):
+            record = parse_item(item, source.columns)
             encoded = record if isinstance(record, Skipped) else encoder.encode([record])[0]
             if isinstance(encoded, Skipped):
                 if not encoded.empty:

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
-from mlx_zip.errors import TrainingError, first_line
+from mlx_zip.errors import TrainingError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import ROWS
@@ -263,7 +263,7 @@ def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
     try:
         body = AutoModel.from_config(AutoConfig.for_model(kind, **known), attn_implementation=attention)
     except (ValueError, TypeError, KeyError) as error:
-        raise TrainingError(f"transformers cannot build this {kind}: {first_line(error)}") from error
+        raise TrainingError(f"transformers cannot build this {kind}: {first_message_line(error)}") from error
     return body.requires_grad_(False)
 
 

@@ -31,13 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.errors import DataError, reason
-from mlx_zip.files import at_home, check_in, write_json
-from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encoded
+from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import check_regular_file, expand_home, write_json
+from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encode_with_added_tokens
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
 from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.pieces import Front
-from mlx_zip.vocab.first_stage import pairs_of, to_text
+from mlx_zip.vocab.first_stage import bytes_to_spelled, parse_merges
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
 METHODS = ("adapt", "first-k", "top-k")
@@ -157,7 +157,7 @@ class AdaptedVocabulary:
 
     def encode(self, text: str) -> Uint32s:
         """Encodes a text -> uint32 ids, without special tokens. Raises `DataError` for lone surrogates."""
-        return self._id_of[encoded(self.encoder, self.front, text, self.token_ids)]
+        return self._id_of[encode_with_added_tokens(self.encoder, self.front, text, self.token_ids)]
 
     def encode_bytes(self, data: bytes) -> Uint32s:
         """Encodes any bytes -> uint32 ids, without looking for added tokens; `decode` returns the same bytes.
@@ -194,7 +194,7 @@ class AdaptedVocabulary:
 
     def save(self, path: str | Path) -> None:
         """Writes the file; one that exists is replaced only by a complete one. Raises `OSError`."""
-        tokens = list(map(to_text, self.merges.tokens))
+        tokens = list(map(bytes_to_spelled, self.merges.tokens))
         record = {
             "format": FORMAT,
             "version": VERSION,
@@ -232,7 +232,7 @@ class AdaptedVocabulary:
             )
 
 
-def adapted(
+def adapt_vocabulary(
     base: BaseVocabulary,
     words: Counter[bytes],
     n: int,
@@ -244,7 +244,7 @@ def adapted(
 ) -> AdaptedVocabulary:
     """Adapts a tokenizer to texts: returns the vocabulary with n of its merges, chosen by `method`.
 
-    words: the pieces of the texts and how often each occurs (see `words_of`). n: letters are kept besides. method:
+    words: the pieces of the texts and how often each occurs (see `count_words`). n: letters are kept besides. method:
     "adapt" begins with the first n merges and swaps some (`settings` as in `learn.adapt`); "first-k" keeps the first n;
     "top-k" keeps the n whose tokens occur most often when all merges are applied, always with the rule "final".
     progress is called after each swap. Raises `DataError` for an unknown method or settings out of range.
@@ -266,7 +266,7 @@ def adapted(
         base.merges.fingerprint,
         base.n_merges,
         base.size,
-        _with_ranks(base.merges, ranks),
+        _select_merges(base.merges, ranks),
         np.array(ranks, np.uint32),
         first,
         tuple(virtual),
@@ -278,7 +278,7 @@ def adapted(
     )
 
 
-def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
+def count_words(front: Front, texts: Iterable[str]) -> Counter[bytes]:
     """Counts the pieces that texts are split into before merging; added tokens are left out."""
     counts: Counter[bytes] = Counter()
     for text in texts:
@@ -288,7 +288,7 @@ def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
     return counts
 
 
-def _with_ranks(merges: MergeList, ranks: Sequence[int]) -> MergeList:
+def _select_merges(merges: MergeList, ranks: Sequence[int]) -> MergeList:
     """Returns a merge list with only the merges of these ranks, in this order; `ranks` begins with the letters."""
     new = np.zeros(BYTES + len(merges), np.uint32)
     new[:BYTES] = np.arange(BYTES)
@@ -298,22 +298,22 @@ def _with_ranks(merges: MergeList, ranks: Sequence[int]) -> MergeList:
 
 def read_adapted(path: str | Path) -> AdaptedVocabulary:
     """Reads a file that `AdaptedVocabulary.save` wrote. Raises `DataError` naming the file and what is wrong in it."""
-    path = at_home(path)
-    check_in(path)
+    path = expand_home(path)
+    check_regular_file(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return _from_record(record)
+        return _parse_record(record)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except KeyError as error:
         raise DataError(f"{path}: {error} is missing") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: no valid JSON: {reason(error)}") from error
+        raise DataError(f"{path}: no valid JSON: {failure_reason(error)}") from error
     except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def _from_record(record: Any) -> AdaptedVocabulary:
+def _parse_record(record: Any) -> AdaptedVocabulary:
     """Returns the vocabulary in a parsed file. Raises `DataError` and other errors, which `read_adapted` catches."""
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
@@ -331,7 +331,7 @@ def _from_record(record: Any) -> AdaptedVocabulary:
         base["fingerprint"],
         base["merges"],
         base["ids"],
-        MergeList.of_bytes(pairs_of(record["merges"]), record["letters"]),
+        MergeList.of_bytes(parse_merges(record["merges"]), record["letters"]),
         as_ids(record["ranks"]),
         record["first"],
         tuple(record["virtual"]),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, is_text, live
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, drop_dead_merges, is_text
 from mlx_zip.vocab.adaptbpe.pieces import BLANK, CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
 from mlx_zip.vocab.first_stage import (
     BYTE_OF,
@@ -31,10 +31,10 @@ from mlx_zip.vocab.first_stage import (
     AddedToken,
     Pair,
     TokenizerFile,
+    bytes_to_spelled,
+    checked_vocabulary,
     open_tokenizer,
-    read_stored,
-    to_text,
-    vocabulary_of,
+    read_uncompressed,
 )
 
 FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model folder
@@ -79,10 +79,10 @@ class BaseVocabulary:
 
         encoder: a result of `encoder()`, which makes repeated calls faster; None: a new one.
         """
-        return encoded(encoder or self.encoder(), self.front, text, self.ids)
+        return encode_with_added_tokens(encoder or self.encoder(), self.front, text, self.ids)
 
 
-def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
+def encode_with_added_tokens(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
     """Returns the ids of a text, uint32.
 
     Added tokens keep the id that `front` gives them; a token of the encoder becomes `ids[token]`. Between added tokens
@@ -130,7 +130,7 @@ def _from_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     if ids_file is None or not ids_file.is_file():
         return BaseVocabulary(file.name, merges, _gpt2_ids(merges), Front(pieces or "gpt2"))
     vocabulary = _read_vocabulary(ids_file)
-    names = vocabulary.keys() - set(map(to_text, merges.tokens))
+    names = vocabulary.keys() - set(map(bytes_to_spelled, merges.tokens))
     added = tuple(AddedToken(name, vocabulary[name]) for name in sorted(names, key=vocabulary.__getitem__))
     return BaseVocabulary(file.name, merges, _ids_of_tokens(merges, vocabulary), Front(pieces or "gpt2", added))
 
@@ -138,7 +138,7 @@ def _from_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 def _read_vocabulary(path: Path) -> dict[str, int]:
     """Reads the file with the ids of a merge list: spelled tokens -> ids. Raises `DataError` naming the file."""
     try:
-        return vocabulary_of(json.loads(read_stored(path)))
+        return checked_vocabulary(json.loads(read_uncompressed(path)))
     except ValueError as error:
         raise DataError(f"{path.name} in the same folder is not valid JSON: {error}") from error
 
@@ -169,10 +169,10 @@ def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     if one := next((token for token in data.get("added_tokens") or () if token.get("single_word")), None):
         raise DataError(f"added token {one['content']!r} has single_word set, which is not supported here")
     if pieces == CHARACTERS:
-        _check_blanks(data)
+        _check_space_handling(data)
         merges, ids = _merges_of_characters(vocabulary, file.merges(), {token.content for token in added})
     else:
-        merges = MergeList.of_bytes(live(file.pairs()))
+        merges = MergeList.of_bytes(drop_dead_merges(file.pairs()))
         ids = _ids_of_tokens(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
     own = data.get("pre_tokenizer") if pieces not in PIECES else None
@@ -197,7 +197,7 @@ def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
 
 def _ids_of_tokens(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
     """Returns the id of each token of a merge list, uint32. Raises `DataError` for one that `vocabulary` lacks."""
-    found = [vocabulary.get(to_text(token)) for token in merges.tokens]
+    found = [vocabulary.get(bytes_to_spelled(token)) for token in merges.tokens]
     missing = [token for token, i in zip(merges.tokens, found, strict=True) if i is None]
     if missing:
         kind = "byte" if len(missing[0]) == 1 else "merged token"
@@ -217,7 +217,7 @@ def _from_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     if missing := [byte for byte in range(BYTES) if bytes([byte]) not in ranks]:
         raise DataError(f"lacks the byte {missing[0]}")
     longer = sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__)
-    pairs = [pair for token in longer if (pair := _parents(token, ranks)) is not None]
+    pairs = [pair for token in longer if (pair := _parent_tokens(token, ranks)) is not None]
     made = {left + right for left, right in pairs}
     while lost := [pair for pair in pairs if any(len(part) > 1 and part not in made for part in pair)]:
         gone = set(lost)
@@ -228,7 +228,7 @@ def _from_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     return BaseVocabulary(file.name, merges, ids, Front(pieces), len(ranks) - len(ids))
 
 
-def _parents(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
+def _parent_tokens(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
     """Returns the two tokens that the last merge joins when a token's bytes are merged by rank.
 
     None: merging by rank does not make the token.
@@ -242,7 +242,7 @@ def _parents(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
     return parts[0], parts[1]
 
 
-def _check_blanks(data: Mapping[str, Any]) -> None:
+def _check_space_handling(data: Mapping[str, Any]) -> None:
     """Raises `DataError` for a tokenizer.json, here parsed, whose treatment of blanks is not supported.
 
     Its decoder must turn the blank's character into a blank; its pre-tokenizer must treat all places in a text alike.
@@ -268,7 +268,7 @@ def _merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set
     letters: dict[bytes, Pair] = {}
     for data in sorted(name.encode("utf-8", "surrogatepass") for name in names if len(name) == 1):
         letters |= {data[: n + 1]: (data[:n], data[n : n + 1]) for n in range(1, len(data))}
-    made = MergeList.of_bytes(live([*letters.values(), *map(_text_pair, merges)]), len(letters))
+    made = MergeList.of_bytes(drop_dead_merges([*letters.values(), *map(_merge_as_bytes, merges)]), len(letters))
     own = {byte: chr(byte) for byte in range(128) if chr(byte) in names}
     spelled = [own.get(byte, f"<0x{byte:02X}>") for byte in range(BYTES)]
     spelled += [token.decode() if is_text(token) else "" for token in made.tokens[BYTES:]]
@@ -279,7 +279,7 @@ def _merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set
     return made, np.array(found, np.uint32)
 
 
-def _text_pair(merge: Any) -> Pair:
+def _merge_as_bytes(merge: Any) -> Pair:
     """Returns a merge of a tokenizer.json, of two texts, as a pair of byte strings. Raises `DataError`."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):

@@ -75,7 +75,7 @@ def adapt(
     """
     _check_kept(merges, n)
     _check_settings(margin, max_swaps, tie, counting)
-    corpus = _Corpus(merges, words, n, tie, counting)
+    corpus = _SwapCorpus(merges, words, n, tie, counting)
     swaps: list[Swap] = []
     while max_swaps is None or len(swaps) < max_swaps:
         pair = corpus.candidates()
@@ -120,7 +120,7 @@ def _check_settings(margin: int, max_swaps: int | None, tie: str, counting: str)
         raise DataError(f"counting {counting!r} is none of {', '.join(COUNTINGS)}")
 
 
-class _Corpus:
+class _SwapCorpus:
     """The texts while merges are swapped: words as lists of tokens, counts of tokens and pairs, candidates for swaps.
 
     words, weights: the tokens of each distinct word, and how often the word occurs. counts: occurrences of each token.
@@ -134,7 +134,7 @@ class _Corpus:
         self.left_out = {pair: n + i for i, pair in enumerate(self.parts[n:])}
         self.virtual: set[int] = set()  # tokens
         self.sign = -1 if tie == "high" else 1
-        self.ranks = self._overlapping if counting == "overlapping" else self._firing
+        self.ranks = self._addable_pairs if counting == "overlapping" else self._addable_pairs_that_merge
         self.counts, self.pairs = [0] * (BYTES + len(merges)), [0] * len(merges)
         self.with_token: defaultdict[int, set[int]] = defaultdict(set)
         self.with_pair: defaultdict[int, set[int]] = defaultdict(set)
@@ -170,7 +170,7 @@ class _Corpus:
         tokens, pairs = {made}, set()
         for at in touched:
             old = self.words[at]
-            new = _joined(_replaced(old, gone, pieces), pair, made)
+            new = _join_pair(_replace_token(old, gone, pieces), pair, made)
             if new == old:
                 continue
             weight = self.weights[at]
@@ -213,12 +213,12 @@ class _Corpus:
             self.pairs[rank] -= weight
         return ranks
 
-    def _overlapping(self, word: list[int]) -> list[int]:
+    def _addable_pairs(self, word: list[int]) -> list[int]:
         """Returns the ranks of the merges outside the vocabulary that join neighbours in a word, once per position."""
         return [rank for rank in map(self.left_out.get, pairwise(word)) if rank is not None]
 
-    def _firing(self, word: list[int]) -> list[int]:
-        """Like `_overlapping`, but for x x x with equal tokens counts one pair, because only one can be merged."""
+    def _addable_pairs_that_merge(self, word: list[int]) -> list[int]:
+        """Like `_addable_pairs`, but for x x x with equal tokens counts one pair, because only one can be merged."""
         ranks, taken = [], -1  # taken: index of the second token of the last pair of equal tokens; -1: none
         for at, pair in enumerate(pairwise(word)):
             rank = self.left_out.get(pair)
@@ -229,12 +229,12 @@ class _Corpus:
         return ranks
 
 
-def _replaced(word: Sequence[int], token: int, pieces: Sequence[int]) -> list[int]:
+def _replace_token(word: Sequence[int], token: int, pieces: Sequence[int]) -> list[int]:
     """Returns a word with each occurrence of `token` replaced by `pieces`, the tokens that it is split into."""
     return [y for x in word for y in (pieces if x == token else (x,))] if token in word else list(word)
 
 
-def _joined(word: list[int], pair: tuple[int, int], made: int) -> list[int]:
+def _join_pair(word: list[int], pair: tuple[int, int], made: int) -> list[int]:
     """Returns a word with each occurrence of `pair` replaced by the token `made`, from left to right."""
     if pair[0] not in word:
         return word

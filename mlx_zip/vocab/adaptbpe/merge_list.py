@@ -181,7 +181,7 @@ class Schedule:
         return Schedule(self.apply_at, split_at)
 
 
-def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
+def drop_dead_merges(pairs: Sequence[Pair]) -> Iterable[Pair]:
     """Returns the merges without those that are never applied to any text.
 
     If several merges make the same token, only the one that makes it from its own bytes is ever applied. Lists that
@@ -197,14 +197,14 @@ def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
     last = {token: _last_merge(token, ranks) for token in several}
     dead = {token for token, rank in last.items() if rank is None}
-    live = []
+    drop_dead_merges = []
     for rank, (left, right) in enumerate(pairs):
         token = left + right
         if left in dead or right in dead:
             dead.add(token)
         elif last.get(token, rank) == rank:
-            live.append((left, right))
-    return live
+            drop_dead_merges.append((left, right))
+    return drop_dead_merges
 
 
 def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
@@ -247,7 +247,7 @@ class Encoder:
             status = lib.mlxzip_bpe_encode(
                 self._bpe, PIECES[self.pieces], data, len(data), ffi.from_buffer("uint32_t[]", tokens), n_out
             )
-        _check(status)
+        _raise_for_status(status)
         return tokens[: n_out[0]].copy()  # a copy, so that the buffer is freed
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> tuple[Uint32s, NDArray[np.int64]]:
@@ -264,7 +264,7 @@ class Encoder:
                 ffi.from_buffer("uint32_t[]", tokens),
                 ffi.from_buffer("size_t[]", id_ends),
             )
-        _check(status)
+        _raise_for_status(status)
         return tokens[: int(id_ends[-1]) if len(pieces) else 0], id_ends.astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
@@ -273,7 +273,7 @@ class Encoder:
         return b"".join([known[token] for token in tokens])
 
 
-def cut(text: bytes, pieces: str) -> list[bytes]:
+def cut_into_pieces(text: bytes, pieces: str) -> list[bytes]:
     """Cuts a text into pieces; joined, the pieces are the text. pieces: how, a key of `PIECES`."""
     data, ends = ffi.from_buffer("uint8_t[]", text), np.empty(len(text), np.uintp)
     n = lib.mlxzip_pieces(PIECES[pieces], data, len(data), ffi.from_buffer("size_t[]", ends))
@@ -290,11 +290,11 @@ def _new_bpe(merges: MergeList, schedule: Schedule) -> Any:
     spec, out = ffi.new("mlxzip_bpe_spec *"), ffi.new("mlxzip_bpe **")
     spec.n_merges = len(merges)
     spec.parts, spec.apply_at, spec.split_at = (ffi.from_buffer("uint32_t[]", array) for array in arrays)
-    _check(lib.mlxzip_bpe_new(spec, out))
+    _raise_for_status(lib.mlxzip_bpe_new(spec, out))
     return ffi.gc(out[0], lib.mlxzip_bpe_free)
 
 
-def _check(status: int) -> None:
+def _raise_for_status(status: int) -> None:
     """Raises the exception for an error status of the C library; returns for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
         raise MemoryError("the encoder is out of memory")

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
-from mlx_zip.vocab.adaptbpe.merge_list import PIECES, cut
-from mlx_zip.vocab.first_stage import AddedToken, to_bytes
+from mlx_zip.vocab.adaptbpe.merge_list import PIECES, cut_into_pieces
+from mlx_zip.vocab.first_stage import AddedToken, spelled_to_bytes
 
 CHARACTERS, BLANK = "characters", "\u2581"  # byte fallback; the character that its vocabularies use for a blank
 
@@ -49,7 +49,7 @@ class Front:
 
     @property
     def encoder_pieces(self) -> str:
-        """The key of `PIECES` by which the C encoder cuts its input; "whole" if `cut` has cut it already."""
+        """The key of `PIECES` by which the C encoder cuts its input; "whole" if the input is cut already."""
         return self.pieces if self.pieces in PIECES else "whole"
 
     def unspelled(self, token: bytes) -> bytes:
@@ -73,11 +73,11 @@ class Front:
     def cut(self, stretch: bytes) -> list[bytes]:
         """Cuts one part of a text, in UTF-8, into pieces."""
         if self.pieces in PIECES:
-            return cut(stretch, self.pieces)
+            return cut_into_pieces(stretch, self.pieces)
         if self.pieces == CHARACTERS and self.pre_tokenizer is None:
             return [stretch]
         text = stretch.decode("utf-8", "surrogateescape")
-        spelled = (lambda piece: piece.encode("utf-8")) if self.pieces == CHARACTERS else to_bytes
+        spelled = (lambda piece: piece.encode("utf-8")) if self.pieces == CHARACTERS else spelled_to_bytes
         return [spelled(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
 
     def _normalized(self, text: str) -> str:

@@ -19,7 +19,7 @@ from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE
 from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, Encoder
 from mlx_zip.vocab.adaptbpe.pieces import CHARACTERS, PATTERNS
-from mlx_zip.vocab.first_stage import to_bytes, to_text
+from mlx_zip.vocab.first_stage import bytes_to_spelled, spelled_to_bytes
 
 
 def tokenizer_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class _Cutter:
 
     def __init__(self, vocabulary: AdaptedVocabulary) -> None:
         self.encoder = Encoder(vocabulary.merges, vocabulary.schedule, "whole")
-        self.spelled: Callable[[str], bytes] = str.encode if vocabulary.front.pieces == CHARACTERS else to_bytes
+        self.spelled: Callable[[str], bytes] = str.encode if vocabulary.front.pieces == CHARACTERS else spelled_to_bytes
 
     def pre_tokenize(self, text: Any) -> None:
         """Cuts the pieces of a text; called by the `tokenizers` library with its `PreTokenizedString`."""
@@ -124,7 +124,7 @@ def _json_of(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) ->
 def _names_of_tokens(vocabulary: AdaptedVocabulary, names: Mapping[str, int]) -> list[str]:
     """Returns how a tokenizer.json spells each token. names: spelled tokens -> ids in the base's tokenizer.json."""
     if vocabulary.front.pieces != CHARACTERS:
-        return list(map(to_text, vocabulary.merges.tokens))
+        return list(map(bytes_to_spelled, vocabulary.merges.tokens))
     of = {i: name for name, i in names.items()} | {NO_ID: ""}
     if lost := set(vocabulary.token_ids.tolist()) - of.keys():
         raise DataError(f"the base's tokenizer.json is needed, and has no token {min(lost)}")

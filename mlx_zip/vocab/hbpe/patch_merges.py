@@ -43,7 +43,7 @@ class Merges:
     pairs: Pairs
 
     def __post_init__(self) -> None:
-        _check_size(self.patch_size)
+        _check_patch_size(self.patch_size)
         object.__setattr__(self, "pairs", tuple((int(a), int(b)) for a, b in self.pairs))
         if len(self.pairs) > MAX_MERGES:
             raise CodecError(f"{len(self.pairs)} merges are more than {MAX_MERGES}")
@@ -82,10 +82,10 @@ class Merges:
         other mode.
         """
         check_mode(mode)
-        data, offsets = _joined_with_offsets(tokens)
+        data, offsets = _join_tokens(tokens)
         out, lengths = np.empty(len(data) + len(tokens), np.uint16), np.empty(len(tokens), np.uint32)
         size, bad = self.patch_size if mode == "stop" else 0, ffi.new("size_t *")
-        _check(
+        _raise_for_status(
             lib.mlxzip_patches_encode(
                 ffi.from_buffer("mlxzip_merge[]", self._native),
                 len(self.pairs),
@@ -121,8 +121,8 @@ class Merges:
         return np.array(self.pairs, np.uint16).reshape(-1, 2)
 
 
-class Learned(NamedTuple):
-    """The result of `learn`.
+class LearnedMerges(NamedTuple):
+    """The result of `learn_merges`.
 
     merges: the learned merges. counts int64 [V']: occurrences of each pair when it was merged. left int64 [V']: number
     of tokens that each merge made fit, so that later merges are not learned from them.
@@ -133,22 +133,22 @@ class Learned(NamedTuple):
     left: NDArray[np.int64]
 
 
-def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
+def learn_merges(tokens: Iterable[bytes], patch_size: int) -> LearnedMerges:
     """Learns merges until every token fits `patch_size` symbols, end mark included.
 
     tokens: the byte strings of a first-stage tokenizer's tokens, of at most 65535 bytes each; equal ones count once,
     and their order does not matter. Raises `CodecError` for a size outside 2..256, `DataError` for tokens that are too
     long or need more than 65279 merges.
     """
-    _check_size(patch_size)
-    pool = too_long(tokens, patch_size)
-    data, offsets = _joined_with_offsets(pool)
+    _check_patch_size(patch_size)
+    pool = tokens_too_long(tokens, patch_size)
+    data, offsets = _join_tokens(pool)
     if len(data) > lib.MLXZIP_MAX_TOKENS_BYTES:
         raise DataError(f"the tokens that do not fit have {len(data)} bytes, more than {lib.MLXZIP_MAX_TOKENS_BYTES}")
     room = min(len(data), MAX_MERGES)  # each merge makes the pool shorter
     pairs, counts, left = np.empty((room, 2), np.uint16), np.empty(room, np.uint32), np.empty(room, np.uint32)
     n = ffi.new("size_t *")
-    _check(
+    _raise_for_status(
         lib.mlxzip_patches_learn(
             ffi.from_buffer("uint8_t[]", data),
             ffi.from_buffer("size_t[]", offsets),
@@ -162,15 +162,15 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
         )
     )
     merges = Merges(patch_size, tuple(map(tuple, pairs[: n[0]].tolist())))
-    return Learned(merges, counts[: n[0]].astype(np.int64), left[: n[0]].astype(np.int64))
+    return LearnedMerges(merges, counts[: n[0]].astype(np.int64), left[: n[0]].astype(np.int64))
 
 
-def too_long(tokens: Iterable[bytes], patch_size: int) -> list[bytes]:
+def tokens_too_long(tokens: Iterable[bytes], patch_size: int) -> list[bytes]:
     """Returns the distinct tokens that merges are learned from: those of `patch_size` bytes or more."""
     return [token for token in dict.fromkeys(tokens) if len(token) + 1 > patch_size]
 
 
-def _check_size(patch_size: Any) -> None:
+def _check_patch_size(patch_size: Any) -> None:
     """Raises `CodecError` unless the patch size is an integer in 2..256. (With 1 only the empty token would fit.)"""
     if isinstance(patch_size, bool) or not isinstance(patch_size, int) or not 2 <= patch_size <= MAX_PATCH:
         raise CodecError(f"the patch size must be an integer from 2 to {MAX_PATCH}, got {patch_size!r}")
@@ -182,7 +182,7 @@ def check_mode(mode: Any) -> None:
         raise CodecError(f"mode {mode!r} is not one of {', '.join(MODES)}")
 
 
-def _joined_with_offsets(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.uintp]]:
+def _join_tokens(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.uintp]]:
     """Returns n tokens joined, uint8, and n + 1 offsets: the beginning of each token, and the end of the last one.
 
     Raises `DataError` for a token of more than `MAX_TOKEN_BYTES` bytes.
@@ -194,7 +194,7 @@ def _joined_with_offsets(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], ND
     return np.frombuffer(b"".join(tokens), np.uint8), np.concatenate([np.zeros(1, np.uintp), np.cumsum(lengths)])
 
 
-def _check(status: int) -> None:
+def _raise_for_status(status: int) -> None:
     """Raises the exception for an error status of the C library; returns for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
         raise MemoryError("the patch codec is out of memory")

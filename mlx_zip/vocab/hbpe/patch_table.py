@@ -10,7 +10,7 @@ A table file is a .npz archive without pickle; `version` is checked first, `chec
     mode         "stop" or "full"
     merges       uint16 [V', 2]
     rows         uint16 [V, S]: the patch of each id, padded with the end mark
-    fingerprint  sha256 in hex of the tokens' bytes (`first_stage.fingerprint`)
+    fingerprint  sha256 in hex of the tokens' bytes (`first_stage.tokens_fingerprint`)
     checksum     sha256 in hex
 
 Tables over other patches are made here too, as baselines: bytes cut at blanks, and where the next byte is hard to
@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.files import whole_file
-from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, fingerprint, open_tokenizer
-from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode, learn
+from mlx_zip.files import atomic_file
+from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, open_tokenizer, tokens_fingerprint
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode, learn_merges
 
 VERSION = 1
 SUFFIX = ".npz"
@@ -88,9 +88,9 @@ class PatchTable:
     def learn(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
         """Learns merges from a vocabulary and returns its table. tokens: the bytes of each id.
 
-        Errors as in `hbpe.learn`.
+        Errors as in `hbpe.learn_merges`.
         """
-        return cls.build(learn(tokens, patch_size).merges, tokens, mode)
+        return cls.build(learn_merges(tokens, patch_size).merges, tokens, mode)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,15 +124,15 @@ class PatchTable:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the first-stage tokenizer (`first_stage.fingerprint`)."""
-        return fingerprint(self.tokens)
+        """Fingerprint of the first-stage tokenizer (`first_stage.tokens_fingerprint`)."""
+        return tokens_fingerprint(self.tokens)
 
     def check_tokens(self, tokens: Sequence[bytes]) -> None:
         """Raises `DataError` unless the table was made for a tokenizer with these tokens."""
-        if fingerprint(tokens) != self.fingerprint:
+        if tokens_fingerprint(tokens) != self.fingerprint:
             raise DataError(
                 f"the table was made for another tokenizer ({len(self)} tokens, fingerprint {self.fingerprint[:12]}) "
-                f"than the one given ({len(tokens)} tokens, {fingerprint(tokens)[:12]})"
+                f"than the one given ({len(tokens)} tokens, {tokens_fingerprint(tokens)[:12]})"
             )
 
     def save(self, path: str | Path) -> None:
@@ -149,7 +149,7 @@ class PatchTable:
             "rows": self.rows,
             "fingerprint": np.array(self.fingerprint),
         }
-        with whole_file(path) as partial, open(partial, "wb") as file:
+        with atomic_file(path) as partial, open(partial, "wb") as file:
             np.savez_compressed(file, checksum=np.array(_checksum(fields)), **fields)
 
     @classmethod
@@ -208,7 +208,7 @@ def space_patches(data: bytes) -> list[bytes]:
 
     A word of more than `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
     """
-    return [piece for word in _WORD.findall(data) for piece in _parts(word)]
+    return [piece for word in _WORD.findall(data) for piece in _cut_long_patch(word)]
 
 
 def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes]:
@@ -219,10 +219,10 @@ def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes
     """
     starts = np.flatnonzero(np.asarray(entropies) > threshold)
     cuts = sorted({0, *starts.tolist(), len(data)})
-    return [piece for a, b in pairwise(cuts) for piece in _parts(data[a:b])]
+    return [piece for a, b in pairwise(cuts) for piece in _cut_long_patch(data[a:b])]
 
 
-def number(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
+def number_patches(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
     """Gives distinct patches ids in order of appearance -> (ids of each document, table of the patches).
 
     documents: the patches of each document, of at most `longest` bytes. The table has no merges.
@@ -232,7 +232,7 @@ def number(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tup
     return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
 
 
-def _parts(data: bytes) -> list[bytes]:
+def _cut_long_patch(data: bytes) -> list[bytes]:
     """Cuts bytes into parts of `_LONGEST` bytes; the last part may be shorter."""
     return [data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST)]
 
@@ -255,10 +255,10 @@ def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
 
     Errors as in `read_tokenizer`.
     """
-    return encoder_of(read_tokenizer(path))
+    return text_to_ids(read_tokenizer(path))
 
 
-def encoder_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+def text_to_ids(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     """Returns a function from text to the ids of a `tokenizers.Tokenizer`, without special tokens."""
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -268,7 +268,7 @@ def read_tokenizer(path: str | Path) -> Any:
 
     Raises `DataError` for the other kinds of files, which do not say how text is split.
     """
-    return open_tokenizer(path).library()
+    return open_tokenizer(path).build_tokenizer()
 
 
 def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
@@ -290,7 +290,7 @@ def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
     return tokenizer
 
 
-def tokens_of(tokenizer: Any) -> list[bytes]:
+def tokens_by_id(tokenizer: Any) -> list[bytes]:
     """Returns the bytes of each id of a `tokenizers.Tokenizer`; b"" for special tokens and ids without a token."""
     return TokenizerFile(Path("tokenizer.json"), "tokenizer", tokenizer.to_str().encode("utf-8")).tokens()
 
@@ -303,19 +303,19 @@ class PatchText:
     """
 
     def __init__(self, tokenizer: Any, table: PatchTable) -> None:
-        table.check_tokens(tokens_of(tokenizer))
+        table.check_tokens(tokens_by_id(tokenizer))
         if b"" not in table.tokens:
             raise DataError("the tokenizer has no token without bytes, such as a special token, to end a document with")
         self.tokenizer, self.table = tokenizer, table
         self.end = table.tokens.index(b"")
-        self._encode = encoder_of(tokenizer)
+        self._encode = text_to_ids(tokenizer)
 
     @classmethod
     def learn(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
         """Learns a tokenizer's patch table; adds the special token `END` if every token of the tokenizer has bytes."""
-        if b"" not in tokens_of(tokenizer):
+        if b"" not in tokens_by_id(tokenizer):
             tokenizer.add_special_tokens([END])
-        return cls(tokenizer, PatchTable.learn(tokens_of(tokenizer), patch_size, mode))
+        return cls(tokenizer, PatchTable.learn(tokens_by_id(tokenizer), patch_size, mode))
 
     @cached_property
     def unit_bytes(self) -> NDArray[np.int64]:

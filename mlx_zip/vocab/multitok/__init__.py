@@ -10,8 +10,8 @@
 """
 
 from mlx_zip.vocab.multitok.dictionary import MATCHINGS, Dictionary
-from mlx_zip.vocab.multitok.pruning import Bound, Rewriter, growth_bound, prune, renumbered, rewrite
-from mlx_zip.vocab.multitok.units import PRUNINGS, Pruning, Samples, Settings, Tokens, Totals, Words, leading
+from mlx_zip.vocab.multitok.pruning import Bound, Rewriter, growth_bound, prune, renumber_ids, rewrite_ids
+from mlx_zip.vocab.multitok.units import PRUNINGS, Pruning, Samples, Settings, Tokens, Totals, Words, leading_samples
 
 __all__ = [
     "MATCHINGS",
@@ -26,8 +26,8 @@ __all__ = [
     "Totals",
     "Words",
     "growth_bound",
-    "leading",
+    "leading_samples",
     "prune",
-    "renumbered",
-    "rewrite",
+    "renumber_ids",
+    "rewrite_ids",
 ]

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.codec.params import check
+from mlx_zip.codec.params import raise_for_status
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.files import check_in, whole_file
+from mlx_zip.files import atomic_file, check_regular_file
 from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples, Settings, Tokens, Totals, units_from_dict
 
 MATCHINGS = ("longest", "walk")
@@ -62,7 +62,7 @@ class Dictionary:
     def __post_init__(self) -> None:
         if self._native is None:
             out = ffi.new("mlxzip_phrases **")
-            check(lib.mlxzip_phrases_new(self.settings.native(), out))
+            raise_for_status(lib.mlxzip_phrases_new(self.settings.native(), out))
             self._native = ffi.gc(out[0], lib.mlxzip_phrases_free)
         self.given_ids: Uint32s | None = None  # None: consecutive ids from first_id on
         self._open = False  # the next call of train continues the last sample
@@ -90,7 +90,7 @@ class Dictionary:
         if status == lib.MLXZIP_E_ARG:
             wrong = f"phrase {bad[0]} repeats an earlier one, or its prefix, last unit or id is out of order"
             raise CodecError(wrong if bad[0] < n else f"{n} phrases, more than {settings.limit}")
-        check(status)
+        raise_for_status(status)
         self = cls(settings, _native=ffi.gc(out[0], lib.mlxzip_phrases_free), **fields)
         self.given_ids = ids
         return self
@@ -109,12 +109,12 @@ class Dictionary:
 
         The prefix is a node: a unit's number, or the number of units + i for the run of row i.
         """
-        return _copy_of(lib.mlxzip_phrases_rows(self._native), 2 * self.runs).reshape(-1, 2)
+        return _copy_uint32s(lib.mlxzip_phrases_rows(self._native), 2 * self.runs).reshape(-1, 2)
 
     @property
     def uses(self) -> Uint32s:
         """How often training emitted each unit, then each run, uint32 [units + n]; a copy."""
-        return _copy_of(lib.mlxzip_phrases_uses(self._native), self.settings.units.size + self.runs)
+        return _copy_uint32s(lib.mlxzip_phrases_uses(self._native), self.settings.units.size + self.runs)
 
     @property
     def ids(self) -> Uint32s:
@@ -212,7 +212,7 @@ class Dictionary:
         if status == lib.MLXZIP_E_ID:
             at, size = counts[1], self.settings.units.size
             raise CodecError(f"unit {samples.ids[at]} at index {at} is not below {size}: {_CURE}")
-        check(status)
+        raise_for_status(status)
         return Samples(ids[: counts[0]], ends)
 
     def expand(self, ids: Any) -> Uint32s:
@@ -236,7 +236,7 @@ class Dictionary:
             out = np.empty(counts[0], np.uint32)
         if status == lib.MLXZIP_E_ID:
             raise CodecError(f"id {ids.ids[counts[1]]} at index {counts[1]} is not in the dictionary")
-        check(status)
+        raise_for_status(status)
         return Samples(out[: counts[0]], ends)
 
     def number(self, sequences: Iterable[Any]) -> Samples:
@@ -330,7 +330,7 @@ def _uint64_pointer(array: NDArray[np.uint64]) -> Any:
     return ffi.from_buffer("uint64_t[]", array)
 
 
-def _copy_of(pointer: Any, n: int) -> Uint32s:
+def _copy_uint32s(pointer: Any, n: int) -> Uint32s:
     """Returns a copy of the n uint32 values at a pointer of the C library."""
     return np.frombuffer(bytes(ffi.buffer(pointer, 4 * n)) if n else b"", np.uint32)
 
@@ -365,13 +365,13 @@ def _write_stored(path: str | Path, stored: Stored) -> None:
     arrays = [rows, *([] if ids is None else [ids]), stored.uses]
     body = b"".join(array.astype("<u4").tobytes() for array in arrays)
     header["sha256"] = _digest(header, body)
-    with whole_file(Path(path)) as partial:
+    with atomic_file(Path(path)) as partial:
         partial.write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 
 def _read_stored(path: str | Path) -> Stored:
     """Reads a dictionary's file. Raises `DataError` naming the file if it is damaged or of another version."""
-    check_in(Path(path))
+    check_regular_file(Path(path))
     try:
         line, newline, body = Path(path).read_bytes().partition(b"\n")
         header = json.loads(line) if newline else None
@@ -387,7 +387,7 @@ def _read_stored(path: str | Path) -> Stored:
     if header.pop("sha256", None) != _digest(header, body):
         raise DataError(f"{path} is damaged, its checksum does not match: train the dictionary again")
     try:
-        return _from_header(header, np.frombuffer(body, "<u4").astype(np.uint32))
+        return _parse_stored(header, np.frombuffer(body, "<u4").astype(np.uint32))
     except (CodecError, DataError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {error}") from error
 
@@ -398,7 +398,7 @@ def _digest(header: dict[str, Any], body: bytes) -> str:
     return hashlib.sha256(text.encode() + b"\n" + body).hexdigest()
 
 
-def _from_header(header: dict[str, Any], words: Uint32s) -> Stored:
+def _parse_stored(header: dict[str, Any], words: Uint32s) -> Stored:
     """Returns what a file holds. words: the numbers after line 1. Raises `CodecError`, `DataError` and others."""
     units = units_from_dict(header["units"])
     if isinstance(units, Tokens) and header["version"] < _VERSIONS["tokens"]:

@@ -47,7 +47,7 @@ def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
 def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> Dictionary:
     """Returns the dictionary without the phrases that training used at most `at_most` times; it cannot learn.
 
-    Ids do not change; see `renumbered`. A removed phrase stays in the table without an id as long as a kept phrase
+    Ids do not change; see `renumber_ids`. A removed phrase stays in the table without an id as long as a kept phrase
     begins with it. Raises `CodecError` naming the argument.
     """
     pruning = Pruning(at_most, mode)
@@ -76,7 +76,7 @@ def _kept_or_prefix(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArr
     return stays
 
 
-def rewrite(dictionary: Dictionary, pruned: Dictionary, ids: Samples) -> Samples:
+def rewrite_ids(dictionary: Dictionary, pruned: Dictionary, ids: Samples) -> Samples:
     """Returns samples of ids of `dictionary` as ids of `pruned`; to rewrite several times, keep a `Rewriter`."""
     return Rewriter(dictionary, pruned)(ids)
 
@@ -128,7 +128,7 @@ def _replacements(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> 
     return front
 
 
-def renumbered(dictionary: Dictionary, first_id: int = 1) -> Dictionary:
+def renumber_ids(dictionary: Dictionary, first_id: int = 1) -> Dictionary:
     """Returns the dictionary with consecutive ids from `first_id` on, in the order of the old ids.
 
     An unk_id that is a unit's id moves with its unit; another unk_id stays. Raises `CodecError` if it would become the

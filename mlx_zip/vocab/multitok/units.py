@@ -250,7 +250,7 @@ class Pruning:
             raise CodecError(f"at_most must be an integer of 0 or more, got {self.at_most!r:.40}")
 
 
-def leading(samples: int, percent: float) -> int:
+def leading_samples(samples: int, percent: float) -> int:
     """Returns `percent` percent of `samples`, rounded down. Raises `CodecError` outside 0..100 percent."""
     if not 0 <= percent <= 100:
         raise CodecError(f"a fraction must be within 0..100 percent, got {percent}")
