@@ -18,10 +18,10 @@ from mlx_zip.vocab.multitok import (
     Tokens,
     Words,
     growth_bound,
-    leading,
+    leading_samples,
     prune,
-    renumbered,
-    rewrite,
+    renumber_ids,
+    rewrite_ids,
 )
 from mlx_zip.vocab.multitok.units import NO_ID
 from support import multitok_twin as twin
@@ -119,7 +119,7 @@ def test_pruning_keeps_and_rewrites_as_recorded(name, whole):
     got = Trained(case)
     for row in case["pruned"]:
         pruned = prune(got.dictionary, row["K"], row["how"])
-        again = rewrite(got.dictionary, pruned, got.ids)
+        again = rewrite_ids(got.dictionary, pruned, got.ids)
         assert agrees(row, "kept_multi_ids", pruned.ids[pruned.ids != NO_ID].tolist())
         assert len(got.base) + len(pruned) == row["dictionary_size"]
         assert len(again.ids) == row["tokens"]
@@ -155,7 +155,7 @@ def test_the_bounds_of_lemma_1_are_the_recorded_ones_and_the_corrected_one_holds
         bound = growth_bound(got.dictionary, row["K"])
         assert bound.printed == pytest.approx(row["lemma_printed_bound"], rel=1e-12)
         assert bound.corrected == pytest.approx(row["lemma_bound_with_k"], rel=1e-12)
-        again = rewrite(got.dictionary, prune(got.dictionary, row["K"], row["how"]), got.ids)
+        again = rewrite_ids(got.dictionary, prune(got.dictionary, row["K"], row["how"]), got.ids)
         assert len(again.ids) / len(got.ids.ids) == pytest.approx(row["growth"], rel=1e-12)
         assert row["growth"] <= bound.corrected
 
@@ -167,7 +167,7 @@ def test_renumbering_gives_the_recorded_ids(name, whole):
     got = Trained(case)
     for row in rows:
         pruned = prune(got.dictionary, row["K"], row["how"])
-        made = renumbered(pruned)
+        made = renumber_ids(pruned)
         units = np.arange(len(got.base))
         old = [*(got.first_id + units), *pruned.ids[pruned.ids != NO_ID]]
         new = [*(1 + units), *made.ids[made.ids != NO_ID]]
@@ -192,7 +192,7 @@ def test_only_the_first_samples_learn_and_use_what_is_learnt(row):
     part = CASES["fractions"]
     texts = sequences(part)
     dictionary = Dictionary(Settings(Words.in_order(texts), row["window"], part["first_id"]))
-    first, rest = dictionary.number(texts).cut(leading(len(texts), row["percent"]))
+    first, rest = dictionary.number(texts).cut(leading_samples(len(texts), row["percent"]))
     ids = Samples.join([dictionary.train(first), dictionary.pass_by(rest)])
     assert len(first) == row["leading_samples"]
     assert (dictionary.totals.tokens, dictionary.totals.units) == (row["tokens"], row["units"])
