@@ -155,8 +155,8 @@ except MlxZipError as error:
 )
 OPEN = """
 import json, sys
-from mlx_zip.converters.source import locate, open_checkpoint
-found = open_checkpoint(locate(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))
+from mlx_zip.converters.source import locate_model, open_checkpoint
+found = open_checkpoint(locate_model(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))
 print(json.dumps([found.place.revision, found.base.name, found.base.revision, len(found.decoder)]))
 """
 
