@@ -37,6 +37,8 @@ PASSED_FLAGS = (
     "kv_bits",
     "kv_group_size",
     "quantized_kv_start",
+    "draft",
+    "num_draft_tokens",
 )
 
 

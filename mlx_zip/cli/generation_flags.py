@@ -7,13 +7,13 @@ from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
+from mlx_zip.engine.drafts import DRAFT_IDS, DRAFTS
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.model_folder import is_plain_model
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
-    "draft_model": "a draft model proposes base ids, and hypertokens cannot be verified against them",
-    "num_draft_tokens": "it has a meaning only together with --draft-model",
+    "draft_model": "--draft lookup proposes without a second model",
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
@@ -132,6 +132,7 @@ def _add_cache_flags(add: Any) -> None:
     add_codebook_flags(add)
     add_kv_size_flag(add)
     add_kv_quantization_flags(add)
+    add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
 
 
@@ -149,7 +150,6 @@ def _add_output_flags(add: Any) -> None:
 
 def _add_refused_flags(add: Any) -> None:
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
-    add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
 
@@ -208,6 +208,25 @@ def add_kv_quantization_flags(add: Any) -> None:
         type=int,
         default=5000,
         help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+    )
+
+
+def add_draft_flags(add: Any) -> None:
+    """Declares --draft and --num-draft-tokens."""
+    add(
+        "--draft",
+        choices=DRAFTS,
+        default="off",
+        help="ids that one pass of the model checks together. lookup: those that followed where the text was alike "
+        "before, in prompt and answer; the text is the same, sooner where it repeats itself; off: one id per pass "
+        "(default: off)",
+    )
+    add(
+        "--num-draft-tokens",
+        type=int,
+        metavar="N",
+        default=DRAFT_IDS,
+        help=f"ids that --draft proposes per pass at most (default: {DRAFT_IDS})",
     )
 
 
