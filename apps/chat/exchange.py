@@ -101,7 +101,7 @@ class ImportBody(Body):
 
     format: Literal["mlx_zip conversations"]
     version: Literal[1]
-    export_conversations: Time | None = None
+    exported: Time | None = None
     conversations: Annotated[list[ImportedBody], Field(max_length=MOST_CONVERSATIONS, fail_fast=True)]
 
     @model_validator(mode="before")

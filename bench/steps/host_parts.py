@@ -50,7 +50,7 @@ HOOKS = (
     Hook("head", mx, "logsumexp"),
     Hook("id", "mlx_zip.engine.mlx.choosing:Choice", "read"),
     Hook("head", "mlx_zip.engine.mlx.group:Group", "choose"),
-    Hook("text", REQUEST, "take"),
+    Hook("text", REQUEST, "count_chosen"),
     Hook("text", "mlx_zip.engine.responses:Answer", "take"),
 )
 DELIVERED = Hook("text", REQUEST, "send_emitted")

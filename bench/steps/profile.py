@@ -236,7 +236,7 @@ class StepProfiler:
 def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
     """Inside, `mlx_zip.stream_generate` runs bodies ahead if `ahead` is true; None leaves that to the device."""
     generate = import_module("mlx_zip.engine.mlx.generate")
-    with patch.object(generate, "_ahead", lambda model: ahead):
+    with patch.object(generate, "_begins_ahead", lambda model: ahead):
         yield
 
 

@@ -83,7 +83,7 @@ class CudaCaches:
         snapshot, begin = session.cache, self._model.sequence_start(start)
         if _start_as_json(snapshot.start) != _start_as_json(begin):
             raise ModelError("the session began with another pack than the request; begin a new one")
-        return self._row_handles.restore(replace(snapshot, begin=begin), ids)
+        return self._row_handles.restore(replace(snapshot, start=begin), ids)
 
     # ---- files
 

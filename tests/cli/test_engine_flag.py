@@ -263,7 +263,7 @@ def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
     )
     monkeypatch.setattr(engine_choice, "choose_device", lambda: None)
     monkeypatch.setattr(app, "engine_options", lambda args, *_: {"engine": args.engine})
-    monkeypatch.setattr(app, "opened", lambda adapter, name, **options: (name, options["engine"]))
+    monkeypatch.setattr(app, "open_chosen_engine", lambda adapter, name, **options: (name, options["engine"]))
     for asked, expected in (("auto", "torch"), ("mlx", "mlx")):
         args = argparse.Namespace(engine=asked)
         assert app._open_other_model(args, "large") == ("large", expected)

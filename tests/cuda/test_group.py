@@ -68,7 +68,7 @@ class Request:
         self.error: BaseException | None = None
         self.outgrown, self.keep, self.whole = False, True, True
 
-    def take(self, chosen: object) -> None:
+    def count_chosen(self, chosen: object) -> None:
         if self.fails is not None:
             raise self.fails
 

@@ -628,7 +628,7 @@ def test_a_tuned_pack_of_a_request_is_found_again_on_pytorch(folder):
 def test_a_session_longer_than_a_requests_room_is_used_as_far_as_there_is_room(folder):
     held = saved(folder, "torch zip")
     store = keeping.store("torch zip", folder=folder)
-    store.caches.room = lambda ids: min(ids, 20)
+    store.caches.count_fitting_ids = lambda ids: min(ids, 20)
     found = store.checkout(held + NEXT, OWN)
     assert (found.ids, found.cache.book.mark()) == (20, 20)
     assert 20 <= found.base_tokens < len(held)

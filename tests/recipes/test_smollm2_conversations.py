@@ -111,7 +111,7 @@ def told(writing, answers):
     while True:
         if not writing.given and not words:
             words = [*writing.tokenizer.encode(answers.pop(0)), writing.end] if answers else [9] * 1000
-        chosen = writing.next(None if writing.given else words.pop(0))
+        chosen = writing.next_id(None if writing.given else words.pop(0))
         if chosen is None:
             return writing.tokenizer.decode(read, skip_special_tokens=False)
         read.append(chosen)
