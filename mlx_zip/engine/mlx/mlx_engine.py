@@ -67,10 +67,10 @@ def open_engine(
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.load` raises.
 
     Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
-    max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps; None
-    for 512, and 2048 while a request is alone. max_kv_size, draft_ids: as in `RunOptions`. sessions: bounds
-    of the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for `open_split_engine`, which takes
-    a model on several machines.
+    max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps; None for
+    512, and 2048 while a request is alone. max_kv_size, draft_ids: as in `RunOptions`. sessions: bounds of the kept
+    sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for `open_split_engine`,
+    which takes a model on several machines.
     """
 
     def load_model() -> tuple[Any, Any]:
