@@ -218,8 +218,8 @@ def add_draft_flags(add: Any) -> None:
         choices=DRAFTS,
         default="off",
         help="ids that one pass of the model checks together. lookup: those that followed where the text was alike "
-        "before, in prompt and answer; the text is the same, sooner where it repeats itself; off: one id per pass "
-        "(default: off)",
+        "before, in prompt and answer; the text is the same, sooner where it repeats itself; auto: as many of them as "
+        "make the text come sooner on this machine, also none; off: one id per pass (default: off)",
     )
     add(
         "--num-draft-tokens",

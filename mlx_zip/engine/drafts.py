@@ -14,23 +14,25 @@ import numpy as np
 from mlx_zip.codec import Codebook
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.errors import GenerationError
 
-DRAFTS = ("off", "lookup")
+DRAFTS = ("off", "lookup", "auto")
 DRAFT_IDS = 8  # proposed ids per pass, unless told otherwise
 MOST_DRAFT_IDS = 64
 LEAST_MATCH = 3  # base ids that a text must have in common with an earlier place
+FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # of accepted ids by length of the match, before any draft
+PRIOR, MEMORY = 4, 64  # drafted ids that these shares count as much as, and ids after which older ones count half
 
 
-def draft_ids_of(draft: str, most: int) -> int:
-    """Returns how many ids are proposed per pass: `most`, or 0 if drafts are off. Raises `GenerationError`."""
+def check_draft(draft: str, most: int) -> None:
+    """Raises `GenerationError` for what `RunOptions` cannot have as `draft` and `num_draft_tokens`."""
     if draft not in DRAFTS:
         raise GenerationError(f"draft (--draft) must be one of {', '.join(DRAFTS)}, got {draft!r:.80}")
     if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_DRAFT_IDS:
         raise GenerationError(
             f"num_draft_tokens (--num-draft-tokens) must be an integer from 1 to {MOST_DRAFT_IDS}, got {most!r:.80}"
         )
-    return 0 if draft == "off" else most
 
 
 class Lookup:
@@ -62,46 +64,79 @@ class Lookup:
 class Drafter:
     """Decides what is proposed for one request, and counts what became of it.
 
-    most: ids per pass. proposed, accepted: ids, hypertokens counted once.
-
-    After a refusal fewer ids are proposed, because the model has left the text that is looked up; after a draft that
-    was accepted whole, more.
+    most: ids per pass. costs: what passes cost, by which the number of ids is chosen; None to ask only whether drafts
+    are right: after a refusal fewer ids are proposed, because the model has left the text that is looked up; after a
+    draft that was accepted whole, more. proposed, accepted: ids, hypertokens counted once.
     """
 
-    def __init__(self, most: int, base_ids: Sequence[int] | Uint32s) -> None:
-        self.most, self._width = most, max(1, most // 2)
+    def __init__(self, most: int, base_ids: Sequence[int] | Uint32s, costs: PassCosts | None = None) -> None:
+        self.most, self._costs, self._width = most, costs, max(1, most // 2)
         self.proposed = self.accepted = 0
-        self._text = Lookup(base_ids)
+        self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0
 
     def append(self, base_ids: Sequence[int]) -> None:
         """Appends base ids that were emitted to the text."""
         self._text.append(base_ids)
 
-    def propose(self, last: int, book: Codebook | None, room: int) -> list[int]:
+    def propose(self, last: int, book: Codebook | None, held: int, room: int) -> list[int]:
         """Returns up to `room` ids that may come after the id `last`, which has been emitted and not read.
 
         book: the request's codebook, which compresses what is proposed as it would compress a text; None for a plain
-        model. Hypertokens that the draft itself would install may be among the ids.
+        model. Hypertokens that the draft itself would install may be among the ids. held: ids of the cache.
         """
-        width = min(self._width, room)
+        self._match = self._text.propose(0)[1]
+        width = self._choose_width(self._match, held, min(room, self.most))
         if width < 1:
             return []
-        base_ids, match = self._text.propose(width if book is None else width * book.params.merge_size)
-        if match < LEAST_MATCH:
-            return []
+        base_ids, _ = self._text.propose(width if book is None else width * book.params.merge_size)
         if book is None:
             return base_ids.tolist()
         book = book.copy()
         book.push(last)
         return book.compress(base_ids)[:width].tolist()
 
-    @property
-    def expects_to_propose(self) -> bool:
-        """Whether the text ends as it did before, so that the id after the next one can probably be proposed too."""
-        return self._text.propose(0)[1] >= LEAST_MATCH
+    def expects_to_propose(self, held: int) -> bool:
+        """Returns whether ids will probably be proposed after the next one, because the text ends as it did before."""
+        match = self._text.propose(0)[1]
+        if self._costs is None or match < LEAST_MATCH:
+            return match >= LEAST_MATCH
+        return self._costs.pays(self._acceptance.share(match), held, self.most)
+
+    def _choose_width(self, match: int, held: int, most: int) -> int:
+        """Returns how many ids to propose. match: base ids that the text has in common with an earlier place."""
+        if match < LEAST_MATCH or most < 1:
+            return 0
+        if self._costs is None:
+            return min(self._width, most)
+        return self._costs.choose_width(self._acceptance.share(match), held, most)
 
     def note_end(self, proposed: int, accepted: int) -> None:
         """Counts a draft that is over, and learns from it."""
         self.proposed += proposed
         self.accepted += accepted
+        self._acceptance.note(self._match, proposed, accepted)
         self._width = min(self.most, 2 * self._width) if accepted == proposed else max(1, accepted + 1)
+
+
+class Acceptance:
+    """How many of the proposed ids are accepted, by how much the text had in common with the earlier place."""
+
+    def __init__(self) -> None:
+        # accepted and refused ids per class of matches; the first numbers count as much as four drafts of one id
+        self._counts = {length: [share * PRIOR, (1 - share) * PRIOR] for length, share in FIRST_SHARES.items()}
+
+    def share(self, match: int) -> float:
+        """Returns the share of proposed ids that are accepted after a match of so many base ids."""
+        accepted, refused = self._counts[self._class_of(match)]
+        return accepted / (accepted + refused)
+
+    def note(self, match: int, proposed: int, accepted: int) -> None:
+        """Notes a draft; what came after its first refused id was never asked."""
+        counts = self._counts[self._class_of(match)]
+        counts[0] += accepted
+        counts[1] += accepted < proposed
+        if sum(counts) > MEMORY:
+            counts[:] = [count / 2 for count in counts]
+
+    def _class_of(self, match: int) -> int:
+        return max(length for length in FIRST_SHARES if length <= max(match, LEAST_MATCH))

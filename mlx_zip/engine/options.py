@@ -13,8 +13,8 @@ class RunOptions:
 
     prefill_step_size: ids of prompts per round. alone_step_size: the same while one request is alone, None for no other
     number. max_kv_size: bound on a plain model's ids in the KV cache of a request, None for none. ahead: whether a step
-    begins before the host has read its id; None for on a GPU only. draft_ids: ids proposed
-    per pass at most, 0 for none.
+    begins before the host has read its id; None for on a GPU only. draft: where
+    proposed ids come from, one of `mlx_zip.engine.drafts.DRAFTS`. num_draft_tokens: ids proposed per pass at most.
     """
 
     kv_bits: int | None = None
@@ -24,7 +24,8 @@ class RunOptions:
     alone_step_size: int | None = None
     max_kv_size: int | None = None
     ahead: bool | None = None
-    draft_ids: int = 0
+    draft: str = "off"
+    num_draft_tokens: int = 8
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ A cache is what one request owns: its KV cache and its codebook. Only the classe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from mlx_zip.codec import Codebook
+from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts
@@ -114,6 +115,10 @@ class Served(Protocol):
 
     def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
         """Returns a request's penalties and biases, as what the group that chooses its ids takes."""
+        ...
+
+    def make_drafter(self, text: Callable[[], Sequence[int]]) -> Drafter | None:
+        """Returns what proposes ids for a request, None for nothing. text: returns the base ids that it has so far."""
         ...
 
     def free(self, cache: Any) -> None:

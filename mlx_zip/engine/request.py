@@ -149,8 +149,7 @@ class Request:
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
-        if served.options.draft_ids:
-            self.drafter = Drafter(served.options.draft_ids, [*self.held_base_ids(), *rest.tolist()])
+        self.drafter = served.make_drafter(lambda: [*self.held_base_ids(), *rest.tolist()])
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
@@ -265,7 +264,7 @@ class Request:
                 position, per_id = self.book.base_length + len(self.expand(last)), self.book.params.merge_size
             if position < self._context:
                 room = min(room, (self._context - position - 1) // per_id)
-        return self.drafter.propose(last, self.book, int(min(room, self.drafter.most)))
+        return self.drafter.propose(last, self.book, self.held_ids, int(min(room, self.drafter.most)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""

@@ -16,6 +16,9 @@ from mlx_zip.engine import Finished
 from mlx_zip.engine.drafts import Drafter, Lookup
 from mlx_zip.engine.mlx.drafted import DraftedPass
 from mlx_zip.engine.mlx.generate import stream_generate
+from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.errors import GenerationError
 from support import tiny
 from support.generating import ENDLESS, never_ending, plain_model
@@ -101,7 +104,7 @@ def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_
     widths = []
     for proposed, accepted in [(8, 8), (16, 16), (16, 2), (3, 0), (1, 1), (2, 2)]:
         drafter.note_end(proposed, accepted)
-        widths.append(len(drafter.propose(1, None, 100)))
+        widths.append(len(drafter.propose(1, None, 0, 100)))
     assert widths == [16, 16, 3, 1, 2, 4]
     assert (drafter.proposed, drafter.accepted) == (46, 29)
 
@@ -145,7 +148,14 @@ def test_bodies_that_run_ahead_take_turns_with_drafts(family, oracle):
     ids = PROMPT if family == "plain" else compress(model.config.codec_params, PROMPT)[0]
     cache = make_prompt_cache(model)
     made = decode_steps(
-        model, np.array(ids), cache, sampler=make_sampler(0), max_steps=len(alone), ahead=True, draft_ids=6
+        model,
+        np.array(ids),
+        cache,
+        sampler=make_sampler(0),
+        max_steps=len(alone),
+        ahead=True,
+        draft="lookup",
+        num_draft_tokens=6,
     )
     assert [one for one, _ in made] == [one.token for one in alone]
 
@@ -266,7 +276,7 @@ def test_an_engine_gives_the_same_with_drafts_alone_and_in_company():
     prompts = [tiny.base_ids(20, i) * 3 for i in range(4)]
     with tiny_engine("plain") as engine:
         expected = [ask(engine, prompt, max_tokens=50)[1].wait().ids for prompt in prompts]
-    with tiny_engine("plain", run={"draft_ids": 8}) as engine:
+    with tiny_engine("plain", run={"draft": "lookup"}) as engine:
         first = ask(engine, prompts[0], max_tokens=50)[1].wait()
         assert first.ids == expected[0]
         assert isinstance(first.end, Finished)
@@ -280,10 +290,34 @@ def test_an_engine_gives_the_same_with_drafts_alone_and_in_company():
         assert same_again.wait().ids == expected[2][:20]
 
 
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_auto_proposes_by_what_passes_cost_and_emits_the_same(family, oracle, monkeypatch):
+    model = models(family)
+    alone = answer_of(model)
+    oracle.answer = [one for response in alone for one in response.base_ids]
+    accepted = []
+    for curve in ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}):
+        monkeypatch.setattr(PassCosts, "ratios", lambda self, held, curve=curve: curve)
+        drafted = answer_of(model, draft="auto")
+        assert_equal_answers(drafted, alone)
+        accepted.append(drafted[-1].accepted)
+    assert accepted[0] > accepted[1]
+    assert accepted[1] <= 7  # a trial
+
+
+def test_passes_of_an_answer_are_timed_by_their_width(oracle):
+    model = models("plain")
+    oracle.answer = [one.token for one in answer_of(model)]
+    answer_of(model, draft="auto", max_tokens=50)
+    answer_of(model, draft="lookup", max_tokens=50, num_draft_tokens=7)
+    served = Served(model, ENDLESS, RunOptions())
+    assert {1, 8} <= served.pass_costs.ratios(100).keys()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"draft": "magic"}, "draft (--draft) must be one of off, lookup, got 'magic'"),
+        ({"draft": "magic"}, "draft (--draft) must be one of off, lookup, auto, got 'magic'"),
         ({"draft": "lookup", "num_draft_tokens": 0}, "from 1 to 64, got 0"),
         ({"draft": "lookup", "num_draft_tokens": 10_000}, "from 1 to 64, got 10000"),
         ({"draft": "lookup", "num_draft_tokens": True}, "from 1 to 64, got True"),

@@ -47,6 +47,9 @@ class FakeServed:
     def make_penalties(self, options: Any, state: Any) -> list[Any]:
         return []
 
+    def make_drafter(self, text: Any) -> None:
+        return None
+
     def free_unused(self) -> None:
         return
 

@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.drafts import DRAFT_IDS, draft_ids_of
+from mlx_zip.engine.drafts import DRAFT_IDS, check_draft
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
@@ -123,12 +123,14 @@ def stream_generate(
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
     start = _checked_start(pack, tokenizer, model)
     kv = (kv_bits, kv_group_size, quantized_kv_start)
+    check_draft(draft, num_draft_tokens)
     how = RunOptions(
         *kv,
         prefill_step_size,
         max_kv_size=max_kv_size,
         ahead=_begins_ahead(model),
-        draft_ids=draft_ids_of(draft, num_draft_tokens),
+        draft=draft,
+        num_draft_tokens=num_draft_tokens,
     )
     served = Served(model, tokenizer, how)
     cache = served.new_cache(start)

@@ -10,6 +10,7 @@ A request joins after `Reading` has read its prompt, in chunks, so that other re
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -45,6 +46,7 @@ class Group:
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None  # of a group of one request
+        self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and when ids were read last
 
     # ---- one step
 
@@ -82,6 +84,7 @@ class Group:
         """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
         assert self._choice is not None
         chosen = self._choice.read()
+        self._time_pass()
         if self.served.hyper:
             self.served.model.row_source.settle_submitted()
         self.tokens = [one.id for one in chosen]
@@ -98,6 +101,13 @@ class Group:
                 request.count_chosen(one)
             except Exception as error:
                 request.error = error
+
+    def _time_pass(self) -> None:
+        """Notes how long the pass took from which the ids were chosen that have just been read."""
+        now, ids = time.perf_counter(), self._pass_ids
+        if ids and self._read_s and len(self.requests) == 1 and self.requests[0].drafter is not None:
+            self.served.pass_costs.note(ids, self.length, now - self._read_s)
+        self._pass_ids, self._read_s = 0, now
 
     def wait(self) -> None:
         """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""
@@ -141,7 +151,9 @@ class Group:
             drafter = self.requests[0].drafter
             assert drafter is not None
             self._draft = DraftedPass(self.served, self.cache, drafter, self.tokens[0], proposed)
+            self._pass_ids = 1 + len(proposed)
             return self._draft.logits
+        self._pass_ids = 1
         ids = mx.array(self.tokens, mx.uint32)[:, None]
         return self.served.model(ids, cache=self.cache)[:, -1]
 
@@ -155,7 +167,7 @@ class Group:
     def _expects_draft(self) -> bool:
         """Returns whether the next logits may come from a draft, so that no step is to begin before its id is read."""
         drafter = self.requests[0].drafter if len(self.requests) == 1 else None
-        return self._draft is not None or (drafter is not None and drafter.expects_to_propose)
+        return self._draft is not None or (drafter is not None and drafter.expects_to_propose(self.length))
 
     def _end_draft(self) -> None:
         """Forgets the draft; ids that were proposed and not taken are in no cache."""
@@ -181,6 +193,7 @@ class Group:
                     request.note_read([token])
             return
         with mx.stream(generation_stream):
+            self._pass_ids = 1
             logits = begun if self._ahead is None else self._ahead.follow(begun, self._choice.y)[:, -1]
             self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
 from mlx_zip.device import WiredMemory, measure_memory_speed
+from mlx_zip.engine.drafts import DRAFT_IDS
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.scoring import score_in_parts
@@ -52,7 +53,8 @@ def open_engine(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
-    draft_ids: int = 0,
+    draft: str = "off",
+    num_draft_tokens: int = DRAFT_IDS,
     max_running: int = 8,
     max_waiting: int = 64,
     max_prompt_tokens: int | None = None,
@@ -68,9 +70,9 @@ def open_engine(
 
     Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
     max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps; None for
-    512, and 2048 while a request is alone. max_kv_size, draft_ids: as in `RunOptions`. sessions: bounds of the kept
-    sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for `open_split_engine`,
-    which takes a model on several machines.
+    512, and 2048 while a request is alone. max_kv_size, draft, num_draft_tokens: as in `RunOptions`. sessions: bounds
+    of the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for
+    `open_split_engine`, which takes a model on several machines.
     """
 
     def load_model() -> tuple[Any, Any]:
@@ -86,7 +88,14 @@ def open_engine(
             group=group,
         )
 
-    run = RunOptions(kv_bits, kv_group_size, quantized_kv_start, max_kv_size=max_kv_size, draft_ids=draft_ids)
+    run = RunOptions(
+        kv_bits,
+        kv_group_size,
+        quantized_kv_start,
+        max_kv_size=max_kv_size,
+        draft=draft,
+        num_draft_tokens=num_draft_tokens,
+    )
     if prefill_step_size is None:
         run = replace(run, alone_step_size=PREFILL_STEP_SIZE)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from numbers import Integral
@@ -17,8 +18,10 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.device import on_gpu
+from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, start_check
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
@@ -109,6 +112,19 @@ class Served:
         """Returns a request's logits processors for penalties and biases."""
         return list(make_processors(options, self.vocab_size, state))
 
+    def make_drafter(self, text: Callable[[], Sequence[int]]) -> Drafter | None:
+        """Returns what proposes ids for a request, None for nothing. text: returns the base ids that it has so far."""
+        options = self.options
+        if options.draft == "off" or self.machines is not None:
+            return None
+        costs = self.pass_costs if options.draft == "auto" else None
+        return Drafter(options.num_draft_tokens, text(), costs)
+
+    @cached_property
+    def pass_costs(self) -> PassCosts:
+        """What passes of this model cost, as far as they were timed in this process."""
+        return _pass_costs_of(self.model)
+
     def free(self, cache: list[Any]) -> None:
         """Does nothing: a cache's memory is free as soon as nobody has the cache."""
 
@@ -156,6 +172,17 @@ class ServedByEngine(Served):
             else lambda start: None,
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
+
+
+_PASS_COSTS: dict[int, PassCosts] = {}  # by the `id()` of a model that exists
+
+
+def _pass_costs_of(model: Any) -> PassCosts:
+    """Returns what passes of a model cost; kept as long as the model."""
+    if id(model) not in _PASS_COSTS:
+        _PASS_COSTS[id(model)] = PassCosts()
+        weakref.finalize(model, _PASS_COSTS.pop, id(model))
+    return _PASS_COSTS[id(model)]
 
 
 def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:
