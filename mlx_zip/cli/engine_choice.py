@@ -150,7 +150,6 @@ def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
         "kv_group_size",
         "quantized_kv_start",
         "draft",
-        "num_draft_tokens",
         "row_cache",
         "keep_wired_s",
         "max_kv_size",

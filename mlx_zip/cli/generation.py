@@ -38,7 +38,6 @@ PASSED_FLAGS = (
     "kv_group_size",
     "quantized_kv_start",
     "draft",
-    "num_draft_tokens",
 )
 
 

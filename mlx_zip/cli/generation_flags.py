@@ -7,13 +7,14 @@ from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.engine.drafts import DRAFT_IDS, DRAFTS
+from mlx_zip.engine.drafts import DRAFTS
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.model_folder import is_plain_model
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "draft_model": "--draft lookup proposes without a second model",
+    "num_draft_tokens": "it has a meaning only together with --draft-model",
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
@@ -132,7 +133,7 @@ def _add_cache_flags(add: Any) -> None:
     add_codebook_flags(add)
     add_kv_size_flag(add)
     add_kv_quantization_flags(add)
-    add_draft_flags(add)
+    add_draft_flag(add)
     row_cache.add_row_cache_flags(add)
 
 
@@ -150,6 +151,7 @@ def _add_output_flags(add: Any) -> None:
 
 def _add_refused_flags(add: Any) -> None:
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
+    add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
 
@@ -211,8 +213,8 @@ def add_kv_quantization_flags(add: Any) -> None:
     )
 
 
-def add_draft_flags(add: Any) -> None:
-    """Declares --draft and --num-draft-tokens."""
+def add_draft_flag(add: Any) -> None:
+    """Declares --draft."""
     add(
         "--draft",
         choices=DRAFTS,
@@ -220,13 +222,6 @@ def add_draft_flags(add: Any) -> None:
         help="ids that one pass of the model checks together. lookup: those that followed where the text was alike "
         "before, in prompt and answer; the text is the same, sooner where it repeats itself; auto: as many of them as "
         "make the text come sooner on this machine, also none; off: one id per pass (default: off)",
-    )
-    add(
-        "--num-draft-tokens",
-        type=int,
-        metavar="N",
-        default=DRAFT_IDS,
-        help=f"ids that --draft proposes per pass at most (default: {DRAFT_IDS})",
     )
 
 

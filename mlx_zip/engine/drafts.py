@@ -14,25 +14,20 @@ import numpy as np
 from mlx_zip.codec import Codebook
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.engine.pass_costs import PassCosts
+from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
 from mlx_zip.errors import GenerationError
 
 DRAFTS = ("off", "lookup", "auto")
-DRAFT_IDS = 8  # proposed ids per pass, unless told otherwise
-MOST_DRAFT_IDS = 64
+MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
 LEAST_MATCH = 3  # base ids that a text must have in common with an earlier place
 FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # of accepted ids by length of the match, before any draft
 PRIOR, MEMORY = 4, 64  # drafted ids that these shares count as much as, and ids after which older ones count half
 
 
-def check_draft(draft: str, most: int) -> None:
-    """Raises `GenerationError` for what `RunOptions` cannot have as `draft` and `num_draft_tokens`."""
+def check_draft(draft: str) -> None:
+    """Raises `GenerationError` for a way to draft that there is not."""
     if draft not in DRAFTS:
         raise GenerationError(f"draft (--draft) must be one of {', '.join(DRAFTS)}, got {draft!r:.80}")
-    if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_DRAFT_IDS:
-        raise GenerationError(
-            f"num_draft_tokens (--num-draft-tokens) must be an integer from 1 to {MOST_DRAFT_IDS}, got {most!r:.80}"
-        )
 
 
 class Lookup:
@@ -64,13 +59,13 @@ class Lookup:
 class Drafter:
     """Decides what is proposed for one request, and counts what became of it.
 
-    most: ids per pass. costs: what passes cost, by which the number of ids is chosen; None to ask only whether drafts
+    costs: what passes cost, by which the number of ids is chosen; None to ask only whether drafts
     are right: after a refusal fewer ids are proposed, because the model has left the text that is looked up; after a
     draft that was accepted whole, more. proposed, accepted: ids, hypertokens counted once.
     """
 
-    def __init__(self, most: int, base_ids: Sequence[int] | Uint32s, costs: PassCosts | None = None) -> None:
-        self.most, self._costs, self._width = most, costs, max(1, most // 2)
+    def __init__(self, base_ids: Sequence[int] | Uint32s, costs: PassCosts | None = None) -> None:
+        self._costs, self._width = costs, MOST_PROPOSED // 2
         self.proposed = self.accepted = 0
         self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0
 
@@ -85,7 +80,7 @@ class Drafter:
         model. Hypertokens that the draft itself would install may be among the ids. held: ids of the cache.
         """
         self._match = self._text.propose(0)[1]
-        width = self._choose_width(self._match, held, min(room, self.most))
+        width = self._choose_width(self._match, held, min(room, MOST_PROPOSED))
         if width < 1:
             return []
         base_ids, _ = self._text.propose(width if book is None else width * book.params.merge_size)
@@ -100,7 +95,7 @@ class Drafter:
         match = self._text.propose(0)[1]
         if self._costs is None or match < LEAST_MATCH:
             return match >= LEAST_MATCH
-        return self._costs.pays(self._acceptance.share(match), held, self.most)
+        return self._costs.pays(self._acceptance.share(match), held, MOST_PROPOSED)
 
     def _choose_width(self, match: int, held: int, most: int) -> int:
         """Returns how many ids to propose. match: base ids that the text has in common with an earlier place."""
@@ -115,7 +110,7 @@ class Drafter:
         self.proposed += proposed
         self.accepted += accepted
         self._acceptance.note(self._match, proposed, accepted)
-        self._width = min(self.most, 2 * self._width) if accepted == proposed else max(1, accepted + 1)
+        self._width = min(MOST_PROPOSED, 2 * self._width) if accepted == proposed else max(1, accepted + 1)
 
 
 class Acceptance:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.engine.drafts import Drafter
+from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -264,7 +264,7 @@ class Request:
                 position, per_id = self.book.base_length + len(self.expand(last)), self.book.params.merge_size
             if position < self._context:
                 room = min(room, (self._context - position - 1) // per_id)
-        return self.drafter.propose(last, self.book, self.held_ids, int(min(room, self.drafter.most)))
+        return self.drafter.propose(last, self.book, self.held_ids, int(min(room, MOST_PROPOSED)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""

@@ -316,7 +316,7 @@ def test_the_vocabulary_of_another_tokenizer_is_refused(tmp_path):
 
 def test_the_command_converts(tmp_path, capsys):
     vocabulary_of(PLAIN, tmp_path / "adapted.json")
-    flags = ["--model", PLAIN, "--mlx-path", tmp_path / "smaller"]
+    flags = ["--model", PLAIN, "--out", tmp_path / "smaller"]
     words = ["vocab", "adapt", "convert", tmp_path / "adapted.json", *flags]
     assert cli.main(list(map(str, words))) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "smaller")

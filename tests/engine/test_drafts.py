@@ -100,13 +100,13 @@ def test_what_followed_the_longest_common_run_is_proposed(text, most, expected):
 
 
 def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_right():
-    drafter = Drafter(16, [1, 2, 3, 4, 5] * 8)
+    drafter = Drafter([1, 2, 3, 4, 5] * 8)
     widths = []
-    for proposed, accepted in [(8, 8), (16, 16), (16, 2), (3, 0), (1, 1), (2, 2)]:
+    for proposed, accepted in [(7, 7), (14, 14), (15, 2), (3, 0), (1, 1), (2, 2)]:
         drafter.note_end(proposed, accepted)
         widths.append(len(drafter.propose(1, None, 0, 100)))
-    assert widths == [16, 16, 3, 1, 2, 4]
-    assert (drafter.proposed, drafter.accepted) == (46, 29)
+    assert widths == [14, 15, 3, 1, 2, 4]
+    assert (drafter.proposed, drafter.accepted) == (42, 26)
 
 
 # ---- what is emitted
@@ -155,7 +155,6 @@ def test_bodies_that_run_ahead_take_turns_with_drafts(family, oracle):
         max_steps=len(alone),
         ahead=True,
         draft="lookup",
-        num_draft_tokens=6,
     )
     assert [one for one, _ in made] == [one.token for one in alone]
 
@@ -309,18 +308,16 @@ def test_passes_of_an_answer_are_timed_by_their_width(oracle):
     model = models("plain")
     oracle.answer = [one.token for one in answer_of(model)]
     answer_of(model, draft="auto", max_tokens=50)
-    answer_of(model, draft="lookup", max_tokens=50, num_draft_tokens=7)
+    answer_of(model, draft="lookup", max_tokens=50)
     served = Served(model, ENDLESS, RunOptions())
-    assert {1, 8} <= served.pass_costs.ratios(100).keys()
+    assert {1, 8, 16} <= served.pass_costs.ratios(100).keys()
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"draft": "magic"}, "draft (--draft) must be one of off, lookup, auto, got 'magic'"),
-        ({"draft": "lookup", "num_draft_tokens": 0}, "from 1 to 64, got 0"),
-        ({"draft": "lookup", "num_draft_tokens": 10_000}, "from 1 to 64, got 10000"),
-        ({"draft": "lookup", "num_draft_tokens": True}, "from 1 to 64, got True"),
+        ({"draft": None}, "draft (--draft) must be one of off, lookup, auto, got None"),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(options, said):

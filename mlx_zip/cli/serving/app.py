@@ -16,7 +16,7 @@ from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine, open_row_store
-from mlx_zip.cli.generation_flags import add_draft_flags, add_kv_quantization_flags, check_model_flag
+from mlx_zip.cli.generation_flags import add_draft_flag, add_kv_quantization_flags, check_model_flag
 from mlx_zip.cli.serving.opening import (
     engine_options,
     import_server_part,
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_codebook_flags(add)
     add_keep_wired_flag(add)
     add_kv_quantization_flags(add)
-    add_draft_flags(add)
+    add_draft_flag(add)
     row_cache.add_row_cache_flags(add)
     parser.set_defaults(**_SERVE_DEFAULTS)
 

@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.drafts import DRAFT_IDS, check_draft
+from mlx_zip.engine.drafts import check_draft
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
@@ -67,7 +67,6 @@ class GenerateOptions(BatchOptions, total=False):
     kv_group_size: int
     quantized_kv_start: int
     draft: str
-    num_draft_tokens: int
     prompt_progress_callback: Callable[[int, int], None] | None
 
 
@@ -88,7 +87,6 @@ def stream_generate(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     draft: str = "off",
-    num_draft_tokens: int = DRAFT_IDS,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
@@ -106,7 +104,7 @@ def stream_generate(
     logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
     with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
     read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
-    cache quantization as in mlx-lm. draft: "lookup" has the model check up to `num_draft_tokens` ids per pass that
+    cache quantization as in mlx-lm. draft: "lookup" has the model check several ids per pass that
     followed where the text was alike before; "off" for one id per pass. The ids are the same, except where two logits
     differ by less than a pass over several ids rounds.
 
@@ -123,14 +121,13 @@ def stream_generate(
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
     start = _checked_start(pack, tokenizer, model)
     kv = (kv_bits, kv_group_size, quantized_kv_start)
-    check_draft(draft, num_draft_tokens)
+    check_draft(draft)
     how = RunOptions(
         *kv,
         prefill_step_size,
         max_kv_size=max_kv_size,
         ahead=_begins_ahead(model),
         draft=draft,
-        num_draft_tokens=num_draft_tokens,
     )
     served = Served(model, tokenizer, how)
     cache = served.new_cache(start)

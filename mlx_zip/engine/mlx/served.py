@@ -118,7 +118,7 @@ class Served:
         if options.draft == "off" or self.machines is not None:
             return None
         costs = self.pass_costs if options.draft == "auto" else None
-        return Drafter(options.num_draft_tokens, text(), costs)
+        return Drafter(text(), costs)
 
     @cached_property
     def pass_costs(self) -> PassCosts:
