@@ -156,5 +156,5 @@ def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
 
 
 def greedy_choice(logits: mx.array) -> mx.array:
-    """Returns the greedy choice as both decode loops make it: log-probabilities first."""
+    """Returns the greedy choice as the decode loop makes it: log-probabilities first."""
     return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
