@@ -227,6 +227,61 @@ def test_a_stop_an_eos_and_a_limit_inside_a_draft_end_the_answer_there(oracle):
     assert ends[0] == ends[1]
 
 
+class EvenThenOdd:
+    """A constraint: even and odd base ids take turns."""
+
+    def __init__(self):
+        self.count = 0
+
+    def mask(self):
+        return np.arange(tiny.VOCAB) % 2 == self.count % 2
+
+    def accepts(self, base_ids):
+        return all(one % 2 == (self.count + i) % 2 for i, one in enumerate(base_ids))
+
+    def push(self, base_ids):
+        self.count += len(base_ids)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 2}])
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_a_constraint_and_the_likeliest_ids_are_those_without_a_draft(family, sampling, oracle):
+    def answer(draft):
+        with tiny_engine(family, run={"draft": draft}) as engine:
+            asked = {"constraint": EvenThenOdd(), "sampling": sampling, "top_logprobs": 3}
+            return ask(engine, PROMPT, max_tokens=50, **asked)[1].wait()
+
+    alone = answer("off")
+    oracle.answer = alone.base_ids
+    drafted = answer("lookup")
+    assert drafted.ids == alone.ids
+    assert drafted.end.counts.accepted > drafted.end.counts.steps // 2
+    for one, other in zip(drafted.emitted, alone.emitted, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=5e-5)
+        assert [likely.base_ids for likely in one.likely] == [likely.base_ids for likely in other.likely]
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+@pytest.mark.parametrize("call", range(3, 8))
+def test_an_interrupt_in_a_pass_leaves_the_callers_cache_with_what_was_yielded(family, call, oracle, monkeypatch):
+    model = models(family)
+    oracle.answer = [one for response in answer_of(model) for one in response.base_ids]
+    cache, calls, found, real = make_prompt_cache(model), [], [], type(model).__call__
+
+    def interrupted(self, *args, **options):
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(type(model), "__call__", interrupted)
+    made = stream_generate(model, ENDLESS, PROMPT, 60, prompt_cache=cache, draft="lookup")
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(response.token for response in made)
+    read = len(compress(model.config.codec_params, PROMPT)[0]) if family == "llama" else len(PROMPT)
+    assert {entry.size() for entry in cache} == {read + len(found)}
+
+
 @pytest.mark.parametrize("family", ["llama", "plain"])
 @pytest.mark.parametrize("stops_after", [1, 3, 6, 14])
 def test_a_callers_cache_holds_what_was_yielded_and_nothing_more(family, stops_after, oracle):
