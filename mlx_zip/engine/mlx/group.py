@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
@@ -26,7 +26,14 @@ from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
 from mlx_zip.errors import MachineError
-from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches, merge_unread
+from mlx_zip.models.batching import (
+    extend_cache,
+    extract_cache,
+    filter_cache,
+    flatten_cache_lists,
+    merge_caches,
+    merge_unread,
+)
 from mlx_zip.models.longrope_refill import LongRopeRefill, plan_rope_factors
 from mlx_zip.models.rows.zip_state import find_zip_state, submit_parts_early
 from mlx_zip.models.two_part_step import TwoPartStep
@@ -331,7 +338,12 @@ class Reading:
         They are whole prompts, on caches that hold nothing yet, and LongRoPE has the same factors for them.
         """
         empty = not self._done and not self._again and not self.request.held_ids
-        return tuple(self._factors.values()) if empty and self.served.batches else None
+        together = (
+            empty
+            and self.served.batches
+            and not any(isinstance(entry, ArraysCache) for entry in flatten_cache_lists(self.request.cache or ()))
+        )  # a recurrent state would read the padding
+        return tuple(self._factors.values()) if together else None
 
     def read(self, at_most: int, others: Sequence[Reading] = ()) -> tuple[int, Group | None]:
         """Reads up to `at_most` ids, and the last id alone. Returns the ids read, and the group at the end.
