@@ -67,22 +67,32 @@ class PassCosts:
         return next(unknown, best) - 1  # a width that was never timed is reached step by step
 
     def pays(self, share: float, held: int, most: int) -> bool:
-        """Returns whether proposed ids are expected to be worth their pass, as far as costs are known."""
+        """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
         ratios = self.ratios(held)
+        if 1 in ratios and self._is_trial_due(share, ratios, most):
+            return True
         widths = [width for width in WIDTHS[1:] if width <= most + 1] if 2 in ratios else []
         return any(expected_ids(share, width - 1) / _ratio_at(ratios, width) > LEAST_GAIN for width in widths)
+
+    def _is_trial_due(self, share: float, ratios: dict[int, float], most: int) -> bool:
+        every = TRY_EVERY if _untimed(ratios, most) else TRY_AGAIN_EVERY
+        return share >= SURE and self._passes - self._tried >= every
 
     def _try(self, share: float, ratios: dict[int, float], most: int) -> int:
         """Returns how many ids to propose to learn what their pass costs, 0 as long as it is not the time for it.
 
         The narrowest width of `TRIED` that was never timed is next, and then the one that costs least.
         """
-        unknown = [width for width in TRIED if width not in ratios and width <= most + 1]
-        if share < SURE or self._passes - self._tried < (TRY_EVERY if unknown else TRY_AGAIN_EVERY):
+        if not self._is_trial_due(share, ratios, most):
             return 0
         self._tried = self._passes
+        unknown = _untimed(ratios, most)
         known = [width for width in TRIED if width <= most + 1]
         return (unknown or [max(known, key=lambda width: expected_ids(share, width - 1) / ratios[width])])[0] - 1
+
+
+def _untimed(ratios: dict[int, float], most: int) -> list[int]:
+    return [width for width in TRIED if width not in ratios and width <= most + 1]
 
 
 def expected_ids(share: float, proposed: int) -> float:

@@ -261,7 +261,8 @@ class Request:
         if self._context is not None:
             position, per_id = self.held_ids, 1
             if self._by_base:
-                position, per_id = self.book.base_length + len(self.expand(last)), self.book.params.merge_size
+                position = self.book.base_length + len(self.expand(last)) - 1
+                per_id = self.book.params.merge_size
             if position < self._context:
                 room = min(room, (self._context - position - 1) // per_id)
         return self.drafter.propose(last, self.book, self.held_ids, int(min(room, MOST_PROPOSED)))

@@ -12,14 +12,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import compress
-from mlx_zip.engine import Finished
+from mlx_zip.engine import Failed, Finished
 from mlx_zip.engine.drafts import Drafter, Lookup
 from mlx_zip.engine.mlx.drafted import DraftedPass
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
-from mlx_zip.errors import GenerationError
+from mlx_zip.engine.request import Request
+from mlx_zip.engine.sessions.store import SessionOptions
+from mlx_zip.errors import GenerationError, ModelError
 from support import tiny
 from support.generating import ENDLESS, never_ending, plain_model
 from support.serving import ask, at_once, tiny_engine
@@ -193,15 +195,67 @@ def wide_plain_model():
     return llama.Model(llama.ModelArgs.from_dict(config))
 
 
-def test_no_id_is_proposed_where_longropes_factors_would_change(oracle):
-    model = models("phi3")
-    border = model.traits.long_context
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
+    model = models("phi3", position_mode=mode)
+    border, reached = model.traits.long_context, []
     assert border is not None
-    prompt = tiny.base_ids(border - 20)
-    alone = answer_of(model, prompt, max_tokens=120)
-    oracle.answer = [one for response in alone for one in response.base_ids]
-    drafted = answer_of(model, prompt, max_tokens=120, draft="lookup")
-    assert_equal_answers(drafted, alone)
+    for before in range(2, 26, 3):
+        prompt = tiny.base_ids(border - before, seed=before)
+        alone = answer_of(model, prompt, max_tokens=before + 20)
+        oracle.answer = [one for response in alone for one in response.base_ids]
+        rooms, real = [], Request.propose
+
+        def noted(request, last, rooms=rooms, real=real):
+            found = real(request, last)
+            book = request.book.copy()
+            before_pass = request.needs_long(last)
+            book.push(last)
+            for one in found[:-1]:
+                book.push(one)
+            read = book.base_length + len(book.copy().base_ids_of(found[-1])) if found and mode != "compressed" else 0
+            end = read if mode != "compressed" else request.held_ids + 1 + len(found)
+            rooms.append(not found or before_pass or end <= border)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Request, "propose", noted)
+            answer_of(model, prompt, max_tokens=before + 20, draft="lookup")
+        assert all(rooms)
+        reached += rooms
+    assert reached
+
+
+def test_auto_tries_a_draft_where_steps_begin_ahead(oracle):
+    model = models("plain")
+    oracle.answer = [one.token for one in answer_of(model)]
+    assert answer_of(model, draft="auto")[-1].accepted > 0
+
+
+def test_nothing_is_kept_of_requests_whose_prompts_failed_together():
+    prompts, broken = [tiny.base_ids(20, seed) for seed in (1, 2)], []
+
+    def change(model):
+        kind, real = type(model), type(model).__call__
+
+        def call(self, ids, *args, **options):
+            logits = real(self, ids, *args, **options)
+            if self is model and broken and ids.shape[0] > 1:
+                broken.clear()
+                raise ModelError("broken")
+            return logits
+
+        undo.setattr(kind, "__call__", call)
+
+    with pytest.MonkeyPatch.context() as undo, tiny_engine(change=change, sessions=SessionOptions()) as engine:
+        wanted = ask(engine, [*prompts[0], 5], max_tokens=5, keep=False)[1].wait()
+        broken.append(True)
+        for watch in at_once(engine, lambda: [ask(engine, prompt, max_tokens=5)[1] for prompt in prompts]):
+            assert isinstance(watch.wait().end, Failed)
+        assert not broken
+        again = ask(engine, [*prompts[0], 5], max_tokens=5)[1].wait()
+        assert again.end.counts.cached_tokens == 0
+        assert again.ids == wanted.ids
 
 
 # ---- ends, caches and engines

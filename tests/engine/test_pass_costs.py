@@ -118,5 +118,8 @@ def test_a_drafter_with_costs_proposes_by_them():
     costs, text = timed(M4_PRO), [1, 2, 3, 4, 5, 6, 7, 8] * 6
     assert len(Drafter(text, costs).propose(1, None, 100, 100)) == 7
     assert Drafter(text, timed(M3_ULTRA_4_BIT)).expects_to_propose(100)
-    assert not Drafter(text, timed(ROW_BY_ROW)).expects_to_propose(100)
+    wide = timed(ROW_BY_ROW)
+    assert Drafter(text, wide).expects_to_propose(100)  # a trial is due
+    wide.choose_width(0.9, 100, 15)
+    assert not Drafter(text, wide).expects_to_propose(100)
     assert Drafter([1, 2, 3], costs).propose(1, None, 100, 100) == []

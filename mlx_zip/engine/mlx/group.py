@@ -368,15 +368,21 @@ class Reading:
         return max(1, left - self.left), group
 
     def _read_together(self, readings: Sequence[Reading]) -> tuple[int, Group]:
-        """Reads whole prompts as rows of one batch. Returns the ids read, padding included, and the group."""
+        """Reads whole prompts as rows of one batch. Returns the ids read, padding included, and the group.
+
+        An error of the model is one of all these requests.
+        """
         served, requests, lengths = self.served, [one.request for one in readings], [len(one._next) for one in readings]
         longest = max(lengths)
         padding = [longest - length for length in lengths]
         ids = np.full((len(readings), longest), served.model.config.pad_id if served.hyper else 0, np.int32)
         for row, one in enumerate(readings):
             ids[row, padding[row] :] = one._next
+        caches = [request.cache for request in requests]
+        for request in requests:
+            request.cache = None  # its codebook goes over to the batch: after an error nothing of it is to be kept
         with mx.stream(generation_stream):
-            cache = merge_unread(served.model, [request.cache for request in requests], padding)
+            cache = merge_unread(served.model, caches, padding)
             if longest > 1:
                 served.model(mx.array(ids[:, :-1]), cache=cache, **self._factors)
                 mx.eval([entry.state for entry in (cache[:-1] if served.hyper else cache)])
