@@ -36,7 +36,7 @@ REFUSED = {  # flags that PyTorch has no use for, and what to do
     "row_cache_bytes": "its rows are kept in memory only",
     "keep_cache": "its turns are read anew",
 }
-RANK_VARIABLE = "MLX_RANK"  # what mlx.launch tells each process
+RANK_VARIABLE = "MLX_RANK"  # environment variable in which mlx.launch gives each process its number
 _NEUTRAL_VALUES = {
     "row_cache": "off",
     "keep_cache": False,

@@ -13,8 +13,8 @@ from mlx_zip.models.model_folder import is_plain_model
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
-    "draft_model": "--draft lookup proposes without a second model",
-    "num_draft_tokens": "it has a meaning only together with --draft-model",
+    "draft_model": "--draft lookup needs no second model",
+    "num_draft_tokens": "--draft chooses how many ids it proposes",
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
@@ -219,9 +219,9 @@ def add_draft_flag(add: Any) -> None:
         "--draft",
         choices=DRAFTS,
         default="off",
-        help="ids that one pass of the model checks together. lookup: those that followed where the text was alike "
-        "before, in prompt and answer; the text is the same, sooner where it repeats itself; auto: as many of them as "
-        "make the text come sooner on this machine, also none; off: one id per pass (default: off)",
+        help="propose several next ids, which the model checks at once; the answer stays the same. lookup: propose "
+        "what followed when the same words came before, in the prompt or the answer; auto: like lookup, but only as "
+        "many ids as save time on this machine, perhaps none; off: propose nothing (default: off)",
     )
 
 

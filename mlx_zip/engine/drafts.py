@@ -59,14 +59,14 @@ class Lookup:
 class Drafter:
     """Decides what is proposed for one request, and counts what became of it.
 
-    costs: what passes cost, by which the number of ids is chosen; None to ask only whether drafts
-    are right: after a refusal fewer ids are proposed, because the model has left the text that is looked up; after a
-    draft that was accepted whole, more. proposed, accepted: ids, hypertokens counted once.
+    costs: what passes cost, by which the number of ids is chosen. None: the number follows what was accepted; after a
+    refusal fewer ids are proposed, because the model has left the text that is looked up, after a draft that was
+    accepted whole, more. proposed: ids, hypertokens counted once.
     """
 
     def __init__(self, base_ids: Sequence[int] | Uint32s, costs: PassCosts | None = None) -> None:
         self._costs, self._width = costs, MOST_PROPOSED // 2
-        self.proposed = self.accepted = 0
+        self.proposed = 0
         self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0
 
     def append(self, base_ids: Sequence[int]) -> None:
@@ -105,10 +105,12 @@ class Drafter:
             return min(self._width, most)
         return self._costs.choose_width(self._acceptance.share(match), held, most)
 
-    def note_end(self, proposed: int, accepted: int) -> None:
-        """Counts a draft that is over, and learns from it."""
+    def note_pass(self, proposed: int) -> None:
+        """Counts ids that a pass reads."""
         self.proposed += proposed
-        self.accepted += accepted
+
+    def note_end(self, proposed: int, accepted: int) -> None:
+        """Learns from a draft that was accepted whole or ended with a refused id."""
         self._acceptance.note(self._match, proposed, accepted)
         self._width = min(MOST_PROPOSED, 2 * self._width) if accepted == proposed else max(1, accepted + 1)
 

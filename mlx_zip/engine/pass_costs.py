@@ -1,8 +1,8 @@
 """`PassCosts`: what passes of a model over several ids cost, and how many proposed ids are worth their pass.
 
 On one machine a pass over eight ids costs hardly more than a pass over one, on another six times as much. So nothing is
-assumed: the passes that happen are timed, and now and then, when the next ids are almost sure, some are
-proposed to learn what that costs.
+assumed: the passes that happen are timed, and now and then, when the next ids are almost sure, some are proposed to
+learn what that costs.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ class PassCosts:
         ratios = self.ratios(held)
         if most < 1 or 1 not in ratios:
             return 0
-        best, gain = 1, LEAST_GAIN
-        for width in (width for width in WIDTHS[1:] if width <= most + 1 and 2 in ratios):
-            if (found := expected_ids(share, width - 1) / _ratio_at(ratios, width)) > gain:
-                best, gain = width, found
+        best = _best_width(share, ratios, most)
         if best == 1:
             return self._try(share, ratios, most)
         unknown = (width for width in WIDTHS if width not in ratios and width <= best)
@@ -69,10 +66,7 @@ class PassCosts:
     def pays(self, share: float, held: int, most: int) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
         ratios = self.ratios(held)
-        if 1 in ratios and self._is_trial_due(share, ratios, most):
-            return True
-        widths = [width for width in WIDTHS[1:] if width <= most + 1] if 2 in ratios else []
-        return any(expected_ids(share, width - 1) / _ratio_at(ratios, width) > LEAST_GAIN for width in widths)
+        return 1 in ratios and (self._is_trial_due(share, ratios, most) or _best_width(share, ratios, most) > 1)
 
     def _is_trial_due(self, share: float, ratios: dict[int, float], most: int) -> bool:
         every = TRY_EVERY if _untimed(ratios, most) else TRY_AGAIN_EVERY
@@ -98,6 +92,15 @@ def _untimed(ratios: dict[int, float], most: int) -> list[int]:
 def expected_ids(share: float, proposed: int) -> float:
     """Returns how many ids a pass emits on average if each proposed id is accepted with this probability."""
     return sum(share**n for n in range(proposed + 1))
+
+
+def _best_width(share: float, ratios: dict[int, float], most: int) -> int:
+    """Returns the width with the most ids per second, 1 if no other gains enough or nothing is known of two ids."""
+    best, gain = 1, LEAST_GAIN
+    for width in (width for width in WIDTHS[1:] if width <= most + 1 and 2 in ratios):
+        if (found := expected_ids(share, width - 1) / _ratio_at(ratios, width)) > gain:
+            best, gain = width, found
+    return best
 
 
 def _ratio_at(ratios: dict[int, float], width: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter
+from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -105,7 +105,7 @@ class Request:
         self.error: BaseException | None = None
         self.prompt_ids: Any = np.zeros(0, np.uint32)
         self.next_ids: Any = self.prompt_ids
-        self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = 0
+        self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = self.accepted = 0
         self._firsts = np.zeros(0, np.uint32)
         self.logprobs: Any = None
         self._read: list[int] = []  # ids that a plain model's cache holds
@@ -237,6 +237,7 @@ class Request:
             self.submission.constraint.push(base_ids)
         self.first_s = self.first_s or time.perf_counter()
         self.steps += 1
+        self.accepted += chosen.from_draft
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
         if self.drafter is not None:
@@ -250,12 +251,12 @@ class Request:
         if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
 
-    def propose(self, last: int) -> list[int]:
-        """Returns ids that may come after the id that was taken last: no more than the answer may still have.
+    def propose(self, last: int, most: int) -> list[int]:
+        """Returns up to `most` ids that may come after the id that was taken last, no more than the answer may have.
 
         None are proposed beyond the position where LongRoPE's factors change.
         """
-        if self.drafter is None or self.reason is not None:
+        if self.drafter is None or self.reason is not None or most < 1:
             return []
         room = min(self._limit - self.base_tokens, self._max_steps - self.steps) - 1
         if self._context is not None:
@@ -265,7 +266,7 @@ class Request:
                 per_id = self.book.params.merge_size
             if position < self._context:
                 room = min(room, (self._context - position - 1) // per_id)
-        return self.drafter.propose(last, self.book, self.held_ids, int(min(room, MOST_PROPOSED)))
+        return self.drafter.propose(last, self.book, self.held_ids, int(min(room, most)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
@@ -327,7 +328,7 @@ class Request:
             codebook_size=0 if book is None else book.params.codebook_size,
             kv_bytes_saved=saved,
             proposed=0 if self.drafter is None else self.drafter.proposed,
-            accepted=0 if self.drafter is None else self.drafter.accepted,
+            accepted=self.accepted,
             queued_s=(self.begun_s or now) - self.submitted_s,
             first_id_s=self.first_s - self.submitted_s if self.first_s else 0.0,
             total_s=now - self.submitted_s,

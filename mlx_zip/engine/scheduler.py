@@ -191,14 +191,14 @@ class Scheduler:
         At most a fifth of the ids is padding: on a CPU it costs as much as real ids.
         """
         found: list[Reading] = []
-        longest = whole = reading.left
+        longest = total = reading.left
         for other in list(self.readings) if reading.key is not None else ():
-            columns, ids = max(longest, other.left), whole + other.left
+            columns, ids = max(longest, other.left), total + other.left
             padded = columns * (len(found) + 2)
             if other.key == reading.key and padded <= min(at_most, 1.25 * ids) and not other.request.handle.cancelled:
                 self.readings.remove(other)
                 found.append(other)
-                longest, whole = columns, ids
+                longest, total = columns, ids
         return found
 
     # ---- steps

@@ -105,10 +105,11 @@ def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_
     drafter = Drafter([1, 2, 3, 4, 5] * 8)
     widths = []
     for proposed, accepted in [(7, 7), (14, 14), (15, 2), (3, 0), (1, 1), (2, 2)]:
+        drafter.note_pass(proposed)
         drafter.note_end(proposed, accepted)
         widths.append(len(drafter.propose(1, None, 0, 100)))
     assert widths == [14, 15, 3, 1, 2, 4]
-    assert (drafter.proposed, drafter.accepted) == (42, 26)
+    assert drafter.proposed == 42
 
 
 # ---- what is emitted
@@ -206,16 +207,11 @@ def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
         oracle.answer = [one for response in alone for one in response.base_ids]
         rooms, real = [], Request.propose
 
-        def noted(request, last, rooms=rooms, real=real):
-            found = real(request, last)
-            book = request.book.copy()
-            before_pass = request.needs_long(last)
-            book.push(last)
-            for one in found[:-1]:
-                book.push(one)
-            read = book.base_length + len(book.copy().base_ids_of(found[-1])) if found and mode != "compressed" else 0
-            end = read if mode != "compressed" else request.held_ids + 1 + len(found)
-            rooms.append(not found or before_pass or end <= border)
+        def noted(request, last, most, rooms=rooms, real=real):
+            found, book = real(request, last, most), request.book.copy()
+            book.push([last, *found])
+            end = book.mark() if mode == "compressed" else book.base_length
+            rooms.append(not found or request.needs_long(last) or end <= border)
             return found
 
         with pytest.MonkeyPatch.context() as patch:
@@ -279,6 +275,37 @@ def test_a_stop_an_eos_and_a_limit_inside_a_draft_end_the_answer_there(oracle):
         [one.token for one in stream_generate(model, tokenizer, PROMPT, 60, draft=draft)] for draft in ("off", "lookup")
     ]
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_an_answer_that_ends_inside_a_draft_counts_every_accepted_id(family, oracle):
+    with tiny_engine(family) as engine:
+        oracle.answer = ask(engine, PROMPT, max_tokens=50)[1].wait().base_ids
+    with tiny_engine(family, run={"draft": "lookup"}) as engine:
+        for limit in range(2, 20, 3):
+            watch = ask(engine, PROMPT, max_tokens=limit)[1].wait()
+            assert watch.base_ids == oracle.answer[:limit]
+            assert watch.end.counts.accepted == sum(one.from_draft for one in watch.emitted)
+            assert watch.end.counts.accepted <= watch.end.counts.proposed
+
+
+def test_an_interrupt_between_two_layers_of_a_drafted_pass_leaves_the_layers_of_a_plain_cache_equal(
+    oracle, monkeypatch
+):
+    model = models("plain")
+    oracle.answer = [one.token for one in answer_of(model)]
+    cache, found, real = make_prompt_cache(model), [], llama.TransformerBlock.__call__
+
+    def interrupted(self, x, *args, **options):
+        if self is model.layers[1] and 1 < x.shape[1] <= 16:
+            raise KeyboardInterrupt
+        return real(self, x, *args, **options)
+
+    monkeypatch.setattr(llama.TransformerBlock, "__call__", interrupted)
+    made = stream_generate(model, ENDLESS, PROMPT, 60, prompt_cache=cache, draft="lookup")
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(response.token for response in made)
+    assert {entry.size() for entry in cache} == {len(PROMPT) + len(found)}
 
 
 class EvenThenOdd:

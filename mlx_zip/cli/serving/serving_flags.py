@@ -19,8 +19,8 @@ SESSIONS = "MLX_ZIP_SESSION_CACHE"
 API_KEY = "MLX_ZIP_API_KEY"
 MOST_S = 1_000_000  # a thread can wait that long
 REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
-    "draft_model": "--draft lookup proposes without a second model",
-    "num_draft_tokens": "it has a meaning only together with --draft-model",
+    "draft_model": "--draft lookup needs no second model",
+    "num_draft_tokens": "--draft chooses how many ids it proposes",
     "prompt_concurrency": "prompts are read in turns, between the steps of the answers under way",
     "pipeline": "a model on several machines is split inside its layers, not between them",
     "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from mlx_zip.engine.drafts import Drafter
+from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
@@ -26,6 +26,7 @@ class DraftedPass:
     def __init__(self, served: Served, cache: list[Any], drafter: Drafter, last: int, proposed: Sequence[int]) -> None:
         self._cache, self._drafter, self._proposed, self._taken = cache, drafter, list(proposed), 0
         self._state = find_zip_state(cache)
+        drafter.note_pass(len(proposed))
         self._logits = self._read(served, mx.array([[last, *proposed]], mx.uint32))
         self._add_to_cache(last)
 
@@ -36,10 +37,12 @@ class DraftedPass:
         """
         state = self._state
         if state is None:
-            logits = served.model(ids, cache=self._cache)
-            for entry in _kv_entries(self._cache, None):
-                entry.trim(ids.size)
-            return logits
+            held = [(entry, entry.offset) for entry in _kv_entries(self._cache, None)]
+            try:
+                return served.model(ids, cache=self._cache)
+            finally:  # an interrupt may have come between two layers
+                for entry, offset in held:
+                    entry.trim(entry.offset - offset)
         book, before = state.books[0], state.offset
         state.books[0] = book.copy()
         try:
@@ -76,12 +79,12 @@ class DraftedPass:
             entry.offset += 1
 
     def end(self) -> None:
-        """Tells the drafter what became of the draft."""
+        """Tells the drafter that the draft is over: all ids were accepted, or the next one was refused."""
         self._drafter.note_end(len(self._proposed), self._taken)
 
 
-def draft_room(served: Served, cache: Sequence[Any]) -> int | None:
-    """Returns how many ids may be proposed to a model on this cache, None for any number.
+def draft_room(served: Served, cache: Sequence[Any]) -> int:
+    """Returns how many ids may be proposed to a model on this cache.
 
     0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states), and so many
     that KV caches are quantized after the same id as without a draft.
@@ -90,7 +93,7 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int | None:
     if served.machines is not None or not all(type(entry) in (KVCache, QuantizedKVCache) for entry in kv):
         return 0
     if served.options.kv_bits is None or type(kv[0]) is QuantizedKVCache:
-        return None
+        return MOST_PROPOSED
     return max(0, served.options.quantized_kv_start - kv[0].offset - 2)
 
 

@@ -153,7 +153,9 @@ class Group:
         """Returns the logits [B, W] after the ids that were taken, from a draft that proposed them or a pass."""
         if self._draft is not None and self._draft.follow(self.tokens[0]):
             return self._draft.logits
-        self._end_draft()
+        if self._draft is not None:
+            self._draft.end()
+            self._draft = None
         if len(self.requests) == 1 and (proposed := self._propose()):
             drafter = self.requests[0].drafter
             assert drafter is not None
@@ -167,20 +169,14 @@ class Group:
     def _propose(self) -> list[int]:
         """Returns ids that may come after the id that was taken, in a group of one request."""
         request = self.requests[0]
-        if request.drafter is None:
-            return []
-        return request.propose(self.tokens[0])[: draft_room(self.served, self.cache)]
+        return [] if request.drafter is None else request.propose(self.tokens[0], draft_room(self.served, self.cache))
 
     def _expects_draft(self) -> bool:
         """Returns whether the next logits may come from a draft, so that no step is to begin before its id is read."""
         drafter = self.requests[0].drafter if len(self.requests) == 1 else None
-        return self._draft is not None or (drafter is not None and drafter.expects_to_propose(self.length))
-
-    def _end_draft(self) -> None:
-        """Forgets the draft; ids that were proposed and not taken are in no cache."""
-        if self._draft is not None:
-            self._draft.end()
-            self._draft = None
+        if self._draft is not None or drafter is None:
+            return self._draft is not None
+        return draft_room(self.served, self.cache) > 0 and drafter.expects_to_propose(self.length)
 
     def finish(self) -> None:
         """Chooses the next ids if `launch` did not."""
@@ -259,7 +255,7 @@ class Group:
         """Takes in the rows of other groups, which must not be used any more. Ids have been read, nothing more."""
         caches = [other.cache for other in others]
         for group in (self, *others):
-            group._end_draft()
+            group._draft = None  # nothing of it is in a cache
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -273,7 +269,7 @@ class Group:
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
-        self._end_draft()
+        self._draft = None  # nothing of it is in a cache
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:
@@ -348,7 +344,8 @@ class Reading:
     def read(self, at_most: int, others: Sequence[Reading] = ()) -> tuple[int, Group | None]:
         """Reads up to `at_most` ids, and the last id alone. Returns the ids read, and the group at the end.
 
-        others: readings of the same `key` that are read whole in the same call. Raises what the model raises, and what
+        others: readings of the same `key`; all prompts are read whole then,
+        in one call, whatever `at_most` is. Raises what the model raises, and what
         the request's own processors raise.
         """
         if others:
