@@ -13,7 +13,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import compress
 from mlx_zip.engine import Failed, Finished
-from mlx_zip.engine.drafts import Drafter, Lookup
+from mlx_zip.engine.draft_sources import Lookup, LookupSource
+from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.drafted import DraftedPass
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
@@ -55,7 +56,7 @@ def oracle(monkeypatch):
     class Own(Oracle):
         pass
 
-    monkeypatch.setattr("mlx_zip.engine.drafts.Lookup", Own)
+    monkeypatch.setattr("mlx_zip.engine.draft_sources.Lookup", Own)
     return Own
 
 
@@ -102,7 +103,7 @@ def test_what_followed_the_longest_common_run_is_proposed(text, most, expected):
 
 
 def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_right():
-    drafter = Drafter([1, 2, 3, 4, 5] * 8)
+    drafter = Drafter([LookupSource([1, 2, 3, 4, 5] * 8)])
     widths = []
     for proposed, accepted in [(7, 7), (14, 14), (15, 2), (3, 0), (1, 1), (2, 2)]:
         drafter.note_pass(proposed)

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from mlx_zip.engine.drafts import Acceptance, Drafter
+from mlx_zip.engine.draft_sources import Acceptance, LookupSource
+from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.pass_costs import PassCosts, expected_ids
 
 # cost of a pass over so many ids in relation to one over one id, as others measured it
@@ -116,10 +117,10 @@ def test_a_width_that_was_never_timed_is_reached_step_by_step():
 
 def test_a_drafter_with_costs_proposes_by_them():
     costs, text = timed(M4_PRO), [1, 2, 3, 4, 5, 6, 7, 8] * 6
-    assert len(Drafter(text, costs).propose(1, None, 100, 100)) == 7
-    assert Drafter(text, timed(M3_ULTRA_4_BIT)).expects_to_propose(100)
+    assert len(Drafter([LookupSource(text)], costs).propose(1, None, 100, 100)) == 7
+    assert Drafter([LookupSource(text)], timed(M3_ULTRA_4_BIT)).expects_to_propose(100)
     wide = timed(ROW_BY_ROW)
-    assert Drafter(text, wide).expects_to_propose(100)  # a trial is due
+    assert Drafter([LookupSource(text)], wide).expects_to_propose(100)  # a trial is due
     wide.choose_width(0.9, 100, 15)
-    assert not Drafter(text, wide).expects_to_propose(100)
-    assert Drafter([1, 2, 3], costs).propose(1, None, 100, 100) == []
+    assert not Drafter([LookupSource(text)], wide).expects_to_propose(100)
+    assert Drafter([LookupSource([1, 2, 3])], costs).propose(1, None, 100, 100) == []

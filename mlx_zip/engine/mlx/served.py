@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.device import on_gpu
+from mlx_zip.engine.draft_sources import LookupSource
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
@@ -118,7 +119,7 @@ class Served:
         if options.draft == "off" or self.machines is not None:
             return None
         costs = self.pass_costs if options.draft == "auto" else None
-        return Drafter(text(), costs)
+        return Drafter([LookupSource(text())], costs)
 
     @cached_property
     def pass_costs(self) -> PassCosts:
