@@ -25,15 +25,16 @@ def check_draft(draft: str) -> None:
 
 
 class Drafter:
-    """Decides what is proposed for one request, and counts what became of it.
+    """Proposes ids for one request, and counts what became of them.
 
     sources: of which the surest proposes. costs: what passes cost, by which the number of ids is chosen. None: the
-    number follows what was accepted; after a refusal fewer ids are proposed, because the model has left the text that
-    is looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted once.
+    number is `own_width`, which follows what was accepted; after a refusal fewer ids are proposed, because the model
+    has left the text that is looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted
+    once.
     """
 
     def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None) -> None:
-        self._sources, self._costs, self._width = sources, costs, MOST_PROPOSED // 2
+        self._sources, self.costs, self.own_width = sources, costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self.proposed = 0
 
@@ -42,44 +43,24 @@ class Drafter:
         for source in self._sources:
             source.append(base_ids)
 
-    def propose(self, last: int, book: Codebook | None, held: int, room: int) -> list[int]:
-        """Returns up to `room` ids that may come after the id `last`, which has been emitted and not read.
+    @property
+    def share(self) -> float:
+        """The share of ids proposed now that would be accepted, each if those before it were; 0 for no ids."""
+        return max((source.share() for source in self._sources), default=0.0)
+
+    def propose(self, last: int, book: Codebook | None, most: int) -> list[int]:
+        """Returns up to `most` ids that may come after the id `last`, which has been emitted and not read.
 
         book: the request's codebook, which compresses what is proposed as it would compress a text; None for a plain
-        model. Hypertokens that the draft itself would install may be among the ids. held: ids of the cache.
+        model. Hypertokens that the draft itself would install may be among the ids.
         """
-        source, share = self._surest()
-        width = self._choose_width(share, held, min(room, MOST_PROPOSED))
-        if source is None or width < 1:
-            return []
-        self._asked = source
-        base_ids = source.propose(width if book is None else width * book.params.merge_size)
+        self._asked = source = max(self._sources, key=lambda one: one.share())
+        base_ids = source.propose(most if book is None else most * book.params.merge_size)
         if book is None:
             return list(map(int, base_ids))
         book = book.copy()
         book.push(last)
-        return book.compress(base_ids)[:width].tolist()
-
-    def expects_to_propose(self, held: int) -> bool:
-        """Returns whether ids will probably be proposed after the next one, because they would be now."""
-        _, share = self._surest()
-        if self._costs is None or not share:
-            return share > 0
-        return self._costs.pays(share, held, MOST_PROPOSED)
-
-    def _surest(self) -> tuple[Source | None, float]:
-        """Returns the source whose ids are likeliest to be accepted, and how likely they are; None and 0 for none."""
-        best, most = None, 0.0
-        for source in self._sources:
-            if (share := source.share()) > most:
-                best, most = source, share
-        return best, most
-
-    def _choose_width(self, share: float, held: int, most: int) -> int:
-        """Returns how many ids to propose."""
-        if not share or most < 1:
-            return 0
-        return min(self._width, most) if self._costs is None else self._costs.choose_width(share, held, most)
+        return book.compress(base_ids)[:most].tolist()
 
     def note_pass(self, proposed: int) -> None:
         """Counts ids that a pass reads."""
@@ -89,4 +70,29 @@ class Drafter:
         """Learns from a draft that was accepted whole or ended with a refused id."""
         if self._asked is not None:
             self._asked.note(proposed, accepted)
-        self._width = min(MOST_PROPOSED, 2 * self._width) if accepted == proposed else max(1, accepted + 1)
+        self.own_width = min(MOST_PROPOSED, 2 * self.own_width) if accepted == proposed else max(1, accepted + 1)
+
+
+def choose_widths(drafters: Sequence[Drafter | None], limits: Sequence[int], held: int) -> list[int]:
+    """Returns how many ids to propose for each row of a pass.
+
+    drafters: per row, None for a request without. limits: per row, the most that may be proposed. held: ids per row
+    that the cache holds.
+    """
+    rows = zip(drafters, limits, strict=True)
+    shares = [0.0 if drafter is None or limit < 1 else drafter.share for drafter, limit in rows]
+    first = next((drafter for drafter, share in zip(drafters, shares, strict=True) if share), None)
+    if first is None:
+        return [0] * len(shares)
+    chosen = None if first.costs is None else first.costs.choose_width(shares, held, max(limits))
+    return [
+        min(limit, drafter.own_width if chosen is None else chosen) if drafter is not None and share else 0
+        for drafter, limit, share in zip(drafters, limits, shares, strict=True)
+    ]
+
+
+def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
+    """Returns whether ids will probably be proposed after the next ones, because they would be now."""
+    shares = [0.0 if drafter is None else drafter.share for drafter in drafters]
+    first = next((drafter for drafter, share in zip(drafters, shares, strict=True) if share), None)
+    return first is not None and (first.costs is None or first.costs.pays(shares, held, MOST_PROPOSED))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are proposed
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
@@ -20,85 +21,89 @@ SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
 
 
 class PassCosts:
-    """Seconds of passes by their width and by the length of the context, in powers of two.
+    """Seconds of passes by their width, and in powers of two by their rows and by the length of the context.
+
+    A pass reads as many ids in each of its rows, one per request. shares: per row, of proposed ids that are accepted,
+    each if those before it were; 0 for a row with nothing to propose.
 
     Of the last times the lower quartile counts: whoever reads the answer may pause, and other work may come between,
     but nothing makes a pass shorter.
     """
 
     def __init__(self) -> None:
-        self._times: dict[int, dict[int, deque[float]]] = {}  # by length and width
+        self._times: dict[int, dict[int, dict[int, deque[float]]]] = {}  # by rows, length and width
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
 
-    def note(self, ids: int, held: int, seconds: float) -> None:
-        """Notes a pass over `ids` ids on a cache of `held` ids. Other widths than those of `WIDTHS` are not noted."""
+    def note(self, ids: int, held: int, seconds: float, rows: int = 1) -> None:
+        """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted."""
         self._passes += 1
         if ids in WIDTHS:
-            times = self._times.setdefault(_bucket(held), {})
+            times = self._times.setdefault(_exponent(rows), {}).setdefault(_bucket(held), {})
             times.setdefault(ids, deque(maxlen=KEPT)).append(seconds)
 
-    def ratios(self, held: int) -> dict[int, float]:
+    def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns what passes of known widths cost in relation to a pass over one id, on a cache of `held` ids.
 
         Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
         """
         found: dict[int, float] = {}
-        for length in sorted(self._times, key=lambda one: abs(one - _bucket(held))):
-            times = self._times[length]
+        lengths = self._times.get(_exponent(rows), {})
+        for length in sorted(lengths, key=lambda one: abs(one - _bucket(held))):
+            times = lengths[length]
             for width in times if 1 in times else ():
                 found.setdefault(width, _quartile(times[width]) / _quartile(times[1]))
         return found
 
-    def choose_width(self, share: float, held: int, most: int) -> int:
-        """Returns how many ids to propose, 0 for none: what makes the most base tokens per second.
+    def choose_width(self, shares: Sequence[float], held: int, most: int) -> int:
+        """Returns how many ids to propose per row, 0 for none: what makes the most base tokens per second.
 
-        share: of proposed ids that are accepted, each if those before it were. most: ids that may be proposed.
+        most: ids that may be proposed.
         """
-        ratios = self.ratios(held)
+        ratios = self.ratios(held, len(shares))
         if most < 1 or 1 not in ratios:
             return 0
-        best = _best_width(share, ratios, most)
+        best = _best_width(shares, ratios, most)
         if best == 1:
-            return self._try(share, ratios, most)
+            return self._try(shares, ratios, most)
         unknown = (width for width in WIDTHS if width not in ratios and width <= best)
         return next(unknown, best) - 1  # a width that was never timed is reached step by step
 
-    def pays(self, share: float, held: int, most: int) -> bool:
+    def pays(self, shares: Sequence[float], held: int, most: int) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
-        ratios = self.ratios(held)
-        return 1 in ratios and (self._is_trial_due(share, ratios, most) or _best_width(share, ratios, most) > 1)
+        ratios = self.ratios(held, len(shares))
+        return 1 in ratios and (self._is_trial_due(shares, ratios, most) or _best_width(shares, ratios, most) > 1)
 
-    def _is_trial_due(self, share: float, ratios: dict[int, float], most: int) -> bool:
+    def _is_trial_due(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> bool:
         every = TRY_EVERY if _untimed(ratios, most) else TRY_AGAIN_EVERY
-        return share >= SURE and self._passes - self._tried >= every
+        return sum(shares) >= SURE * len(shares) and self._passes - self._tried >= every
 
-    def _try(self, share: float, ratios: dict[int, float], most: int) -> int:
+    def _try(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
         """Returns how many ids to propose to learn what their pass costs, 0 as long as it is not the time for it.
 
         The narrowest width of `TRIED` that was never timed is next, and then the one that costs least.
         """
-        if not self._is_trial_due(share, ratios, most):
+        if not self._is_trial_due(shares, ratios, most):
             return 0
         self._tried = self._passes
         unknown = _untimed(ratios, most)
         known = [width for width in TRIED if width <= most + 1]
-        return (unknown or [max(known, key=lambda width: expected_ids(share, width - 1) / ratios[width])])[0] - 1
+        return (unknown or [max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])])[0] - 1
 
 
 def _untimed(ratios: dict[int, float], most: int) -> list[int]:
     return [width for width in TRIED if width not in ratios and width <= most + 1]
 
 
-def expected_ids(share: float, proposed: int) -> float:
-    """Returns how many ids a pass emits on average if each proposed id is accepted with this probability."""
-    return sum(share**n for n in range(proposed + 1))
+def expected_ids(shares: Sequence[float], proposed: int) -> float:
+    """Returns how many ids a pass emits per row on average if proposed ids are accepted with these probabilities."""
+    return sum(share**n for share in shares for n in range(proposed + 1)) / len(shares)
 
 
-def _best_width(share: float, ratios: dict[int, float], most: int) -> int:
+def _best_width(shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
     """Returns the width with the most ids per second, 1 if no other gains enough or nothing is known of two ids."""
     best, gain = 1, LEAST_GAIN
     for width in (width for width in WIDTHS[1:] if width <= most + 1 and 2 in ratios):
-        if (found := expected_ids(share, width - 1) / _ratio_at(ratios, width)) > gain:
+        if (found := expected_ids(shares, width - 1) / _ratio_at(ratios, width)) > gain:
             best, gain = width, found
     return best
 
@@ -113,7 +118,12 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
 
 
 def _bucket(held: int) -> int:
-    return max(SHORTEST, math.ceil(math.log2(max(1, held))))
+    return max(SHORTEST, _exponent(max(1, held)))
+
+
+def _exponent(n: int) -> int:
+    """Returns the exponent of the lowest power of two that is at least n."""
+    return math.ceil(math.log2(n))
 
 
 def _quartile(times: deque[float]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.engine.drafts import Drafter
+from mlx_zip.engine.drafts import Drafter, choose_widths
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -251,13 +251,13 @@ class Request:
         if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
 
-    def propose(self, last: int, most: int) -> list[int]:
-        """Returns up to `most` ids that may come after the id that was taken last, no more than the answer may have.
+    def most_proposed(self, last: int, most: int) -> int:
+        """Returns how many ids, up to `most`, may be proposed after the id that was taken last.
 
-        None are proposed beyond the position where LongRoPE's factors change.
+        No more than the answer may have, and none beyond the position where LongRoPE's factors change.
         """
-        if self.drafter is None or self.reason is not None or most < 1:
-            return []
+        if self.drafter is None or self.reason is not None:
+            return 0
         room = min(self._limit - self.base_tokens, self._max_steps - self.steps) - 1
         if self._context is not None:
             position, per_id = self.held_ids, 1
@@ -266,7 +266,7 @@ class Request:
                 per_id = self.book.params.merge_size
             if position < self._context:
                 room = min(room, (self._context - position - 1) // per_id)
-        return self.drafter.propose(last, self.book, self.held_ids, int(min(room, most)))
+        return max(0, int(min(room, most)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
@@ -350,6 +350,16 @@ class Request:
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
         self._entries = None
+
+
+def propose_together(requests: Sequence[Request], last: Sequence[int], most: int) -> list[list[int]]:
+    """Returns per request up to `most` ids that may come after the id it took last; one pass is to read them all."""
+    limits = [request.most_proposed(one, most) for request, one in zip(requests, last, strict=True)]
+    widths = choose_widths([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
+    return [
+        request.drafter.propose(one, request.book, width) if request.drafter is not None and width else []
+        for request, one, width in zip(requests, last, widths, strict=True)
+    ]
 
 
 def without_frames(error: MlxZipError) -> MlxZipError:

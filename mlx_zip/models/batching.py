@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
     CacheList,
     KVCache,
     RotatingKVCache,
+    dynamic_roll,
     make_prompt_cache,
 )
 
@@ -32,6 +33,7 @@ from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
+LONG_PADDING = 64  # columns of left padding that all sequences have, for which keys and values are copied
 _SINGLE_CACHES = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
 _BATCH_CACHES = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
 
@@ -122,6 +124,28 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
             state.filter(indices)
         for layer in kv:
             _filter_layer(layer, indices, padding)
+
+
+def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
+    """Moves the end of a batch's cache over columns that a call has read and `trim` has given back, by sequence.
+
+    kept [B]: how many of these columns each sequence keeps, at least one; its codebook has them already
+    (`ZipState.push_to_row`). Sequences that keep fewer than others get left padding, for which their keys and values
+    are moved. Left padding that all have is given up when it is long.
+    """
+    kv, state = _kv_and_state(batch)
+    most = max(kept)
+    shift = mx.array([[most - one] for one in kept])
+    for layer in flatten_cache_lists(kv):
+        if min(kept) < most:
+            layer.keys, layer.values = (dynamic_roll(x, shift, axis=2) for x in (layer.keys, layer.values))
+        layer._idx += most
+        layer.left_padding = layer.left_padding + shift[:, 0]
+        layer.offset = layer._idx - layer.left_padding
+    if state is not None:
+        state.pad_rows(kept)
+    if min(_left_padding(kv) if state is None else state.left_padding) >= LONG_PADDING:
+        filter_cache(batch, range(len(kept)))
 
 
 def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:

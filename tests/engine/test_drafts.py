@@ -14,13 +14,13 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_zip.codec import compress
 from mlx_zip.engine import Failed, Finished
 from mlx_zip.engine.draft_sources import Lookup, LookupSource
-from mlx_zip.engine.drafts import Drafter
+from mlx_zip.engine.drafts import Drafter, choose_widths
 from mlx_zip.engine.mlx.drafted import DraftedPass
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
-from mlx_zip.engine.request import Request
+from mlx_zip.engine.request import propose_together
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import GenerationError, ModelError
 from support import tiny
@@ -108,7 +108,7 @@ def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_
     for proposed, accepted in [(7, 7), (14, 14), (15, 2), (3, 0), (1, 1), (2, 2)]:
         drafter.note_pass(proposed)
         drafter.note_end(proposed, accepted)
-        widths.append(len(drafter.propose(1, None, 0, 100)))
+        widths += choose_widths([drafter], [100], 0)
     assert widths == [14, 15, 3, 1, 2, 4]
     assert drafter.proposed == 42
 
@@ -206,17 +206,17 @@ def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
         prompt = tiny.base_ids(border - before, seed=before)
         alone = answer_of(model, prompt, max_tokens=before + 20)
         oracle.answer = [one for response in alone for one in response.base_ids]
-        rooms, real = [], Request.propose
+        rooms = []
 
-        def noted(request, last, most, rooms=rooms, real=real):
-            found, book = real(request, last, most), request.book.copy()
-            book.push([last, *found])
+        def noted(requests, last, most, rooms=rooms):
+            (found,), request, book = propose_together(requests, last, most), requests[0], requests[0].book.copy()
+            book.push([last[0], *found])
             end = book.mark() if mode == "compressed" else book.base_length
-            rooms.append(not found or request.needs_long(last) or end <= border)
-            return found
+            rooms.append(not found or request.needs_long(last[0]) or end <= border)
+            return [found]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Request, "propose", noted)
+            patch.setattr("mlx_zip.engine.mlx.group.propose_together", noted)
             answer_of(model, prompt, max_tokens=before + 20, draft="lookup")
         assert all(rooms)
         reached += rooms
@@ -433,7 +433,7 @@ def test_auto_proposes_by_what_passes_cost_and_emits_the_same(family, oracle, mo
     oracle.answer = [one for response in alone for one in response.base_ids]
     accepted = []
     for curve in ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}):
-        monkeypatch.setattr(PassCosts, "ratios", lambda self, held, curve=curve: curve)
+        monkeypatch.setattr(PassCosts, "ratios", lambda self, held, rows, curve=curve: curve)
         drafted = answer_of(model, draft="auto")
         assert_equal_answers(drafted, alone)
         accepted.append(drafted[-1].accepted)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from mlx_zip.engine.draft_sources import Acceptance, LookupSource
-from mlx_zip.engine.drafts import Drafter
+from mlx_zip.engine.drafts import Drafter, choose_widths, expects_draft
 from mlx_zip.engine.pass_costs import PassCosts, expected_ids
 
 # cost of a pass over so many ids in relation to one over one id, as others measured it
@@ -26,19 +26,19 @@ def timed(curve, held=100):
 
 
 def rate(curve, share, proposed):
-    return expected_ids(share, proposed) / curve[proposed + 1]
+    return expected_ids([share], proposed) / curve[proposed + 1]
 
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.7, 0.85, 0.95, 1.0])
 def test_the_width_of_the_best_rate_is_chosen_if_it_gains(curve, share):
-    chosen = timed(curve).choose_width(share, 100, 15)
+    chosen = timed(curve).choose_width([share], 100, 15)
     best = max((0, 1, 3, 7, 15), key=lambda proposed: rate(curve, share, proposed))
     if rate(curve, share, best) > 1.02:
         assert chosen == best
     else:
         assert chosen <= 1  # a trial
-        assert timed(curve).choose_width(min(share, 0.79), 100, 15) == 0
+        assert timed(curve).choose_width([min(share, 0.79)], 100, 15) == 0
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_the_width_of_the_best_rate_is_chosen_if_it_gains(curve, share):
     [(M4_PRO, 3), (M4_PRO_SLOWER, 3), (M3_ULTRA_4_BIT, 0), (M3_ULTRA_BF16, 7), (M1_ULTRA, 3), (ROW_BY_ROW, 0)],
 )
 def test_with_seven_of_ten_accepted_each_machine_gets_its_own_width(curve, expected):
-    assert timed(curve).choose_width(0.7, 100, 7) == expected
+    assert timed(curve).choose_width([0.7], 100, 7) == expected
 
 
 def test_nothing_is_proposed_before_a_pass_over_one_id_was_timed():
-    assert PassCosts().choose_width(1.0, 100, 15) == 0
+    assert PassCosts().choose_width([1.0], 100, 15) == 0
 
 
 def run(curve, is_right, passes, most=15, noise=0.0, seed=0):
@@ -61,7 +61,7 @@ def run(curve, is_right, passes, most=15, noise=0.0, seed=0):
     costs, rng, seconds, emitted = PassCosts(), random.Random(seed), 0.0, 0
     acceptance = Acceptance()
     for _ in range(passes):
-        width = costs.choose_width(acceptance.share(40), 100, most)
+        width = costs.choose_width([acceptance.share(40)], 100, most)
         accepted = 0
         while accepted < width and is_right(rng):
             accepted += 1
@@ -110,17 +110,38 @@ def test_a_width_that_was_never_timed_is_reached_step_by_step():
     costs.note(1, 100, 1.0)
     widths = []
     for _ in range(5):
-        widths.append(costs.choose_width(0.99, 100, 15))
+        widths.append(costs.choose_width([0.99], 100, 15))
         costs.note(widths[-1] + 1, 100, 1.0)
     assert widths == [1, 3, 7, 15, 15]
 
 
 def test_a_drafter_with_costs_proposes_by_them():
-    costs, text = timed(M4_PRO), [1, 2, 3, 4, 5, 6, 7, 8] * 6
-    assert len(Drafter([LookupSource(text)], costs).propose(1, None, 100, 100)) == 7
-    assert Drafter([LookupSource(text)], timed(M3_ULTRA_4_BIT)).expects_to_propose(100)
+    def drafter(costs, text=(1, 2, 3, 4, 5, 6, 7, 8) * 6):
+        return Drafter([LookupSource(text)], costs)
+
+    assert choose_widths([drafter(timed(M4_PRO))], [100], 100) == [7]
+    assert choose_widths([drafter(timed(M4_PRO), [1, 2, 3])], [100], 100) == [0]
+    assert expects_draft([drafter(timed(M3_ULTRA_4_BIT))], 100)
     wide = timed(ROW_BY_ROW)
-    assert Drafter([LookupSource(text)], wide).expects_to_propose(100)  # a trial is due
-    wide.choose_width(0.9, 100, 15)
-    assert not Drafter([LookupSource(text)], wide).expects_to_propose(100)
-    assert Drafter([LookupSource([1, 2, 3])], costs).propose(1, None, 100, 100) == []
+    assert expects_draft([drafter(wide)], 100)  # a trial is due
+    wide.choose_width([0.9], 100, 15)
+    assert not expects_draft([drafter(wide)], 100)
+
+
+def test_the_curve_of_as_many_rows_decides_for_a_batch():
+    costs = timed(M4_PRO)
+    assert costs.choose_width([0.9] * 4, 100, 15) == 0  # no batch was timed
+    for width, ratio in M1_ULTRA.items():
+        costs.note(width, 100, ratio, rows=4)
+    assert costs.choose_width([0.9] * 4, 100, 15) == timed(M1_ULTRA).choose_width([0.9], 100, 15)
+    assert costs.choose_width([0.9] * 3, 100, 15) == costs.choose_width([0.9] * 4, 100, 15)
+    assert costs.choose_width([0.9], 100, 15) == timed(M4_PRO).choose_width([0.9], 100, 15)
+
+
+def test_rows_without_a_draft_pay_for_the_pass_too():
+    costs = PassCosts()
+    for width, ratio in M4_PRO.items():
+        costs.note(width, 100, ratio, rows=4)
+    widths = [costs.choose_width([0.9] * n + [0.0] * (4 - n), 100, 15) for n in range(5)]
+    assert widths == sorted(widths)
+    assert (widths[0], widths[4]) == (0, timed(M4_PRO).choose_width([0.9], 100, 15))

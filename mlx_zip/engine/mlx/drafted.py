@@ -1,4 +1,4 @@
-"""`DraftedPass`: one pass of the model over the last id and proposed ones, whose logits are taken one by one."""
+"""`DraftedPass`: one pass of the model over last ids and proposed ones, whose logits are taken column by column."""
 
 from __future__ import annotations
 
@@ -6,81 +6,115 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+import numpy as np
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter
+from mlx_zip.engine.drafts import MOST_PROPOSED
 from mlx_zip.engine.mlx.served import Served
-from mlx_zip.models.batching import flatten_cache_lists
+from mlx_zip.engine.request import Request
+from mlx_zip.models.batching import flatten_cache_lists, keep_columns
+from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
 
 class DraftedPass:
-    """Ids that were proposed and read behind the last id, and the logits after each of them.
+    """Ids that were proposed and read behind the last id of each request, and the logits after each of them.
 
-    The cache of the request holds the last id and no proposed one: codebook and KV caches are trimmed at once. The keys
-    and values stay in memory behind the end of the KV caches, and a proposed id that is chosen moves the end over its
-    own. So between two ids the cache is as without a draft, and whoever trims, copies or saves it need not know of one.
-    `logits` [1, W] are those after the last id.
+    Codebooks and KV caches are trimmed at once, and an id enters a codebook when it is chosen. The keys and values stay
+    in memory behind the end of the KV caches. The end moves over those of the chosen ids: for a request alone at once,
+    so between two ids its cache is as without a draft, and whoever trims, copies or saves it need not know of one; for
+    a batch in `close`, because its rows have one end.
+
+    rows: those that take the next column; a row whose next id was not the proposed one waits for the next pass.
     """
 
-    def __init__(self, served: Served, cache: list[Any], drafter: Drafter, last: int, proposed: Sequence[int]) -> None:
-        self._cache, self._drafter, self._proposed, self._taken = cache, drafter, list(proposed), 0
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        cache: list[Any],
+        last: Sequence[int],
+        proposed: Sequence[Sequence[int]],
+    ) -> None:
+        self._requests, self._cache, self._proposed = list(requests), cache, [list(ids) for ids in proposed]
         self._state = find_zip_state(cache)
-        drafter.note_pass(len(proposed))
-        self._logits = self._read(served, mx.array([[last, *proposed]], mx.uint32))
-        self._add_to_cache(last)
+        self.rows, self._taken = list(range(len(requests))), [0] * len(requests)
+        self.width = 1 + max(map(len, proposed))
+        for request, ids in zip(requests, proposed, strict=True):
+            if request.drafter is not None:
+                request.drafter.note_pass(len(ids))
+        columns = np.full((len(requests), self.width), served.model.config.pad_id if served.hyper else 0, np.uint32)
+        for row, ids in enumerate(proposed):
+            columns[row, : 1 + len(ids)] = [last[row], *ids]
+        self._logits = self._read(served, mx.array(columns))
+        for row, one in enumerate(last):
+            self._add_to_cache(row, one)
 
     def _read(self, served: Served, ids: mx.array) -> mx.array:
-        """Returns logits [1, L, W] of ids [1, L]. Afterwards the cache ends where it did before.
+        """Returns logits [B, L, W] of ids [B, L]. Afterwards the cache ends where it did before.
 
-        The codebook that the request follows is not told: to whoever looks at it, it would have been rewound.
+        The codebooks that the requests follow are not told: to whoever looks at them, they would have been rewound.
         """
         state = self._state
         if state is None:
-            held = [(entry, entry.offset) for entry in _kv_entries(self._cache, None)]
+            held = [(entry, kv_length(entry)) for entry in _kv_entries(self._cache, None)]
             try:
                 return served.model(ids, cache=self._cache)
             finally:  # an interrupt may have come between two layers
-                for entry, offset in held:
-                    entry.trim(entry.offset - offset)
-        book, before = state.books[0], state.offset
-        state.books[0] = book.copy()
+                for entry, length in held:
+                    entry.trim(kv_length(entry) - length)
+        books, before = list(state.books), state.offset
+        state.books[:] = [book.copy() for book in books]
         try:
-            logits = served.model(ids, cache=self._cache, causal=True)
-            self._encoded = state.encoded_rows()
+            logits = served.model(ids, cache=self._cache, causal=True, long=state.long_rope)
+            self._encoded = state.encoded_rows() if len(books) == 1 else None
             served.model.trim_cache(self._cache, before)
         finally:
-            state.books[0] = book
+            state.books[:] = books
         return logits
 
     @property
     def logits(self) -> mx.array:
-        """The logits [1, W] after the last id that the cache holds."""
-        return self._logits[:, self._taken]
+        """The logits [rows, W] after the last id of each of `rows`."""
+        if len(self._taken) == 1:
+            return self._logits[:, self._taken[0]]
+        return self._logits[mx.array(self.rows), mx.array([self._taken[row] for row in self.rows])]
 
-    def proposes(self, chosen: int) -> bool:
-        """Returns whether an id is the next one that was proposed."""
-        return self._taken < len(self._proposed) and self._proposed[self._taken] == chosen
+    def proposes(self, row: int, chosen: int) -> bool:
+        """Returns whether an id is the next one that was proposed to a row."""
+        return self._proposed[row][self._taken[row] :][:1] == [chosen]
 
-    def follow(self, chosen: int) -> bool:
-        """Has the cache hold the id that was chosen, if it is the next proposed one; returns whether it is."""
-        if not self.proposes(chosen):
-            return False
-        self._add_to_cache(chosen)
-        self._taken += 1
-        return True
+    def follow(self, chosen: Sequence[int]) -> list[int]:
+        """Has the cache hold the ids that were chosen for `rows`, where they were proposed; returns these rows.
 
-    def _add_to_cache(self, one: int) -> None:
-        """Moves the cache's end over an id that the pass has read."""
+        The drafts of the others are over.
+        """
+        went_on = [row for row, one in zip(self.rows, chosen, strict=True) if self.proposes(row, one)]
+        for row, one in zip(self.rows, chosen, strict=True):
+            if row in went_on:
+                self._add_to_cache(row, one)
+                self._taken[row] += 1
+            elif self._proposed[row]:
+                self._requests[row].drafter.note_end(len(self._proposed[row]), self._taken[row])  # type: ignore[union-attr]
+        self.rows = went_on
+        return went_on
+
+    def _add_to_cache(self, row: int, one: int) -> None:
+        """Has a row's codebook read an id that the pass has read, and moves the end of a request's own KV caches."""
+        if len(self._taken) > 1:
+            if self._state is not None:
+                self._state.push_to_row(row, one)
+            return
         if self._state is not None:
             self._state.advance(one)
             self._state.mark_encoded_again(self._encoded)
         for entry in _kv_entries(self._cache, self._state):
             entry.offset += 1
 
-    def end(self) -> None:
-        """Tells the drafter that the draft is over: all ids were accepted, or the next one was refused."""
-        self._drafter.note_end(len(self._proposed), self._taken)
+    def close(self) -> None:
+        """Moves the end of a batch's KV caches over the ids that were chosen; nothing more can be taken then."""
+        if len(self._taken) > 1:
+            keep_columns(self._cache, [1 + taken for taken in self._taken])
 
 
 def draft_room(served: Served, cache: Sequence[Any]) -> int:
@@ -90,7 +124,7 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
     that KV caches are quantized after the same id as without a draft.
     """
     kv = _kv_entries(cache, find_zip_state(cache))
-    if served.machines is not None or not all(type(entry) in (KVCache, QuantizedKVCache) for entry in kv):
+    if served.machines is not None or not all(type(one) in (KVCache, QuantizedKVCache, BatchKVCache) for one in kv):
         return 0
     if served.options.kv_bits is None or type(kv[0]) is QuantizedKVCache:
         return MOST_PROPOSED
@@ -98,5 +132,5 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
 
 
 def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:
-    """Returns the KV caches of a request's cache."""
+    """Returns the KV caches of a request's cache, or a batch's."""
     return list(flatten_cache_lists(cache if state is None else cache[:-1]))

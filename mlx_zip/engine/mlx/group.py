@@ -20,11 +20,12 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_cache
 
+from mlx_zip.engine.drafts import expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
 from mlx_zip.engine.mlx.served import Served
-from mlx_zip.engine.request import Request
+from mlx_zip.engine.request import Request, propose_together
 from mlx_zip.errors import MachineError
 from mlx_zip.models.batching import (
     extend_cache,
@@ -52,7 +53,8 @@ class Group:
         self._begun: mx.array | None = None  # the body's output of a step that began before its ids were read
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
-        self._draft: DraftedPass | None = None  # of a group of one request
+        self._draft: DraftedPass | None = None
+        self._rows = list(range(len(requests)))  # those that the next ids are chosen for; others wait for the next pass
         self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and when ids were read last
 
     # ---- one step
@@ -64,7 +66,7 @@ class Group:
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
-            self._choice = choose(self.requests, self._logits, end, pad_id, served.machines)
+            self._choice = choose(self._choosing, self._logits, end, pad_id, served.machines)
             self._choice.start(*(served.model.row_source.submit_rows() if served.hyper else ()))
         self._logits = None
 
@@ -94,8 +96,10 @@ class Group:
         self._time_pass()
         if self.served.hyper:
             self.served.model.row_source.settle_submitted()
-        self.tokens = [one.id for one in chosen]
-        for request, one in zip(self.requests, chosen, strict=True):
+        if len(self.tokens) != len(self.requests):
+            self.tokens = [0] * len(self.requests)
+        for row, request, one in zip(self._rows, self._choosing, chosen, strict=True):
+            self.tokens[row] = one.id
             if one.failed and request.error is None:
                 request.error = MachineError("the request failed on the first machine")
             if request.error is not None:
@@ -103,7 +107,7 @@ class Group:
             if request.handle.cancelled:
                 request.reason = "cancelled"
                 continue
-            one.from_draft = self._draft is not None and self._draft.proposes(one.id)
+            one.from_draft = self._draft is not None and self._draft.proposes(row, one.id)
             try:
                 request.count_chosen(one)
             except Exception as error:
@@ -112,8 +116,8 @@ class Group:
     def _time_pass(self) -> None:
         """Notes how long the pass took from which the ids were chosen that have just been read."""
         now, ids = time.perf_counter(), self._pass_ids
-        if ids and self._read_s and len(self.requests) == 1 and self.requests[0].drafter is not None:
-            self.served.pass_costs.note(ids, self.length, now - self._read_s)
+        if ids and self._read_s and any(request.drafter is not None for request in self.requests):
+            self.served.pass_costs.note(ids, self.length, now - self._read_s, len(self.requests))
         self._pass_ids, self._read_s = 0, now
 
     def wait(self) -> None:
@@ -140,43 +144,56 @@ class Group:
         if self._logits is None:
             with mx.stream(generation_stream), self._submitting_parts():
                 self._logits = self._next_logits()
-        for request, token in zip(self.requests, self.tokens, strict=True):
-            request.note_read([token])
+        for row, request in zip(self._rows, self._choosing, strict=True):
+            request.note_read([self.tokens[row]])
         if len(self.requests) == 1:
             self.served.quantize(self.cache)
-        if any(request.submission.constraint is not None for request in self.requests):
+        if any(request.submission.constraint is not None for request in self._choosing):
             mx.async_eval(self._logits)
         else:
             self.choose()
 
+    @property
+    def _choosing(self) -> list[Request]:
+        """The requests that the next ids are chosen for."""
+        return [self.requests[row] for row in self._rows]
+
     def _next_logits(self) -> mx.array:
-        """Returns the logits [B, W] after the ids that were taken, from a draft that proposed them or a pass."""
-        if self._draft is not None and self._draft.follow(self.tokens[0]):
+        """Returns logits [rows, W] after ids that were taken.
+
+        As long as a draft has proposed some of them, they are those of its rows, and the other rows wait. Then all rows
+        read their last id in the next pass.
+        """
+        if self._draft is not None and (rows := self._draft.follow([self.tokens[row] for row in self._rows])):
+            self._rows = rows
             return self._draft.logits
-        if self._draft is not None:
-            self._draft.end()
-            self._draft = None
-        if len(self.requests) == 1 and (proposed := self._propose()):
-            drafter = self.requests[0].drafter
-            assert drafter is not None
-            self._draft = DraftedPass(self.served, self.cache, drafter, self.tokens[0], proposed)
-            self._pass_ids = 1 + len(proposed)
+        self._close_draft()
+        if any(proposed := self._propose()):
+            self._draft = DraftedPass(self.served, self.requests, self.cache, self.tokens, proposed)
+            self._pass_ids = self._draft.width
             return self._draft.logits
         self._pass_ids = 1
         ids = mx.array(self.tokens, mx.uint32)[:, None]
         return self.served.model(ids, cache=self.cache)[:, -1]
 
-    def _propose(self) -> list[int]:
-        """Returns ids that may come after the id that was taken, in a group of one request."""
-        request = self.requests[0]
-        return [] if request.drafter is None else request.propose(self.tokens[0], draft_room(self.served, self.cache))
+    def _propose(self) -> list[list[int]]:
+        """Returns per request the ids that may come after the one it took last."""
+        if not any(request.drafter for request in self.requests):
+            return []
+        return propose_together(self.requests, self.tokens, draft_room(self.served, self.cache))
+
+    def _close_draft(self) -> None:
+        """Ends a draft in the middle or at its end: the cache holds what was taken, and all rows go on together."""
+        if self._draft is not None:
+            self._draft.close()
+        self._draft, self._rows = None, list(range(len(self.requests)))
 
     def _expects_draft(self) -> bool:
         """Returns whether the next logits may come from a draft, so that no step is to begin before its id is read."""
-        drafter = self.requests[0].drafter if len(self.requests) == 1 else None
-        if self._draft is not None or drafter is None:
+        drafters = [request.drafter for request in self.requests]
+        if self._draft is not None or not any(drafters):
             return self._draft is not None
-        return draft_room(self.served, self.cache) > 0 and drafter.expects_to_propose(self.length)
+        return draft_room(self.served, self.cache) > 0 and expects_draft(drafters, self.length)
 
     def finish(self) -> None:
         """Chooses the next ids if `launch` did not."""
@@ -255,7 +272,7 @@ class Group:
         """Takes in the rows of other groups, which must not be used any more. Ids have been read, nothing more."""
         caches = [other.cache for other in others]
         for group in (self, *others):
-            group._draft = None  # nothing of it is in a cache
+            group._close_draft()
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -264,18 +281,19 @@ class Group:
         for other in others:
             self.requests += other.requests
             self.tokens += other.tokens
-        self._ahead = None
+        self._ahead, self._rows = None, list(range(len(self.requests)))
         self.bind()
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
-        self._draft = None  # nothing of it is in a cache
+        self._close_draft()
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:
                 request.cache = extract_cache(self.cache, row) if batch else self.cache
                 request.bind(find_zip_state(request.cache), 0)
         self.requests, self.tokens = [requests[row] for row in stay], [self.tokens[row] for row in stay]
+        self._rows = list(range(len(stay)))
         if not stay:
             self.cache = []
         elif len(stay) == 1 and batch:
@@ -296,7 +314,7 @@ class Group:
         """Frees the cache and forgets the requests, after the group has failed."""
         self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
-        self._draft = None
+        self._draft, self._rows = None, []
 
     @property
     def length(self) -> int:

@@ -194,6 +194,21 @@ class ZipState(SequenceRows):
         live = np.array(list(map(len, self.books)))
         return Advance(live, live[:, None])
 
+    def push_to_row(self, b: int, one: int) -> None:
+        """Pushes an id to sequence b's codebook alone. Before the next call `pad_rows` has to count it.
+
+        Raises `CodecError` for an illegal id.
+        """
+        new = self.books[b].push(one)
+        if self.can_evict and len(new):
+            self._mark_rows_missing(b, new.slots)
+
+    def pad_rows(self, more: Sequence[int]) -> None:
+        """Counts the ids more [B] that `push_to_row` has pushed; shorter sequences get left padding."""
+        most = max(more)
+        self.offset += most
+        self.left_padding = [n + most - pushed for n, pushed in zip(self.left_padding, more, strict=True)]
+
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
         """Returns positions [B, L] int32 of ids [B, L], the last L ids read, in position mode `base_token_end`.
 
