@@ -136,7 +136,7 @@ def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
     kv, state = _kv_and_state(batch)
     most = max(kept)
     shift = mx.array([[most - one] for one in kept])
-    for layer in flatten_cache_lists(kv):
+    for layer in kv:
         if min(kept) < most:
             layer.keys, layer.values = (dynamic_roll(x, shift, axis=2) for x in (layer.keys, layer.values))
         layer._idx += most

@@ -23,7 +23,7 @@ from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.request import propose_together
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import GenerationError, ModelError
-from support import tiny
+from support import plain_families, tiny
 from support.generating import ENDLESS, never_ending, plain_model
 from support.serving import ask, at_once, tiny_engine
 from support.slow_cases import slow_but
@@ -461,6 +461,28 @@ def test_drafts_that_cannot_be_are_refused(options, said):
     with pytest.raises(GenerationError, match="draft") as caught:
         answer_of(plain_model(), **options)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", slow_but(list(plain_families.FAMILIES), "qwen2", "gemma3", "qwen3_next"))
+def test_answers_of_every_kind_of_cache_are_those_without_a_draft(name, oracle):
+    model = plain_families.plain_family(name)
+    alone = answer_of(model)
+    oracle.answer, oracle.wrong = [one.token for one in alone], 7
+    drafted = answer_of(model, draft="lookup")
+    assert_equal_answers(drafted, alone)
+    assert (drafted[-1].accepted > 0) == (name in ("llama", "qwen2"))
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_a_request_that_outgrows_the_kv_caches_ends_after_the_same_id(family, oracle):
+    per_id = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, width of a head, float32
+    ends = []
+    for draft in ("off", "lookup"):
+        with tiny_engine(family, run={"draft": draft}, max_kv_bytes=120 * per_id) as engine:
+            ends.append(ask(engine, PROMPT, max_tokens=-1)[1].wait())
+            oracle.answer = ends[0].base_ids
+    assert ends[0].ids == ends[1].ids
+    assert ends[1].end.counts.accepted > 0
 
 
 def test_caches_that_cannot_be_trimmed_get_no_draft():

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 from mlx_zip.engine.drafts import MOST_PROPOSED
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
-from mlx_zip.models.batching import flatten_cache_lists, keep_columns
+from mlx_zip.models.batching import keep_columns
 from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
@@ -120,8 +120,8 @@ class DraftedPass:
 def draft_room(served: Served, cache: Sequence[Any]) -> int:
     """Returns how many ids may be proposed to a model on this cache.
 
-    0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states), and so many
-    that KV caches are quantized after the same id as without a draft.
+    0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states) or have
+    several parts per layer, and so many that KV caches are quantized after the same id as without a draft.
     """
     kv = _kv_entries(cache, find_zip_state(cache))
     if served.machines is not None or not all(type(one) in (KVCache, QuantizedKVCache, BatchKVCache) for one in kv):
@@ -133,4 +133,4 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
 
 def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:
     """Returns the KV caches of a request's cache, or a batch's."""
-    return list(flatten_cache_lists(cache if state is None else cache[:-1]))
+    return list(cache if state is None else cache[:-1])
