@@ -204,6 +204,12 @@ class Request:
         """Whether the request takes part in the next step: it goes on, or its cache is to read its last id."""
         return self.error is None and (self.reason is None or self.inline.reads_last)
 
+    @property
+    def takes_best_id(self) -> bool:
+        """Whether the request takes the best id whatever it is, and asks for no log-probabilities of others."""
+        asked = self.submission.constraint is not None or self.submission.top_logprobs is not None
+        return self.draws.greedy and not (asked or self.penalties or self.canonical is not None)
+
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that has just been chosen. Raises `CodecError` for what cannot be read."""
         book = self.book

@@ -10,6 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from mlx_zip.engine.drafts import MOST_PROPOSED
+from mlx_zip.engine.mlx.choosing import Choice
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
 from mlx_zip.models.batching import keep_columns
@@ -47,6 +48,8 @@ class DraftedPass:
         for row, ids in enumerate(proposed):
             columns[row, : 1 + len(ids)] = [last[row], *ids]
         self._logits = self._read(served, mx.array(columns))
+        self._logprobs = self._logits - mx.logsumexp(self._logits, axis=-1, keepdims=True)
+        self._best = mx.argmax(self._logprobs, axis=-1)
         for row, one in enumerate(last):
             self._add_to_cache(row, one)
 
@@ -76,9 +79,26 @@ class DraftedPass:
     @property
     def logits(self) -> mx.array:
         """The logits [rows, W] after the last id of each of `rows`."""
+        return self._at_columns(self._logits)
+
+    def _at_columns(self, values: mx.array) -> mx.array:
+        """Returns those of values [B, L, W] that each of `rows` has at its column, [rows, W]."""
         if len(self._taken) == 1:
-            return self._logits[:, self._taken[0]]
-        return self._logits[mx.array(self.rows), mx.array([self._taken[row] for row in self.rows])]
+            return values[:, self._taken[0]]
+        return values[mx.array(self.rows), mx.array([self._taken[row] for row in self.rows])]
+
+    def choose_best(self) -> Choice | None:
+        """Returns the choice of the best ids, which are known from the second column on without asking the device.
+
+        None where they are not known or a request looks at more than the best id.
+        """
+        if not any(self._taken) or not all(self._requests[row].takes_best_id for row in self.rows):
+            return None
+        best: Any = self._best.tolist()
+        ids = [best[row][self._taken[row]] for row in self.rows]
+        kept = any(self._requests[row].inline.logprobs for row in self.rows)
+        logprobs = self._at_columns(self._logprobs) if kept else None
+        return Choice(mx.array(ids, mx.uint32), None, (None,) * len(ids), logprobs=logprobs)
 
     def proposes(self, row: int, chosen: int) -> bool:
         """Returns whether an id is the next one that was proposed to a row."""

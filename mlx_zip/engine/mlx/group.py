@@ -66,7 +66,8 @@ class Group:
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
-            self._choice = choose(self._choosing, self._logits, end, pad_id, served.machines)
+            best = None if self._draft is None else self._draft.choose_best()
+            self._choice = best or choose(self._choosing, self._logits, end, pad_id, served.machines)
             self._choice.start(*(served.model.row_source.submit_rows() if served.hyper else ()))
         self._logits = None
 
