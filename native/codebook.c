@@ -237,13 +237,6 @@ int mlxzip_push(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *bad) 
   return status;
 }
 
-int mlxzip_push_one(mlxzip_codebook *b, uint32_t id, uint32_t *dst) {
-  size_t bad;
-  int installed = mlxzip_push(b, &id, 1, &bad);
-  if (installed >= 0) mlxzip_installed(b, 1, dst);
-  return installed;
-}
-
 /* Sets prev to the last n_prev base ids of the expanded log. */
 static void restore_prev(mlxzip_codebook *b, size_t n_prev) {
   uint32_t prev[MLXZIP_MAX_MERGE];

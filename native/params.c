@@ -5,16 +5,6 @@ static int rising(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-bool mlxzip_listed(const mlxzip_params *p, uint32_t id) {
-  size_t low = 0, high = p->n_disabled;
-  while (low < high) {
-    size_t middle = low + (high - low) / 2;
-    if (p->disabled[middle] < id) low = middle + 1;
-    else high = middle;
-  }
-  return low < p->n_disabled && p->disabled[low] == id;
-}
-
 size_t mlxzip_cells(size_t cap) {
   size_t size = 16;
   size_t per_entry = cap > 8192 ? 2 : 4; /* a large index is slow because of cache misses, not probes */

@@ -1,6 +1,6 @@
 #include "codebook.h"
 
-/* Functions that read a codebook. */
+/* Functions that read a codebook, and one that tells what an id does. */
 
 size_t mlxzip_mark(const mlxzip_codebook *b) { return b->n; }
 size_t mlxzip_size(const mlxzip_codebook *b) { return b->table.n; }
@@ -48,6 +48,13 @@ mlxzip_status mlxzip_installed(const mlxzip_codebook *b, size_t n, uint32_t *dst
   by_id[0] = (after[0] ^ before) >> PREV_BITS & 1;
   for (size_t i = 1; i < n; i++) by_id[i] = (after[i] ^ after[i - 1]) >> PREV_BITS & 1;
   return MLXZIP_OK;
+}
+
+int mlxzip_push_one(mlxzip_codebook *b, uint32_t id, uint32_t *dst) {
+  size_t bad;
+  int installed = mlxzip_push(b, &id, 1, &bad);
+  if (installed >= 0) mlxzip_installed(b, 1, dst);
+  return installed;
 }
 
 mlxzip_status mlxzip_logged(const mlxzip_codebook *b, size_t first, size_t n, uint32_t *rows, uint8_t *lengths) {

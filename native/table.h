@@ -75,7 +75,15 @@ static inline uint32_t *mlxzip_find(const mlxzip_table *t, size_t width, uint64_
   }
 }
 
-bool mlxzip_listed(const mlxzip_params *p, uint32_t id);
+static inline bool mlxzip_listed(const mlxzip_params *p, uint32_t id) {
+  size_t low = 0, high = p->n_disabled;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (p->disabled[middle] < id) low = middle + 1;
+    else high = middle;
+  }
+  return low < p->n_disabled && p->disabled[low] == id;
+}
 
 static inline bool mlxzip_disabled(const mlxzip_params *p, uint32_t id) {
   return (p->filter[(id >> 6) & p->filter_mask] >> (id & 63) & 1) && mlxzip_listed(p, id);

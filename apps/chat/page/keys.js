@@ -2,6 +2,7 @@
 
 import { act } from "./chat.js";
 import { stop } from "./answers.js";
+import { on } from "./bus.js";
 import { focusInput, isEmpty } from "./composer.js";
 import { button, h } from "./dom.js";
 import { show } from "./menu.js";
@@ -38,8 +39,9 @@ const OTHERS = [
   ["?", "This list"],
 ];
 
-/** Starts to listen for shortcuts. */
+/** Starts to listen for shortcuts, and for "shortcuts": whoever wants to see their list. */
 export function startKeys() {
+  on("shortcuts", help);
   document.addEventListener("keydown", pressed);
 }
 
@@ -79,7 +81,7 @@ function escape() {
 }
 
 /** Shows the list of shortcuts. */
-export function help() {
+function help() {
   const line = (keys, what) => [h("dt", {}, keys.map((key) => h("kbd", {}, key))), h("dd", {}, what)];
   const own = Object.entries(SHORTCUTS).flatMap(([name, [what]]) => line(name.split("+").map(keyLabel), what));
   const others = OTHERS.flatMap(([keys, what]) => line(keys.split(" "), what));

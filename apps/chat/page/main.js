@@ -2,7 +2,7 @@
 
 import { key, takeKey } from "./api.js";
 import { emit, on } from "./bus.js";
-import { startChat } from "./chat.js";
+import { messageOf, startChat } from "./chat.js";
 import { startComposer } from "./composer.js";
 import { lockedOut, startConnection } from "./connection.js";
 import { startDropped } from "./dropped.js";
@@ -31,7 +31,7 @@ function start() {
   startDropped();
   startLive();
   startPanel();
-  startPopover();
+  startPopover(messageOf);
   startRace();
   startKeys();
   startConnection();

@@ -1,15 +1,16 @@
 // What a hypertoken is made of: shown when the pointer rests on one, or when the keyboard steps through them.
 
-import { messageOf } from "./chat.js";
 import { byId, h } from "./dom.js";
 import { lengthClass, visible, whereLearned } from "./entries.js";
 import { plural } from "./figures.js";
 
 let at = null; // the span whose parts are shown
 let timer = null;
+let messageOf = null; // see startPopover
 
-/** Starts to listen for the pointer and the keyboard. */
-export function startPopover() {
+/** Starts to listen for the pointer and the keyboard. find: returns the message that an element belongs to. */
+export function startPopover(find) {
+  messageOf = find;
   const messages = byId("messages");
   messages.addEventListener("pointerover", (event) => {
     if (!document.documentElement.classList.contains("tinted")) return;

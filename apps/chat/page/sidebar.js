@@ -5,7 +5,6 @@ import { emit, on } from "./bus.js";
 import { button, byId, debounced, h, icon } from "./dom.js";
 import { exportAll, exportOne, importFile } from "./exchange.js";
 import { milliseconds, period, when } from "./figures.js";
-import { help } from "./keys.js";
 import { asked, confirmed, menuButton } from "./menu.js";
 import { app, patch, remove, streaming } from "./model.js";
 import { guarded, toast } from "./tell.js";
@@ -44,7 +43,7 @@ function foot() {
     null,
     { label: "Delete all…", icon: "trash", testid: "delete-all", danger: true, run: () => guarded(deleteAll) },
   ];
-  const keys = button("Keyboard shortcuts", { icon: "keyboard", "data-testid": "shortcuts", onclick: help });
+  const keys = button("Keyboard shortcuts", { icon: "keyboard", "data-testid": "shortcuts", onclick: () => emit("shortcuts") });
   return h("div", { class: "foot" }, menuButton("Import, export, delete", items, { "data-testid": "all-menu" }), keys, themeButton(), file);
 }
 
