@@ -64,6 +64,10 @@ BENCHES = {
         "mlx_zip.bench.row_store",
         "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
     ),
+    "near-ties": (
+        "mlx_zip.bench.near_ties",
+        "count how often passes over several ids choose another id than passes over one id, as rounding differs",
+    ),
     "training": (
         "mlx_zip.bench.training",
         "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",

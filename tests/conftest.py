@@ -82,6 +82,12 @@ def same_random_numbers() -> None:
         sys.modules["mlx.core"].random.seed(0)
 
 
+@pytest.fixture(autouse=True)
+def passes_are_timed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps no test's timings: they would decide how many ids another test, or the user, has proposed."""
+    monkeypatch.setattr("mlx_zip.engine.cost_files.costs_folder", lambda: Path("/dev/null/pass-costs"))
+
+
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Gives the test an empty hub cache, no network and no folder of stored rows; returns the test's own folder."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are proposed
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
@@ -18,6 +19,14 @@ SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn i
 TRY_EVERY, TRY_AGAIN_EVERY = 64, 512  # passes between two trials while the cost is unknown, and once it is known
 KEPT = 15  # times per width
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
+
+
+class Figure(NamedTuple):
+    """Which passes a figure is of: over so many ids in each of up to `rows` rows, on caches of up to `held` ids."""
+
+    ids: int
+    held: int
+    rows: int
 
 
 class PassCosts:
@@ -40,6 +49,19 @@ class PassCosts:
         if ids in WIDTHS:
             times = self._times.setdefault(_exponent(rows), {}).setdefault(_bucket(held), {})
             times.setdefault(ids, deque(maxlen=KEPT)).append(seconds)
+
+    def figures(self) -> dict[Figure, float]:
+        """Returns the seconds of passes, as far as they were timed."""
+        return {
+            Figure(width, 1 << length, 1 << rows): _quartile(seconds)
+            for rows, lengths in self._times.items()
+            for length, times in lengths.items()
+            for width, seconds in times.items()
+        }
+
+    def note_figure(self, figure: Figure, seconds: float) -> None:
+        """Notes what an earlier run has found: it counts as one pass, so newer times soon take its place."""
+        self.note(figure.ids, figure.held, seconds, figure.rows)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns what passes of known widths cost in relation to a pass over one id, on a cache of `held` ids.

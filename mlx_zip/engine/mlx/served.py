@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.device import on_gpu
+from mlx_zip.engine.cost_files import CostFile
 from mlx_zip.engine.draft_sources import LookupSource
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
@@ -35,6 +37,7 @@ from mlx_zip.sampling.processors import make_processors
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 PREFILL_STEP_SIZE = 2048
+SAVE_EVERY_S = 60.0  # least time between two writings of what passes cost, while requests come
 KEPT = 4  # ids that a bounded KV cache always keeps, as in mlx-lm
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
@@ -118,13 +121,19 @@ class Served:
         options = self.options
         if options.draft == "off" or self.machines is not None:
             return None
+        self._cost_file.save(SAVE_EVERY_S)
         costs = self.pass_costs if options.draft == "auto" else None
         return Drafter([LookupSource(text())], costs)
 
-    @cached_property
+    @property
     def pass_costs(self) -> PassCosts:
-        """What passes of this model cost, as far as they were timed in this process."""
-        return _pass_costs_of(self.model)
+        """What passes of this model cost, as far as they were timed in this process or an earlier one."""
+        return self._cost_file.costs
+
+    @cached_property
+    def _cost_file(self) -> CostFile:
+        """The file of `pass_costs`; first asked for when a request begins, because it takes a model's fingerprint."""
+        return _cost_file_of(self.model)
 
     def free(self, cache: list[Any]) -> None:
         """Does nothing: a cache's memory is free as soon as nobody has the cache."""
@@ -175,15 +184,32 @@ class ServedByEngine(Served):
         )
 
 
-_PASS_COSTS: dict[int, PassCosts] = {}  # by the `id()` of a model that exists
+_COST_FILES: dict[int, CostFile] = {}  # by the `id()` of a model that exists
 
 
-def _pass_costs_of(model: Any) -> PassCosts:
-    """Returns what passes of a model cost; kept as long as the model."""
-    if id(model) not in _PASS_COSTS:
-        _PASS_COSTS[id(model)] = PassCosts()
-        weakref.finalize(model, _PASS_COSTS.pop, id(model))
-    return _PASS_COSTS[id(model)]
+def _cost_file_of(model: Any) -> CostFile:
+    """Returns the file of what passes of a model cost, which is saved when the model goes or the process ends."""
+    if id(model) not in _COST_FILES:
+        _COST_FILES[id(model)] = CostFile(_cost_key(model))
+        weakref.finalize(model, _save_costs, id(model))
+    return _COST_FILES[id(model)]
+
+
+def _save_costs(model: int) -> None:
+    """Saves what passes of a model cost. model: the `id()` that it had."""
+    _COST_FILES.pop(model).save()
+
+
+def _cost_key(model: Any) -> dict[str, str]:
+    """Returns all that decides what passes of a model cost. A BLAS that is loaded first may be several times faster."""
+    device = mx.default_device()
+    return {
+        "model": fingerprint_of_model(model),
+        "device": str(device),
+        "chip": str(mx.device_info(device).get("device_name")),
+        "mlx": mx.__version__,
+        "preloaded": os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", "")),
+    }
 
 
 def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:

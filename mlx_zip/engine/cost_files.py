@@ -1,0 +1,92 @@
+"""`CostFile`: what passes of a model cost on a machine, kept from run to run in the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.engine.pass_costs import Figure, PassCosts
+from mlx_zip.errors import failure_reason
+from mlx_zip.files import cache_folder, make_private, write_json
+
+log = logging.getLogger(__name__)
+VERSION = 1  # of the file's format
+LONGEST = 1 << 32  # ids of a cache: a greater number in a file is damage
+
+
+class CostFile:
+    """A file with the figures of `costs`, which begin with what earlier runs found and are replaced by newer times.
+
+    key: all that decides what passes cost, by name; the file's name is made of it. A file that is missing, damaged, of
+    another version or of another key counts as empty. Processes may share a file: it is replaced whole.
+    """
+
+    def __init__(self, key: Mapping[str, str]) -> None:
+        self._key = dict(key)
+        digest = sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self.path = costs_folder() / f"{digest[:16]}.json"
+        self.costs = PassCosts()
+        for figure in self._read().items():
+            self.costs.note_figure(*figure)
+        self._saved, self._saved_s = self.costs.figures(), time.monotonic()
+
+    def save(self, every_s: float = 0.0) -> None:
+        """Writes the figures if they have changed and the last call that wrote was at least `every_s` seconds ago.
+
+        Widths and lengths that only other processes have timed stay in the file. A folder that cannot be written to is
+        no error: the next run times passes anew.
+        """
+        found = self.costs.figures()
+        if found == self._saved or time.monotonic() - self._saved_s < every_s:
+            return
+        self._saved, self._saved_s = found, time.monotonic()
+        problem = make_private(self.path.parent)
+        try:
+            if problem is None:
+                write_json(self.path, _to_json(self._key, self._read() | found))
+        except OSError as error:
+            problem = f"cannot be used: {failure_reason(error)}"
+        if problem is not None:
+            log.info("what passes cost is not kept: %s %s", self.path.parent, problem)
+
+    def _read(self) -> dict[Figure, float]:
+        """Returns the file's figures; none of a file that cannot be used."""
+        try:
+            data = json.loads(self.path.read_bytes())
+            return _from_json(self._key, data)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            log.debug("%s: what passes cost is timed anew: %s", self.path, error)
+            return {}
+
+
+def costs_folder() -> Path:
+    """Returns the folder of the files; it may not exist yet."""
+    return cache_folder() / "pass-costs"
+
+
+def _to_json(key: Mapping[str, str], figures: Mapping[Figure, float]) -> dict[str, Any]:
+    passes = [{**figure._asdict(), "seconds": seconds} for figure, seconds in sorted(figures.items())]
+    return {"version": VERSION, "key": dict(key), "passes": passes}
+
+
+def _from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
+    """Returns the figures of a file's data. Raises `ValueError`, `TypeError` or `KeyError` for data that has none."""
+    if data["version"] != VERSION or data["key"] != key:
+        raise ValueError("the file is of another version or of another key")
+    return {
+        Figure(*(_checked(one[name], LONGEST) for name in Figure._fields)): _checked(one["seconds"], math.inf)
+        for one in data["passes"]
+    }
+
+
+def _checked(number: Any, most: float) -> Any:
+    """Returns a positive number below `most`. Raises `ValueError` or `TypeError` for anything else."""
+    if isinstance(number, bool) or not 0 < number < most:
+        raise ValueError(f"{number!r:.80} is not a number of a pass")
+    return number
