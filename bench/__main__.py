@@ -39,7 +39,7 @@ BENCHES = {
     ),
     "report": (
         "mlx_zip.bench.generation.report",
-        "print tables and plots of records that `bench generate` printed on any machines and days",
+        "print tables of records that `bench generate` printed on any machines and days",
     ),
     "nvidia": (
         "mlx_zip.bench.gpu.nvidia",

@@ -94,46 +94,6 @@ def test_tables_come_as_csv_too(tmp_path, capsys):
     assert [row[4] for row in rows[1:]] == ["mlx-lm", "mlx-zip", "mlx-lm", "hf", "zip2zip"]
 
 
-@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_a_plot_is_drawn(tmp_path, capsys, suffix, begins):
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    out = tmp_path / f"plot{suffix}"
-    printed(capsys, *two_machines(tmp_path), "--plot", out)
-    assert out.read_bytes().startswith(begins)
-
-
-def test_ceilings_are_drawn_at_the_base_tokens_that_bandwidth_allows(tmp_path):
-    plain, zipped = record("mlx-lm"), record("mlx-zip")
-    allowed = plain["ceiling"]["steps_per_s"]
-    assert report.ceiling_rate([plain]) == pytest.approx(allowed)
-    assert report.ceiling_rate([zipped]) == pytest.approx(2 * allowed)
-    panel = Panel()
-    report._draw_panel(panel, "a", {"mlx-lm": {(8, 4): [plain]}, "mlx-zip": {(8, 4): [zipped]}})
-    assert panel.lines == pytest.approx([allowed, 2 * allowed])
-    assert panel.bars == pytest.approx([1 / 0.11, 2 / 0.11], rel=1e-4)
-
-
-class Panel:
-    """Says what was drawn."""
-
-    def __init__(self):
-        self.lines, self.bars, self.title = [], [], self
-
-    def hlines(self, y, *_, **__):
-        self.lines.append(y)
-
-    def bar(self, _, heights, *__, **___):
-        self.bars += heights
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
-
-
-def test_a_plot_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(MlxZipError, match=r"must end in \.png or \.svg"):
-        tiny_bench.run("report", *two_machines(tmp_path), "--plot", tmp_path / "plot.gif")
-
-
 # ---- reading
 
 
