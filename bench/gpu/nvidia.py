@@ -47,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench nvidia`."""
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the records; made if it is missing")
-    add("--parts", nargs="+", choices=tuple(PARTS), help="parts to run, in place of their records of an earlier run "
-        f"(default, for a new folder: {' '.join(PARTS)})")  # fmt: skip
+    add("--parts", nargs="+", choices=tuple(PARTS), help=f"parts to run (default: {' '.join(PARTS)})")
     add("--rehearse", action="store_true", help="run narrow shapes, small sizes and few trials: nothing is measured")
     add("--engines", nargs="+", default=["torch-base", "torch-zip"], metavar="ENGINE", help="engines of whole requests "
         "(default: torch-base torch-zip); hf, zip2zip, mlx-cuda-base and mlx-cuda-zip may be added")  # fmt: skip
@@ -64,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.rehearse and list(parts) != ["summary"]:
         check_usable_card()
     make_writable_folder(args.out)
-    if args.parts is None:
-        check_folder_has_no_records(args.out, list(PARTS))
+    check_folder_has_no_records(args.out, parts)
     plan = TINY if args.rehearse else FULL
     status = 0
     for part in parts:
