@@ -255,7 +255,6 @@ def _cut_and_check_windows(
 def _describe_evaluation(
     models: Sequence[str], options: EvaluationOptions, inputs: _EvaluationInputs, runner: ModelRunner
 ) -> str:
-    """Returns the line that says what will be measured: models, text, generation, tasks and device."""
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
         parts.append(

@@ -190,7 +190,6 @@ class TokenizerFile:
         return found
 
     def _tokens_of_tokenizer(self) -> list[bytes]:
-        """Returns `tokens` of a byte-level tokenizer.json."""
         if not _is_byte_level(self.json):
             raise DataError(f"{self.path} is no byte-level tokenizer.json: give its tokens as a .json list in hex")
         vocabulary, added = self.vocabulary(), {token.content: token for token in self.added()}

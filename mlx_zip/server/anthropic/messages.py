@@ -178,7 +178,6 @@ class MessageBuilder:
             self._events.append({"type": "content_block_delta", "index": self._block_index, "delta": delta})
 
     def _close_block(self) -> None:
-        """Ends the block that is being written, if there is one."""
         block, text = self._block, "".join(self._pieces)
         if not block:
             return

@@ -124,7 +124,6 @@ class ResponseBuilder:
         self._add_event("response.output_item.added", **place, item=deepcopy(self._item))
 
     def _close_item(self, status: str) -> None:
-        """Ends the item that is being written, if there is one."""
         item, text = self._item, "".join(self._pieces)
         if not item:
             return
