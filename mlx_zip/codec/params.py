@@ -1,4 +1,14 @@
-"""The parameters of a codec, which encoder and decoder must share."""
+"""The parameters of a codec, which encoder and decoder must share.
+
+What a full codebook does is a policy; `native/mlxzip.h` has the rules to the letter. Everything follows from the id
+log. An id stands for what its slot held when the id was read, before it installed anything: this is what the model saw
+when it chose the id. The compressor writes as upstream does until its table is full; from then on as a codebook does
+that has read its own ids, because upstream's compressor is one entry ahead of its reader, and in a full table that
+entry would have an id that still stands for another one there. The order of eviction is a linked list with an undo
+record per id, not a heap: a push of one id onto a full table takes 1.11 (`lru`) and 1.13 (`use-count`) times as long
+as under `freeze` (bench/records/codec-policies.jsonl). Under these two, canonical decoding, training, preparing data,
+learning packs and `mlx_zip export` are refused for now: they assume that entries stay.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ appendix A; zip2zip 0.2.0.
 
 As upstream, the kinds treat padding differently: `transformer` and `attention` average over all S positions, padding
 included (attention contributes exactly 0 there); `res_latent_attn` pools over real positions only.
+
+Upstream's own `attention` fails as soon as a model calls it, so ours is compared with that class used as a function.
 """
 
 from __future__ import annotations
