@@ -29,17 +29,13 @@ BENCHES = {
         "mlx_zip.bench.serve.soak",
         "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
     ),
-    "agent": (
-        "mlx_zip.bench.serve.agent",
-        "play an agent with tools against the server, and report how much of each turn's prompt was cached",
-    ),
     "app": (
         "mlx_zip.bench.app_page",
         "time the chat app's page in a browser: until it can be used, its slowest frames, its search",
     ),
     "report": (
         "mlx_zip.bench.generation.report",
-        "print tables and plots of records that `bench generate` printed on any machines and days",
+        "print tables of records that `bench generate` printed on any machines and days",
     ),
     "nvidia": (
         "mlx_zip.bench.gpu.nvidia",

@@ -4,8 +4,8 @@
 #   bench/h100.sh [--cpu-rehearsal] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
 #
 # The parts that $PARTS names run, or all: checks float64 steps generate kernels others free trace summary sanitizer.
-# FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet, unless $PARTS names the parts to
-# replace. The other flags are those of `mlx_zip bench nvidia`.
+# FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet. The other flags are those of
+# `mlx_zip bench nvidia`.
 # It needs Python with torch, triton, numpy, cffi, safetensors and transformers, and mlx_zip: installed, or as wheels in the
 # folder $WHEELS, of which those are taken that fit. With pytest it also tests the kernels. $PYTHON names the Python.
 # Every part is bounded by a timeout; a part that fails or runs out of time is named at the end, and the others still run.
@@ -56,8 +56,8 @@ mkdir -p "$folder" 2>/dev/null && [ -w "$folder" ] || fail "$folder is no folder
 folder=$(cd "$folder" && pwd)
 scratch=$(mktemp -d 2>/dev/null) || fail "there is no folder for temporary files: name one with TMPDIR"
 trap 'rm -rf "$scratch"' EXIT
-if [ -z "${PARTS:-}" ] && compgen -G "$folder/*.jsonl" >/dev/null; then
-    fail "$folder holds records of an earlier run: name another folder, or the parts to replace with PARTS"
+if compgen -G "$folder/*.jsonl" >/dev/null; then
+    fail "$folder holds records of an earlier run: name another folder"
 fi
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$scratch/triton}
 
@@ -141,7 +141,6 @@ pytest=(-m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.t
 untested=
 "$python" -c 'import pytest' 2>/dev/null || untested="pytest is not installed"
 [ -e "${files[0]}" ] || untested="the tests are not in $root"
-[[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$folder/float64.xml"
 if [ -z "$untested" ]; then
     part float64 120 "$python" "${pytest[@]}" --junitxml "$folder/float64.xml" \
         ${several[@]+"${several[@]}"} "${files[@]}"

@@ -1,4 +1,9 @@
-"""The machine under an engine: memory bandwidth, energy where it has a counter, and its power and thermal state."""
+"""The machine under an engine: memory bandwidth, energy where it has a counter, and its power and thermal state.
+
+Bandwidth is that of products that only read: a copy also writes, and reaches another figure than a step, which reads
+all and writes little. MLX's products do not reach a CPU's bandwidth, so where PyTorch reads from the same chip in a
+run, its faster reading counts for all engines.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from mlx_zip.files import atomic_file
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = (".svg", ".png")
 STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text stays text
 
 
@@ -70,13 +69,6 @@ def render_figure(figure: Figure, suffix: str) -> bytes:
     with matplotlib.rc_context(STABLE):
         figure.savefig(out, format=suffix[1:], dpi=120, metadata=metadata)
     return out.getvalue()
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Writes the figure to a .svg or .png file, whole or not at all. Raises `MlxZipError` if it cannot."""
-    if path.suffix not in FORMATS:
-        raise MlxZipError(f"{path}: a picture's name ends in {' or '.join(FORMATS)}")
-    write_bytes(path, render_figure(figure, path.suffix))
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -227,7 +227,6 @@ def _write_checkpoint(
 
 
 def _model_card(place: ModelPlace) -> str:
-    """Returns the text of README.md. place: the exported model."""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- zip2zip\n- mlx_zip\n---\n\n"
         f"# {place.name}, exported for PyTorch\n\n"

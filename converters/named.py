@@ -97,7 +97,6 @@ def _lock_models_folder(folder: Path) -> Iterator[None]:
 
 
 def _write_named_model(name: str, base: ModelPlace, out: Path) -> None:
-    """Writes the model's folder, quantized."""
     if name == named.ZIP:
         convert(
             str(named.ADAPTER),

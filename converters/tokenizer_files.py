@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.files import write_json
+from mlx_zip.text.tokenizers import silence_transformers
 from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE as ADAPTED
 
 CONFIG = "tokenizer_config.json"
@@ -58,7 +56,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFa
 
     failures = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError)
     try:
-        with _quiet_transformers(), bare_exceptions_as_value_errors():
+        with silence_transformers(), bare_exceptions_as_value_errors():
             tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
             probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
     except (*failures, StrictDataclassError) as error:  # the last: config.json has a value of a wrong type
@@ -67,21 +65,6 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFa
         ) from error
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return TokenizerFacts(type(tokenizer).__name__, len(tokenizer), pad, probe)
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silences transformers' warnings about config.json's model_type, which the tokenizer does not need."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remote_code: bool = False) -> None:

@@ -102,7 +102,6 @@ class Parser(argparse.ArgumentParser):
         return f"unknown flag {flag}; {hint}"
 
     def _flag_names(self, hidden: bool = False) -> list[str]:
-        """Returns the names of all flags that --help shows, or of all flags if `hidden`."""
         actions = [action for action in self._actions if hidden or action.help != argparse.SUPPRESS]
         return [flag for action in actions for flag in action.option_strings]
 

@@ -155,7 +155,6 @@ def explain_missing_mlx() -> Iterator[None]:
 
 
 def _mlx_install_command() -> str:
-    """Returns the command that installs MLX on this system."""
     if sys.platform == "darwin":
         return install_command("mlx")
     cards = "with an NVIDIA GPU: '.[mlx-cuda]', or '.[cuda]' and --engine cuda"

@@ -109,7 +109,6 @@ class ProgressBar:
         )
 
     def _units_per_s(self) -> float:
-        """Returns the mean number of units per second so far."""
         return (self.done - self._first) / max(1e-9, time.monotonic() - self._begun)
 
     def _remaining_s(self) -> float:

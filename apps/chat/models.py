@@ -49,13 +49,12 @@ class Models:
                 self._refusals[name] = await core.run_in_thread(_system_refusal, core)
             yield core
 
-    def check_system(self, system: str, name: str | None = None) -> None:
+    def check_system(self, system: str) -> None:
         """Raises `GenerationError` for a system prompt that the main model's chat template cannot render.
 
-        name: the conversation's model. A system prompt for another model than the main one passes: its template is not
-        known here. "" is no system prompt.
+        An empty one is no system prompt.
         """
-        if system and name in (None, self.main.model):
+        if system:
             check_system_message(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:

@@ -323,7 +323,6 @@ def _stay_awake(reason: str) -> Iterator[None]:
 
 
 def _mac_process_info() -> Any | None:
-    """Returns macOS's NSProcessInfo of this process, None where PyObjC is not installed."""
     try:
         return import_module("Foundation").NSProcessInfo.processInfo()
     except ModuleNotFoundError:

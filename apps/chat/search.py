@@ -43,7 +43,6 @@ def _list_entry(db: sqlite3.Connection, one: str, row: sqlite3.Row, words: list[
 
 
 def _conversation_row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
-    """Returns a conversation's row, with its number of messages; None if there is none."""
     return db.execute(
         "SELECT id, title, created, updated, model, packs, pinned, folder, "
         "(SELECT count(*) FROM messages WHERE conversation = conversations.id) AS messages "

@@ -104,7 +104,6 @@ async def _opening_frames(models: Models, name: str) -> AsyncGenerator[bytes, No
 
 
 def _describe_storage(store: Store) -> dict[str, Any]:
-    """Returns where the conversations are, their size, and what is wrong with that place."""
     database = store.database
     file = None if database.path is None else str(database.path)
     return {"file": file, "bytes": database.bytes(), "note": database.note, "problem": database.problem}

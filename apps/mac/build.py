@@ -1,6 +1,10 @@
 """Builds mlx_zip.app on a Mac, or checks on any machine that everything in the app can be installed.
 
 docs/guides/mac_app.md says how to use this program. It needs nothing but Python, pip and, to build, Briefcase.
+
+Briefcase installs wheels only, and pywebview needs `proxy_tools`, which has none, so that wheel is built here; a window
+of our own in PyObjC would be code that only a Mac can run. pip chooses MLX's wheel by the oldest macOS of the app, so
+an app for macOS 14 and one for macOS 26 are two builds.
 """
 
 from __future__ import annotations

@@ -130,7 +130,6 @@ def compare_figure(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -
 
 
 def _ratio_table(ratios: Sequence[Comparison], bound: float, kind: str) -> str:
-    """Returns the ratios as a table in format `kind`; the last column marks those that regress by more than `bound`."""
     rows = [
         [
             r.a["model"]["name"],

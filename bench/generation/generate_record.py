@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.engines.interface import Run
-from mlx_zip.errors import MlxZipError, failure_reason
+from mlx_zip.bench.records import read_lines
+from mlx_zip.errors import MlxZipError
 
 SCHEMA = 1
 FIGURES = {  # name: (unit, what it is); one sample per trial
@@ -29,25 +30,9 @@ FIGURES = {  # name: (unit, what it is); one sample per trial
     "joules_per_token": ("J", "joules per emitted base token"),
     "ceiling_percent": ("%", "steps_per_s over the ceiling's"),
 }
-SECTIONS: dict[str, tuple[type, ...]] = {  # fields that every record has, with their types
-    "bench": (str,),
-    "schema": (int,),
-    "run": (str,),
-    "time": (str,),
-    "engine": (str,),
-    "mode": (str,),
-    "model": (dict,),
-    "workload": (dict,),
-    "setting": (dict,),
-    "counts": (dict,),
-    "figures": (dict,),
-    "ceiling": (dict,),
-    "energy_source": (str, type(None)),
-    "device": (dict,),
-    "machine": (str,),
-    "python": (str,),
-    "versions": (dict,),
-    "commit": (str, type(None)),
+SECTIONS = {  # fields that every record has
+    *("bench", "schema", "run", "time", "engine", "mode", "model", "workload", "setting", "counts", "figures"),
+    *("ceiling", "energy_source", "device", "machine", "python", "versions", "commit"),
 }
 SINCE = ("load_average", "idle_share", "preloaded", "blas", "kv_dtype")  # fields that older records lack
 KEY = ("model", "workload")  # sections that are equal in two measurements of one thing, with mode, rows and engine
@@ -145,65 +130,28 @@ def ceiling_record(tops: Sequence[Ceiling]) -> dict[str, float]:
 def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
     """Returns every record of `bench generate` in these files, without the lines of other benches.
 
-    Raises `MlxZipError` with file and line for a line that is not a bench's record, and if no record is found.
+    Raises `MlxZipError` naming a file that holds something else, an incomplete record, or no record at all.
     """
-    found = []
-    for name in names:
-        try:
-            lines = Path(name).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise MlxZipError(f"{name} cannot be read: {failure_reason(error)}") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip() and (record := parse_record(line, f"{name}, line {number}")) is not None:
-                found.append(record)
+    found = [line for name in names for line in read_lines(Path(name)) if _is_record(line, name)]
     if not found:
         raise MlxZipError(f"{', '.join(map(str, names))}: no record of `bench generate` in there")
     return found
 
 
-def parse_record(line: str, where: str) -> dict[str, Any] | None:
-    """Parses a line to a record; None for the record of another bench. where: file and line, for the message.
+def _is_record(line: Any, name: str | Path) -> bool:
+    """Whether a line is a record of `bench generate`.
 
-    Raises `MlxZipError` for a line that is not a bench's record, or a record of `bench generate` that is not complete.
+    Raises `MlxZipError` for a record that is incomplete, and for a line that is no record of a bench.
     """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MlxZipError(f"{where}: not JSON: {error}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("bench"), str):
-        raise MlxZipError(f"{where}: not a record of a bench")
-    if record["bench"] != "generate":
-        return None
-    if record.get("schema") != SCHEMA:
-        raise MlxZipError(f"{where}: schema {record.get('schema')!r}, this version reads {SCHEMA}")
-    for name, kinds in SECTIONS.items():
-        if not isinstance(record.get(name), kinds) or name not in record:
-            raise MlxZipError(f"{where}: {name} is missing or of a wrong kind")
-    if wrong := [name for name in ("load_average", "idle_share") if not _is_number(record.get(name) or 0)]:
-        raise MlxZipError(f"{where}: {wrong[0]} is not a number")
-    if wrong := [name for name in ("preloaded", "blas") if not _are_names(record.get(name) or [])]:
-        raise MlxZipError(f"{where}: {wrong[0]} is not a list of names")
-    for name in FIGURES:
-        _check_figure(record["figures"].get(name, ...), f"{where}: figure {name}")
-    return record
-
-
-def _check_figure(figure: Any, where: str) -> None:
-    if figure is None:
-        return
-    numbers = isinstance(figure, dict) and [figure.get(name) for name in ("median", "min", "max")]
-    samples = isinstance(figure, dict) and figure.get("samples")
-    if not numbers or not isinstance(samples, list) or not samples or not all(map(_is_number, [*numbers, *samples])):
-        raise MlxZipError(f"{where} is not a median with its samples")
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a JSON value is a number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(line, dict) or "bench" not in line:
+        raise MlxZipError(f"{name}: a line is not a record of a bench")
+    if line["bench"] != "generate":
+        return False
+    if line.get("schema") != SCHEMA:
+        raise MlxZipError(f"{name}: schema {line.get('schema')!r}, this version reads {SCHEMA}")
+    if missing := [*(SECTIONS - line.keys()), *(FIGURES.keys() - line["figures"].keys())]:
+        raise MlxZipError(f"{name}: a record lacks {min(missing)}")
+    return True
 
 
 def record_key(record: dict[str, Any], engine: bool = True) -> str:

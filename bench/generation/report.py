@@ -1,23 +1,18 @@
-"""Prints tables and draws plots of records that `bench generate` printed on any machines and days.
+"""Prints tables of records that `bench generate` printed on any machines and days.
 
 `--table 6` is the paper's table 6: prefill and decoding in base tokens/s by length of the prompt, each engine
-compared with the base, machine by machine. A plot shows decoding, with the upper bound by memory bandwidth at each bar.
+compared with the base, machine by machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_zip.bench.engines.interface import ENGINES
-from mlx_zip.bench.plots import FORMATS as PICTURES
-from mlx_zip.bench.plots import new_figure, save_figure
 from mlx_zip.bench.records import FORMATS, libraries_cell, load_cell, table
-from mlx_zip.errors import MlxZipError
 
 from .generate_record import read_records, record_key
 from .ratios import figure_ratio
@@ -74,17 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--format", choices=FORMATS, default="markdown", help="format of the printed table (default: markdown)")
     add("--paper", action="store_true", help="add the zip2zip paper's own figures to --table 6")
-    add("--plot", type=Path, metavar="FILE", help="write a plot of decoding speed to FILE (.png or .svg)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and writes the plot, if asked for. Raises `MlxZipError` before anything is printed."""
-    if args.plot is not None and args.plot.suffix not in PICTURES:
-        raise MlxZipError(f"--plot {args.plot}: the name must end in .png or .svg")
+    """Prints the table. Raises `MlxZipError` for files that hold no records."""
     records = read_records(args.records)
-    if args.plot is not None:
-        draw_decoding_speed(args.plot, records)
-        print(f"drawn: {args.plot}", file=sys.stderr)
     print(table6(records, args.format, args.paper) if args.table == "6" else records_table(records, args.format))
     return 0
 
@@ -275,49 +264,3 @@ def pooled_rate(records: Records, name: str) -> float | None:
     if any(figure is None for _, figure in known):
         return None
     return sum(tokens for tokens, _ in known) / sum(tokens / figure["median"] for tokens, figure in known)
-
-
-def ceiling_rate(records: Records) -> float:
-    """Returns the upper bound on base tokens/s by memory bandwidth, at the records' base tokens per step."""
-    tokens = sum(record["counts"]["base_tokens"] for record in records)
-    return tokens / sum(record["counts"]["steps"] / record["ceiling"]["steps_per_s"] for record in records)
-
-
-# ---- plot
-
-
-def draw_decoding_speed(path: Path, records: Records) -> None:
-    """Writes a plot of decoding speed: a panel per machine, model and mode, a bar per size and engine.
-
-    A line at each bar is the upper bound by memory bandwidth. Raises `InstallationError` without matplotlib.
-    """
-    found = group_by_setting(records)
-    figure = new_figure(7, 3.2 * len(found))
-    panels = figure.subplots(len(found), squeeze=False)[:, 0]
-    for panel, (name, engines) in zip(panels, found.items(), strict=True):
-        _draw_panel(panel, name, engines)
-    save_figure(figure, path)
-
-
-def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[str, Any]]]]) -> None:
-    sizes = sorted(distinct_sizes(engines.values()))
-    width = 0.8 / len(engines)
-    for i, (engine, of) in enumerate(engines.items()):
-        bars = [
-            (sizes.index(size) + i * width, size) for size in of if prefill_and_decoding_rate(of[size])[1] is not None
-        ]
-        panel.bar(
-            [x for x, _ in bars], [prefill_and_decoding_rate(of[size])[1] for _, size in bars], width, label=engine
-        )
-        for x, size in bars:
-            panel.hlines(ceiling_rate(of[size]), x - width / 2, x + width / 2, "black", linewidth=1.2)
-    panel.plot([], [], "black", linewidth=1.2, label="memory bandwidth's ceiling")
-    middle = 0.4 - width / 2
-    panel.set_xticks([x + middle for x in range(len(sizes))], [f"{p}+{g}" for p, g in sizes])
-    panel.set(ylabel="base tokens/s, decoding", title=name)
-    panel.title.set_fontsize(9)
-    panel.legend(fontsize=8)
-
-
-def distinct_sizes(groups: Iterable[Iterable[Size]]) -> set[Size]:
-    return {size for group in groups for size in group}

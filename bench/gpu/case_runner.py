@@ -33,10 +33,8 @@ class CaseRunner:
     """Runs the cases of a part one after the other and keeps their records in the part's file."""
 
     def __init__(self, folder: Path, part: str) -> None:
-        """Removes what the part wrote in an earlier run."""
         self.folder, self.part = folder, part
         self.records: list[Record] = []
-        remove_part_files(folder, part)
 
     @property
     def status(self) -> int:
@@ -83,13 +81,7 @@ def make_record(bench: str, **fields: Any) -> Record:
 
 # ---- the folder of records
 
-ONE_RUN = ("machine", "python", "commit", "mlx_zip", "torch", "triton", "device", "chip")  # equal in all records
-NAMED_OTHERWISE = {"others": ("device", "chip")}  # parts whose engines have their own names for the same card
 FAILED_TESTS = ("failures", "errors")  # of pytest's XML
-MADE = {  # files that a part writes beside its records
-    "trace": ("trace-torch-base.json.gz", "trace-torch-zip.json.gz"),
-    "summary": ("roofline.md",),
-}
 
 
 def make_writable_folder(folder: Path) -> None:
@@ -103,18 +95,9 @@ def make_writable_folder(folder: Path) -> None:
 
 
 def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
-    """Raises `MlxZipError` if a folder holds records of these parts already."""
+    """Raises `MlxZipError` if a folder holds records of these parts already: runs are not mixed."""
     if found := [part for part in parts if records_path(folder, part).exists()]:
-        raise MlxZipError(
-            f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder, "
-            "or the parts to replace with --parts"
-        )
-
-
-def remove_part_files(folder: Path, part: str) -> None:
-    """Removes what a part wrote in an earlier run, so that nothing of it reads as a result of this one."""
-    for path in (records_path(folder, part), *(folder / name for name in MADE.get(part, ()))):
-        path.unlink(missing_ok=True)
+        raise MlxZipError(f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder")
 
 
 def records_path(folder: Path, part: str) -> Path:
@@ -135,20 +118,8 @@ def write_part_records(folder: Path, part: str, lines: Iterable[Record]) -> None
 
 
 def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:
-    """Returns the records of these parts. Raises `MlxZipError` if they are of different machines, cards or versions."""
-    files = {file: part for part in parts if (file := records_path(folder, part)).exists()}
-    found = [(file, line) for file in files for line in read_lines(file)]
-    for file, line in found:
-        first, run = found[0]
-        fields = [field for field in ONE_RUN if field not in NAMED_OTHERWISE.get(files[file], ())]
-        if different := [
-            field for field in fields if not equal_or_unknown(field_or_none(run, field), field_or_none(line, field))
-        ]:
-            raise MlxZipError(
-                f"{folder}: {first.name} and {file.name} are not of one run: {different[0]} is "
-                f"{field_or_none(run, different[0])} and {field_or_none(line, different[0])}"
-            )
-    return [line for _, line in found]
+    files = [records_path(folder, part) for part in parts]
+    return [line for file in files if file.exists() for line in read_lines(file)]
 
 
 def read_float64_test_record(folder: Path) -> list[Record]:
@@ -167,17 +138,6 @@ def read_float64_test_record(folder: Path) -> list[Record]:
     failed = sum(count[name] for name in FAILED_TESTS)
     passed = count["tests"] - count["skipped"] - failed
     return [{"bench": "nvidia-float64", "passed": passed, "failed": failed, "skipped": count["skipped"]}]
-
-
-def field_or_none(record: Record, field: str) -> Any:
-    for section in (record, record.get("versions", {}), record.get("device", {})):
-        if isinstance(section, dict) and isinstance(value := section.get(field), str):
-            return value
-    return None
-
-
-def equal_or_unknown(a: Any, b: Any) -> bool:
-    return a is None or b is None or a == b
 
 
 def read_text(path: Path, what: str) -> str:

@@ -21,15 +21,13 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder
 from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import tensor_bytes
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.kernels.attention import part_count
-from mlx_zip.cuda.kernels.packed import Matrix, Packed
+from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.checkpoint import Weight
 
 FREE = {  # operations that launch nothing although their schema does not say so
     *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
@@ -62,13 +60,6 @@ class LaunchCounts:
         """Adds `count` launches that read and write `size` bytes together."""
         self.names[name] += count
         self.sizes[name] += size
-
-    def minus(self, other: LaunchCounts) -> LaunchCounts:
-        """Returns what was launched here and not in `other`, by name; counts may be negative."""
-        found = LaunchCounts(Counter(self.names), Counter(self.sizes))
-        found.names.subtract(other.names)
-        found.sizes.subtract(other.sizes)
-        return found
 
     def record(self) -> dict[str, Any]:
         """Returns launches and bytes for a record, the names with the most bytes first."""
@@ -332,47 +323,3 @@ def take_step(batch: Batch, ids: torch.Tensor) -> None:
     batch.start_body()
     for error in batch.update_codebooks(batch.wait_for_ids()).values():
         raise error
-
-
-# ---- shapes that are too large to be made
-
-
-class ZeroWeightsFolder(RandomFolder):
-    """Gives zeros for each name: memory that the system hands out but need not hold, as long as it is only read."""
-
-    def take(self, name: str, *shape: int) -> Weight:
-        """Returns zeros of this shape, packed where the weights of a quantized model are."""
-        if self.bits is None or len(shape) == 1 or shape[1] % self.group or "pos_embed" in name:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        words = torch.zeros((shape[0], shape[1] * self.bits // 32), dtype=torch.int32, device=self.device)
-        scales = torch.zeros((shape[0], shape[1] // self.group), dtype=self.dtype, device=self.device)
-        return Packed(words, scales, torch.zeros_like(scales), self.bits, self.group)
-
-
-def count_shape_costs(
-    config: dict[str, Any], dtype: torch.dtype, bits: int | None = None, group: int = 64
-) -> StepCosts:
-    """Returns what a step costs at the shape of a config.json, of a converted model or a plain one.
-
-    It is counted at full width on the CPU with one and with two layers; their difference is a layer's, and counts for
-    every further one. bits, group: packing of the weights, None for none.
-    """
-    layers = config["num_hidden_layers"]
-    one, two = (count_costs_with_layers(config, count, dtype, bits, group) for count in (1, 2))
-    return StepCosts(*(extrapolate_to_layers(a, b, layers) for a, b in ((one.warm, two.warm), (one.cold, two.cold))))
-
-
-def count_costs_with_layers(
-    config: dict[str, Any], layers: int, dtype: torch.dtype, bits: int | None, group: int
-) -> StepCosts:
-    folder = random_folder({**config, "num_hidden_layers": layers}, "cpu", dtype, bits, group)
-    zeros = ZeroWeightsFolder(**vars(folder))
-    return count_step_costs(CudaModel(zeros, zeros.zip, store_bytes=0))
-
-
-def extrapolate_to_layers(one: LaunchCounts, two: LaunchCounts, layers: int) -> LaunchCounts:
-    layer, found = two.minus(one), LaunchCounts()
-    for name in two.names:
-        count = one.names[name] + (layers - 1) * layer.names[name]
-        found.add(name, count, one.sizes[name] + (layers - 1) * layer.sizes[name])
-    return found

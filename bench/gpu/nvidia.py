@@ -2,7 +2,7 @@
 
 Parts: `checks` (ids, graphs), `steps` (prefill and steps apart), `generate` (whole requests in replay), `kernels` (each
 alone), `others` (whole requests of other engines), `free` (the bundled model), `trace` (a profiler's trace), `summary`
-(targets, roofline). The records of a part also hold the card's clocks, power and temperature before
+(targets). The records of a part also hold the card's clocks, power and temperature before
 and after it.
 """
 
@@ -47,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench nvidia`."""
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the records; made if it is missing")
-    add("--parts", nargs="+", choices=tuple(PARTS), help="parts to run, in place of their records of an earlier run "
-        f"(default, for a new folder: {' '.join(PARTS)})")  # fmt: skip
+    add("--parts", nargs="+", choices=tuple(PARTS), help=f"parts to run (default: {' '.join(PARTS)})")
     add("--rehearse", action="store_true", help="run narrow shapes, small sizes and few trials: nothing is measured")
     add("--engines", nargs="+", default=["torch-base", "torch-zip"], metavar="ENGINE", help="engines of whole requests "
         "(default: torch-base torch-zip); hf, zip2zip, mlx-cuda-base and mlx-cuda-zip may be added")  # fmt: skip
@@ -64,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.rehearse and list(parts) != ["summary"]:
         check_usable_card()
     make_writable_folder(args.out)
-    if args.parts is None:
-        check_folder_has_no_records(args.out, list(PARTS))
+    check_folder_has_no_records(args.out, parts)
     plan = TINY if args.rehearse else FULL
     status = 0
     for part in parts:
@@ -330,7 +328,6 @@ def trace_records(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iter
 
 
 def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
-    from .roofline import roofline_page
     from .targets import judge_targets
 
     records = read_part_records(args.out, [part for part in PARTS if part != "summary"]) + read_float64_test_record(
@@ -340,7 +337,6 @@ def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> i
     lines = judge_targets(records, on_gpu)
     for line in lines:
         cases.add(make_record("targets", **line))
-    write_text(args.out / "roofline.md", roofline_page(records))
     for line in lines:
         value = "" if line["value"] is None else f": {line['value']:g} ({line['kind']} {line['bound']:g})"
         print(f"{line['verdict']:>12}  {line['target']}{value}")

@@ -11,7 +11,7 @@ from mlx_zip.bench.__main__ import run_named
 EXPERIMENTS = {
     "ablations": (
         "mlx_zip.bench.papers.zip2zip.ablations",
-        "zip2zip's ablations at small scale: trains, evaluates, draws and tabulates every setting",
+        "zip2zip's ablations at small scale: trains, evaluates and tabulates every setting",
     ),
     "codec_latency": (
         "mlx_zip.bench.papers.zip2zip.codec_figure",

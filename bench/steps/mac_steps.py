@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_zip.bench.records import Records, table
+from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER
 
 
 class ChipKind(NamedTuple):
@@ -36,16 +37,6 @@ class Chip(NamedTuple):
     kind: ChipKind
 
 
-class StepBehaviour(NamedTuple):
-    """How steps run. input_rows: how many entries' input rows are encoded in one pass. waits: whether the host waits
-    for the running body in each step that installs a cold entry. second_bodies: share of steps that run the body twice.
-    """
-
-    input_rows: int
-    waits: bool
-    second_bodies: float
-
-
 BASE, MAX = ChipKind((3.0, 5.0), 40, 40), ChipKind((2.0, 3.0), 50, 50)
 CHIPS = {
     "M1": Chip(68.25, BASE),
@@ -54,8 +45,7 @@ CHIPS = {
     "M4 Max": Chip(546.0, MAX),
     "M5": Chip(153.0, BASE),
 }
-BEFORE = StepBehaviour(input_rows=1, waits=True, second_bodies=0.0)
-NOW = StepBehaviour(input_rows=5, waits=False, second_bodies=0.01)  # at most so many second bodies
+SECOND_BODIES = 0.01  # share of steps that run the body twice, at most
 MODELS = {"Llama-3.2-1B": "llama-3.2-1b", "Phi-3.5-mini": "phi-3.5-mini"}
 PRECISIONS = ("4", "16")
 SHARE = 0.8  # of the bandwidth that large products reach
@@ -110,14 +100,14 @@ class StepCosts(NamedTuple):
     """The costs of one model's steps.
 
     plain: mlx-lm's. warm: what mlx_zip adds to every step. output_row: what it adds to a step that installs an entry
-    whose output row must be encoded. input_rows: a pass that encodes input rows, by the number of entries in it. body:
-    a second run of the decoder's body. host: what the host does meanwhile.
+    whose output row must be encoded. input_rows: a pass that encodes the input rows of `INPUT_ROWS_TOGETHER` entries.
+    body: a second run of the decoder's body. host: what the host does meanwhile.
     """
 
     plain: DeviceCost
     warm: DeviceCost
     output_row: DeviceCost
-    input_rows: Mapping[int, DeviceCost]
+    input_rows: DeviceCost
     body: DeviceCost
     host: HostTimes
 
@@ -125,21 +115,17 @@ class StepCosts(NamedTuple):
         """Returns the time of mlx-lm's step in ms: device and host work at the same time."""
         return max(self.plain.ms(chip, launch_us), self.host.plain)
 
-    def warm_ms(self, chip: Chip, launch_us: float, how: StepBehaviour) -> float:
+    def warm_ms(self, chip: Chip, launch_us: float) -> float:
         """Returns the time of a step of mlx_zip in ms if all rows are in the store."""
-        device = self.plain + self.warm + self.body.times(how.second_bodies)
+        device = self.plain + self.warm + self.body.times(SECOND_BODIES)
         return max(device.ms(chip, launch_us), self.host.warm)
 
-    def cold_ms(self, chip: Chip, launch_us: float, how: StepBehaviour, installs: float) -> float:
-        """Returns the mean time of a step in ms if a share `installs` of the steps encodes an entry's rows.
-
-        Where such a step waits for the body, the device waits for the host's next graph in turn.
-        """
-        added = self.output_row + self.input_rows[how.input_rows].times(1 / how.input_rows)
-        device = self.plain + self.warm + added + self.body.times(how.second_bodies)
-        ms = device.ms(chip, launch_us)
-        one = ms + self.host.cold if how.waits else max(ms, self.host.cold)
-        return installs * one + (1 - installs) * self.warm_ms(chip, launch_us, how)
+    def cold_ms(self, chip: Chip, launch_us: float, installs: float) -> float:
+        """Returns the mean time of a step in ms if a share `installs` of the steps encodes an entry's rows."""
+        added = self.output_row + self.input_rows.times(1 / INPUT_ROWS_TOGETHER)
+        device = self.plain + self.warm + added + self.body.times(SECOND_BODIES)
+        one = max(device.ms(chip, launch_us), self.host.cold)
+        return installs * one + (1 - installs) * self.warm_ms(chip, launch_us)
 
 
 # ---- steps that install an entry
@@ -171,12 +157,13 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
 
 class CountedLaunches(NamedTuple):
     """Launches of a step of mlx-lm, those that mlx_zip adds in a step that installs an entry, and those of a pass that
-    encodes rows of one side, by the number of entries in it.
+    encodes rows of one side: of one entry, and of `INPUT_ROWS_TOGETHER`.
     """
 
     plain: float
     warm: float
-    rows: Mapping[int, float]
+    one_row: float
+    input_rows: float
 
 
 @cache
@@ -184,7 +171,7 @@ def launches_of(name: str, precision: str) -> tuple[CountedLaunches, float]:
     """Returns the launches of a shape's step, and those of one layer."""
     one, two = (count_small_model_launches(name, precision, layers) for layers in (1, 2))
     layer = two.plain - one.plain
-    return CountedLaunches(one.plain + (layer_count(name) - 1) * layer, one.warm, one.rows), layer
+    return one._replace(plain=one.plain + (layer_count(name) - 1) * layer), layer
 
 
 def layer_count(name: str) -> int:
@@ -201,8 +188,8 @@ def count_small_model_launches(name: str, precision: str, layers: int) -> Counte
         assert found is not None
         plain = mean(found.plain)
         ours = mean(n for n, new in zip(found.ours, found.installs, strict=True) if new)
-        passes = {BEFORE.input_rows, NOW.input_rows, 1}
-        return CountedLaunches(plain, ours - plain, {n: encoder_launches(models, "input", n) for n in sorted(passes)})
+        one, together = (encoder_launches(models, "input", n) for n in (1, INPUT_ROWS_TOGETHER))
+        return CountedLaunches(plain, ours - plain, one, together)
 
     return call_with_small_models(name, precision, layers, counted)
 
@@ -326,8 +313,8 @@ def step_costs_of(name: str, precision: str, host: HostTimes) -> StepCosts:
     return StepCosts(
         plain=cost(counted.plain, 1, weights, kv),
         warm=cost(counted.warm, 1, found["output rows"]),  # body and head are handed over apart
-        output_row=cost(counted.rows[1], 0, found[SIDES[1]]),
-        input_rows={n: cost(launches, 0, found[SIDES[0]]) for n, launches in counted.rows.items()},
+        output_row=cost(counted.one_row, 0, found[SIDES[1]]),
+        input_rows=cost(counted.input_rows, 0, found[SIDES[0]]),
         body=cost(layer * layer_count(name), 0, body, kv),
         host=host,
     )
@@ -355,12 +342,11 @@ def steps_table(records: Records) -> str:
         for model, bits, step in costs_of_all_models(records):
             plain = [step.plain_ms(chip, us) for us in chip.kind.launch_us]
             cells = [range_cell(plain, ".1f")]
-            for how in (BEFORE, NOW):
-                for encoded in (0.0, share):  # of the steps: none if rows are warm
-                    ours = [step.cold_ms(chip, us, how, encoded) for us in chip.kind.launch_us]
-                    cells.append(range_cell([a / b for a, b in zip(ours, plain, strict=True)], ".2f"))
+            for encoded in (0.0, share):  # of the steps: none if rows are warm
+                ours = [step.cold_ms(chip, us, encoded) for us in chip.kind.launch_us]
+                cells.append(range_cell([a / b for a, b in zip(ours, plain, strict=True)], ".2f"))
             rows.append([name, model, bits, *cells])
-    heads = ["chip", "model", "bits", "mlx-lm, ms", "warm, before", "cold, before", "warm, now", "cold, now"]
+    heads = ["chip", "model", "bits", "mlx-lm, ms", "warm", "cold"]
     return table(heads, rows)
 
 
@@ -368,12 +354,12 @@ def costs_table(records: Records) -> str:
     """Returns the table of what the steps above are computed from: bytes and launches of every model, and host time."""
     rows = []
     for model, bits, step in costs_of_all_models(records):
-        costs = (step.plain, step.warm, step.output_row, *(step.input_rows[how.input_rows] for how in (BEFORE, NOW)))
-        cells = [f"{one.bytes_read / 1e6:,.0f} MB, {one.launches:.0f}" for one in (*costs, step.body)]
+        costs = (step.plain, step.warm, step.output_row, step.input_rows, step.body)
+        cells = [f"{one.bytes_read / 1e6:,.0f} MB, {one.launches:.0f}" for one in costs]
         buffers = [f"{step.plain.buffers(kind):.0f}" for kind in (BASE, MAX)]
         rows.append([model, bits, *cells, " or ".join(buffers), " / ".join(f"{ms:.1f}" for ms in step.host)])
-    heads = ["model", "bits", "mlx-lm", "warm adds", "an output row", "an input row"]
-    heads += [f"{NOW.input_rows} input rows", "a second body", "command buffers, mlx-lm", "host, ms"]
+    heads = ["model", "bits", "mlx-lm", "warm adds", "an output row"]
+    heads += [f"{INPUT_ROWS_TOGETHER} input rows", "a second body", "command buffers, mlx-lm", "host, ms"]
     return table(heads, rows)
 
 
@@ -409,15 +395,10 @@ def assumptions_table(records: Records) -> str:
             f"{median_install_share(records):.0%}: median over the first {INSTALL_IDS:,} ids",
         ],
         ["hyper-encoders", "kind `transformer`, two layers, untied; 8 bits with weights of 4 bits, else 16"],
-        ["input rows encoded in one pass", f"before {BEFORE.input_rows}, now {NOW.input_rows}"],
-        ["a cold step waits for the running body", f"before {yes_or_no(BEFORE.waits)}, now {yes_or_no(NOW.waits)}"],
-        ["steps with a second body", f"before {BEFORE.second_bodies:.0%}, now at most {NOW.second_bodies:.0%}"],
+        ["input rows encoded in one pass", f"{INPUT_ROWS_TOGETHER}"],
+        ["steps with a second body", f"at most {SECOND_BODIES:.0%}"],
     ]
     return table(["assumed", ""], rows)
-
-
-def yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def range_cell(values: list[float], form: str) -> str:

@@ -5,6 +5,9 @@ clocks around their parts; and mlx_zip with every part evaluated before the next
 what the host does while the device works (`host_us`: they add up to a step; `cpu_us`: how much of it was the thread's
 own work, not waiting for a core); with the parts evaluated apart, their work on the device is in them too (`apart_us`:
 these do not overlap, so they add up to more than a step).
+
+Host work is reported in processor time: on two busy cores a thread waits up to 0.7 ms for a core after every wait, and
+whatever runs next would be charged for it.
 """
 
 from __future__ import annotations

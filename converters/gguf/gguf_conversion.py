@@ -229,7 +229,6 @@ def _write_folder(
 
 
 def _model_card(record: dict[str, Any]) -> str:
-    """Returns the text of README.md. record: where the model comes from."""
     licence = record.get("license")
     licence = licence if licence and licence.isascii() and licence.isprintable() else None
     return (

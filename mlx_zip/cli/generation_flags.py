@@ -74,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prompt_flags(add: Any) -> None:
-    """Declares the flags of the messages: system prompt, user message and beginning of the answer."""
     add("--system-prompt", help="system message placed before the prompt; needs a chat template (default: none)")
     add(
         "--prompt",
@@ -88,7 +87,6 @@ def _add_prompt_flags(add: Any) -> None:
 
 
 def _add_sampling_flags(add: Any) -> None:
-    """Declares the flags of how ids are chosen: length and end of the text, sampling, penalties, --canonical."""
     add(
         "--max-tokens",
         "-m",
@@ -124,7 +122,6 @@ def _add_template_flags(add: Any) -> None:
 
 
 def _add_cache_flags(add: Any) -> None:
-    """Declares the flags of reading the prompt: step size, prompt cache, packs, KV cache and row store."""
     add_prefill_flag(add)
     add(
         "--prompt-cache-file",

@@ -3,9 +3,9 @@
 `mlx_zip.codec.twin` implements the same rules in plain Python, for tests only.
 """
 
-from mlx_zip.codec.batch import left_pad_batch
+from mlx_zip.codec import calls  # noqa: F401  (first, because it says how to build a missing extension)
 from mlx_zip.codec.codebook import Codebook, compress, compress_next
 from mlx_zip.codec.entries import Entries, Installed
 from mlx_zip.codec.params import CodecParams
 
-__all__ = ["Codebook", "CodecParams", "Entries", "Installed", "compress", "compress_next", "left_pad_batch"]
+__all__ = ["Codebook", "CodecParams", "Entries", "Installed", "compress", "compress_next"]

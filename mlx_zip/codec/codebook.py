@@ -290,12 +290,10 @@ class Codebook:
 
 
 def _id_pointer(array: NDArray[Any]) -> Any:
-    """Returns a uint32 array as a pointer for the C library."""
     return ffi.from_buffer("uint32_t[]", array)
 
 
 def _byte_pointer(array: NDArray[np.uint8]) -> Any:
-    """Returns a uint8 array as a pointer for the C library."""
     return ffi.from_buffer("uint8_t[]", array)
 
 

@@ -88,7 +88,6 @@ class Installed(Entries):
 
     @cached_property
     def _n(self) -> int:
-        """Number of entries."""
         return (len(self._packed) - self._n_ids) // (4 * (1 + self._params.merge_size) + 1)
 
     @cached_property

@@ -1,7 +1,18 @@
-"""The parameters of a codec, which encoder and decoder must share."""
+"""The parameters of a codec, which encoder and decoder must share.
+
+What a full codebook does is a policy; `native/mlxzip.h` has the rules to the letter. Everything follows from the id
+log. An id stands for what its slot held when the id was read, before it installed anything: this is what the model saw
+when it chose the id. The compressor writes as upstream does until its table is full; from then on as a codebook does
+that has read its own ids, because upstream's compressor is one entry ahead of its reader, and in a full table that
+entry would have an id that still stands for another one there. The order of eviction is a linked list with an undo
+record per id, not a heap: a push of one id onto a full table takes 1.11 (`lru`) and 1.13 (`use-count`) times as long
+as under `freeze` (bench/records/codec-policies.jsonl). Under these two, canonical decoding, training, preparing data,
+learning packs and `mlx_zip export` are refused for now: they assume that entries stay.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -12,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec._native import ffi, lib
-from mlx_zip.errors import CodecError
+from mlx_zip.errors import CodecError, ModelError
 
 MAX_VOCAB, MAX_ID = 1 << 31, (1 << 32) - 1
 MAX_CODEBOOK: int = lib.MLXZIP_MAX_CODEBOOK
@@ -208,3 +219,33 @@ def raise_for_status(status: int) -> None:
         raise CodecError("these bytes are no saved codebook, or a damaged one: save it again")
     if status != lib.MLXZIP_OK:
         raise CodecError(f"the codec refused an argument (status {status})")
+
+
+# ---- as JSON, for files that hold a codebook's log
+
+
+def params_to_json(codecs: Sequence[CodecParams]) -> str:
+    """Returns the codecs of all sequences as JSON: one object if they are equal, else a list of one per sequence."""
+    codec_fields = [{f.name: getattr(codec, f.name) for f in fields(codec)} for codec in codecs]
+    for one in codec_fields:
+        if one["policy"] == "freeze":
+            del one["policy"]  # older versions had no other policy and did not save it
+    shared = all(codec is codecs[0] or codec == codecs[0] for codec in codecs)
+    return json.dumps(codec_fields[0] if shared else codec_fields, sort_keys=True)
+
+
+def params_from_json(text: str) -> CodecParams | list[CodecParams]:
+    """Returns the codecs that `params_to_json` wrote, one or a list. Raises `ModelError` for anything else."""
+    try:
+        found = json.loads(text)
+        return (
+            [_params_from_fields(given) for given in found] if isinstance(found, list) else _params_from_fields(found)
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"saved cache: its codec parameters cannot be read: {error}") from error
+
+
+def _params_from_fields(given: dict[str, Any]) -> CodecParams:
+    """Returns the codec with these fields, whose JSON lists become tuples."""
+    start = given["start"] and tuple(tuple(entry) for entry in given["start"])
+    return CodecParams(**{**given, "disabled_ids": tuple(given["disabled_ids"]), "start": start})

@@ -103,7 +103,6 @@ class Codebook:
         return [(code, run) for code, run in self.entries.items() if before.get(code) != run]
 
     def _count_use(self, code: int) -> None:
-        """Records that the entry with this hyper id is used now."""
         self.clock += 1
         self.uses[code] = self.uses.get(code, (0, 0))[0] + 1, self.clock
 

@@ -174,7 +174,6 @@ class Engines:
         return self._engine
 
     def _is_open(self, name: str) -> bool:
-        """Returns whether the other model of this name is open and can serve."""
         return self._engine is not None and self._name == name and self._engine.alive
 
     def _open_instead(self, other: OtherModel) -> Engine:

@@ -97,7 +97,6 @@ class Search(ABC):
         scores[closed] = -math.inf
 
     def _end_with(self, token: int) -> None:
-        """Ends the search with an id."""
         self.token = token
         self.logits = self.close(self._chosen_from, self._open) if self._refused else self._chosen_from
 

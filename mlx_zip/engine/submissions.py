@@ -116,7 +116,6 @@ class Checks:
         return self._count_ids(as_ids(base_ids), self._packs.find(pack)[0])
 
     def _count_ids(self, base_ids: Uint32s, start: Any) -> int:
-        """Returns how many ids the codec makes of base ids."""
         params = self.facts.params
         return len(base_ids) if params is None else len(compress(params.with_start(start), base_ids)[0])
 

@@ -305,7 +305,6 @@ class ThreadedEngine(Engine):
         return TEND_S if self._store.continue_writing() else due
 
     def _forget_ended(self, request: Request) -> None:
-        """Forgets a request that has ended."""
         self._update_figures()
         with self._lock:
             self._open.pop(request, None)

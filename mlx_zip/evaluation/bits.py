@@ -58,6 +58,11 @@ class Windows:
     prefix: int
     altered: int
 
+    @property
+    def longest(self) -> int:
+        """Number of base ids in the longest window."""
+        return max(len(window.base_ids) for window in self.windows)
+
     def same_as(self, other: Windows) -> bool:
         """Returns whether two sets of windows hold the same text, cut in the same places."""
         return self.prefix == other.prefix and _have_equal_ids(self.windows, other.windows)
@@ -206,7 +211,7 @@ def measure_bits(
     number of windows just scored.
     Raises `DataError` if a window has more base ids than the model has positions.
     """
-    _check_windows_fit(model, max(len(window.base_ids) for window in windows.windows))
+    check_context_fits("windows", windows.longest, context_limit(model))
     prefix = np.array([windows.prefix], np.uint32)
     if not scores_itself(model):
         mx.reset_peak_memory()
@@ -229,15 +234,14 @@ def measure_bits(
     )
 
 
-def _check_windows_fit(model: Any, base_ids: int) -> None:
-    """Raises `DataError` if a window of so many base ids takes more positions than the model has.
+def check_context_fits(what: str, base_ids: int, limit: int | None) -> None:
+    """Raises `DataError` if windows or requests (`what`) of so many base ids exceed a model's `limit` positions.
 
     A window takes one position per base id: one id is read before the first, and the last one is predicted but not
-    read.
+    read. limit: None for a model that names no limit.
     """
-    limit = context_limit(model)
     if limit is not None and base_ids > limit:
-        raise DataError(f"windows of {base_ids} base ids (--context) do not fit the model's {limit} positions")
+        raise DataError(f"{what} of {base_ids} base ids (--context) do not fit the model's {limit} positions")
 
 
 def count_window_bits(window: ScoredWindow, row: Compressed, scored: Scored) -> float:

@@ -19,7 +19,7 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
 from mlx_zip.errors import DataError, GenerationError, ModelError, failure_reason
 from mlx_zip.evaluation import tasks as benchmark
-from mlx_zip.evaluation.bits import BitsResult, Windows, compare_bits, cut_windows, measure_bits
+from mlx_zip.evaluation.bits import BitsResult, Windows, check_context_fits, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import RateSettings, measure_rates
 from mlx_zip.layout import MODEL_TYPE, has_hypertokens
@@ -248,13 +248,13 @@ def _cut_and_check_windows(
             f"{name} has another tokenizer than {first}, so their windows are not the same text; "
             "evaluate each model separately: bits per byte of whole documents can still be compared"
         )
-    _check_windows_fit(inputs.folders[name], windows)
+    positions = read_model_config(inputs.folders[name]).get("max_position_embeddings")
+    check_context_fits("windows", windows.longest, positions if isinstance(positions, int) else None)
 
 
 def _describe_evaluation(
     models: Sequence[str], options: EvaluationOptions, inputs: _EvaluationInputs, runner: ModelRunner
 ) -> str:
-    """Returns the line that says what will be measured: models, text, generation, tasks and device."""
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
         parts.append(
@@ -404,14 +404,6 @@ def _read_zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | Non
         return None
     changed = {**config, **codebook_config_changes(config, codebook_size, None)}
     return ModelArgs.from_dict(changed).zip_config
-
-
-def _check_windows_fit(folder: Path, windows: Windows) -> None:
-    """Raises `DataError` if a window of the text has more base ids than the model in the folder has positions."""
-    positions = read_model_config(folder).get("max_position_embeddings")
-    longest = max(len(window.base_ids) for window in windows.windows)
-    if isinstance(positions, int) and longest > positions:
-        raise DataError(f"windows of {longest} base ids (--context) do not fit the model's {positions} positions")
 
 
 def check_prompts_fit(

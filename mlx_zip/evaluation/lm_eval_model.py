@@ -24,7 +24,7 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.bits import cut_windows, measure_bits, prefix_id
+from mlx_zip.evaluation.bits import check_context_fits, cut_windows, measure_bits, prefix_id
 from mlx_zip.evaluation.rates import can_batch, stream_responses
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.packs.pack import Pack
@@ -232,8 +232,7 @@ def _choose_max_length(model: Any, context: int | None) -> int:
         return limit or MAX_LENGTH
     if context < 1:
         raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
-    if limit is not None and context > limit:
-        raise DataError(f"requests of {context} base ids (--context) do not fit the model's {limit} positions")
+    check_context_fits("requests", context, limit)
     return context
 
 

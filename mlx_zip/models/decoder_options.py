@@ -2,6 +2,7 @@
 
 Rotary positions, windows and biases are read as transformers 5 reads them. An option that is not supported raises
 `ConfigError`; no option is ignored. `mlx_zip.models` and `mlx_zip.cuda` build decoders from these options.
+Rotary frequencies are computed in float64 on PyTorch and in float32 on MLX, whose recorded results must not move.
 """
 
 from __future__ import annotations

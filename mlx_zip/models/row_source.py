@@ -1,4 +1,12 @@
-"""`RowSource`: where a model takes hypertokens' rows from, as was chosen when it was loaded, and fills tables with."""
+"""`RowSource`: where a model takes hypertokens' rows from, as was chosen when it was loaded, and fills tables with.
+
+It holds the row store, the pack with its tuned rows, and canonical decoding. The modules hold weights only, so a model
+can be copied, saved and trained as any MLX model; what changes during a request is in the request's cache.
+
+Output rows are encoded when their entry is installed, input rows when they are first read (where bodies run ahead,
+before that, several at once). Where encoders and matrices are both tied, there is one table, and each entry is encoded
+once. Rows are copied to the host one step late, when the id that was computed with them has been read.
+"""
 
 from __future__ import annotations
 

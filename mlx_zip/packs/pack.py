@@ -3,6 +3,10 @@
 A pack's .npz file holds the arrays of `mlx_zip.packs.entries` (`entries`, `lengths`) and `about`, a JSON text: the
 tokenizer's fingerprint, the texts that the entries were learned from, and their rates. A tuned pack also holds rows of
 its entries for one model (`mlx_zip.packs.tuned`).
+
+A model's own pack lies in its config.json, because mlx-lm builds a model from config.json alone: so its `load`, its
+conversion and the hub carry the pack. Its tuned rows lie beside it (`pack.npz`), bound to the whole model. A damaged
+pack is an error and not a slower start, since what the model says would change in silence.
 """
 
 from __future__ import annotations

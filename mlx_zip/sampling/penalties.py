@@ -1,5 +1,9 @@
 """The numbers of penalties and biases at each step, over base tokens. Needs neither MLX nor PyTorch.
 
+A hypertoken pays every penalty of its constituents: presence and frequency penalties and biases are summed, and the
+repetition penalty is applied once per constituent seen. With a penalty on ids, a penalised word would come back inside
+a hypertoken.
+
 A step computes the terms of base ids that entered or left the context, and the sums of entries that are new, changed or
 contain such a base id. The plain form, which computes every column at every step, is in the tests; both give the same
 bits.

@@ -81,7 +81,6 @@ def _measure_compress_speed() -> tuple[None, str]:
 
 
 def _measure_push_speed() -> tuple[None, str]:
-    """Measures how long a codebook takes to read one id."""
     from mlx_zip.codec import Codebook, CodecParams
 
     book, times = Codebook(CodecParams(32000, 2048, 3)), []

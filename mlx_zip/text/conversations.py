@@ -47,12 +47,12 @@ def _parse_prompt_line(where: str, line: bytes) -> Prompt:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON: {error}") from error
     content = record.get("messages", record.get("prompt")) if isinstance(record, Mapping) else None
-    if not content or not (isinstance(content, str) or _are_chat_messages(content)):
+    if not content or not (isinstance(content, str) or _are_text_messages(content)):
         raise DataError(f"{where}: neither text under prompt nor chat messages under messages")
     return Prompt(content)
 
 
-def _are_chat_messages(value: Any) -> bool:
+def _are_text_messages(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
     )

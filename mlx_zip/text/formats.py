@@ -25,6 +25,7 @@ from mlx_zip.vocab.first_stage import (
     TokenizerFile,
     bytes_to_spelled,
     checked_vocabulary,
+    name_without_gz,
     open_tokenizer,
     read_uncompressed,
 )
@@ -48,14 +49,14 @@ KINDS = (
 
 def is_tokenizer_file(path: Path) -> bool:
     """Returns whether a file's name is one of `KINDS`."""
-    return _name_without_gz(path).endswith(
+    return name_without_gz(path).endswith(
         ("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES)
     )
 
 
 def short_tokenizer_name(path: Path) -> str:
     """Returns a short name for a tokenizer file: its name without the ending of its kind, or else its folder's name."""
-    plain = _name_without_gz(path)
+    plain = name_without_gz(path)
     for ending in ("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES):
         plain = plain.removesuffix(ending)
     return plain.strip(".-_") or path.absolute().parent.name
@@ -74,7 +75,7 @@ def read_tokenizer_file(path: Path) -> Any:
 
 def _read_by_kind(path: Path) -> Any:
     """Returns the `tokenizers.Tokenizer` of a file; what kind of file it is follows from its name."""
-    plain = _name_without_gz(path)
+    plain = name_without_gz(path)
     if not is_tokenizer_file(path):
         raise DataError(f"{path}: not the name of a tokenizer file ({KINDS})")
     if not path.is_file():
@@ -113,17 +114,12 @@ def tiktoken_split_pattern(path: Path) -> str:
     return pattern
 
 
-def _name_without_gz(path: Path) -> str:
-    """Returns a file's name without .gz."""
-    return path.name.removesuffix(".gz")
-
-
 def _paired_file(path: Path, endings: dict[str, str]) -> Path:
     """Returns the path of the other file of a pair, for example vocab.json for merges.txt, or .gz if only that exists.
 
     endings: how this file's name ends -> how the other's does.
     """
-    plain = _name_without_gz(path)
+    plain = name_without_gz(path)
     own = next(ending for ending in endings if plain.endswith(ending))
     other = path.with_name(plain.removesuffix(own) + endings[own])
     packed = other.with_name(other.name + ".gz")

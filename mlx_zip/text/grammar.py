@@ -124,7 +124,6 @@ class GrammarConstraint:
         return self._mask
 
     def _compute_mask(self) -> NDArray[np.bool_]:
-        """Returns a new mask for the present state."""
         allowed = np.zeros(self._size, bool)
         if not self._ended:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

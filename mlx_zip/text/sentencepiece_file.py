@@ -85,7 +85,6 @@ class SentencePieceModel:
         return models.Unigram(scores, unknown, self._has_byte_pieces)
 
     def _build_normalizer(self) -> Any:
-        """Returns the steps that change a text before it is cut into pieces."""
         from tokenizers import Regex, normalizers
 
         steps: list[Any] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []

@@ -2,6 +2,9 @@
 
 A text ends at an eos, at a stop string (matched on text, wherever token borders lie) or at the token limit. The
 tokenizer's streaming detokenizer makes text of ids.
+
+A text's tokens are placed by characters: what was held back, cut off or dropped shifts pieces of text against ids, so
+each id notes which characters it gave. An id in two pieces is in both, and says so.
 """
 
 from __future__ import annotations

@@ -66,7 +66,6 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
 
 
 def _read_with_transformers(name: str) -> Vocabulary:
-    """Returns the vocabulary of a tokenizer that transformers loads."""
     tokenizer: Any = load_tokenizer(name)
     decode = lambda ids: tokenizer.decode(list(ids))
     return Vocabulary(

@@ -86,6 +86,12 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
+def load_last_checkpoint(run: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
+    """Restores the last checkpoint of a run as by `load_checkpoint`; returns no progress if the run has none."""
+    found = list_checkpoints(run)
+    return load_checkpoint(found[-1][1], trainee, optimizer, fingerprint) if found else Progress()
+
+
 def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
     """Restores weights, optimizer and random state from a checkpoint, and returns its progress.
 

@@ -34,7 +34,7 @@ from mlx_zip.models.patches.patch_model import (
     save_patch_model,
 )
 from mlx_zip.progress import pluralize
-from mlx_zip.training.checkpoints import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.checkpoints import Progress, list_checkpoints, load_last_checkpoint, save_checkpoint
 from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, run_steps
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog
@@ -221,8 +221,7 @@ class _PatchTrainer:
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(model.trainable_parameters())
         self.fingerprint = _fingerprint_run(model, corpus, settings)
-        found = list_checkpoints(run)
-        self.progress = load_checkpoint(found[-1][1], model, self.optimizer, self.fingerprint) if found else Progress()
+        self.progress = load_last_checkpoint(run, model, self.optimizer, self.fingerprint)
         run.mkdir(parents=True, exist_ok=True)
         self._log = MetricsLog(run, self.progress.step)
         self._value_and_grad = nn.value_and_grad(model, lambda ids: sum_nats(model, corpus, ids) / ids.size)

@@ -52,14 +52,13 @@ def declare_setting(
     choices: Sequence[str] | None = None,
     least: int | None = None,
     shown: str | None = None,
-    metavar: str | None = None,
 ) -> Any:
     """Returns a dataclass field whose metadata also declares a command-line flag.
 
     text: the flag's help. choices: the texts that are allowed. least: the smallest whole number that is allowed. shown:
-    the default in words, for the help. metavar: the placeholder for the value in the help.
+    the default in words, for the help.
     """
-    about = {"help": text, "choices": choices, "least": least, "shown": shown, "metavar": metavar}
+    about = {"help": text, "choices": choices, "least": least, "shown": shown}
     return field(default=default, metadata=about)
 
 

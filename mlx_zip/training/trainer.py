@@ -23,7 +23,7 @@ from mlx_zip.training.checkpoints import (
     Progress,
     get_random_key,
     list_checkpoints,
-    load_checkpoint,
+    load_last_checkpoint,
     progress_counts,
     save_checkpoint,
     set_random_key,
@@ -118,10 +118,9 @@ class Trainer:
 
     def _load_last_checkpoint(self) -> Progress:
         """Restores the last checkpoint on the first machine and returns its progress; zero if there is none."""
-        found = list_checkpoints(self.run) if self.group.rank() == 0 else []
-        if not found:
+        if self.group.rank() > 0:
             return Progress()
-        return load_checkpoint(found[-1][1], self.trainee, self.optimizer, self.fingerprint)
+        return load_last_checkpoint(self.run, self.trainee, self.optimizer, self.fingerprint)
 
     # ---- the loop
 

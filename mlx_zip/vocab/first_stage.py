@@ -111,7 +111,7 @@ class TokenizerFile:
     @property
     def name(self) -> str:
         """The tokenizer's name for people: the file's without endings such as tokenizer.json, else the folder's."""
-        plain = _name_without_gz(self.path).removesuffix(".tiktoken")
+        plain = name_without_gz(self.path).removesuffix(".tiktoken")
         for ending in ("tokenizer.json", *IDS_FILE_OF):
             plain = plain.removesuffix(ending)
         return plain.strip(".-_") or self.path.absolute().parent.name
@@ -190,7 +190,6 @@ class TokenizerFile:
         return found
 
     def _tokens_of_tokenizer(self) -> list[bytes]:
-        """Returns `tokens` of a byte-level tokenizer.json."""
         if not _is_byte_level(self.json):
             raise DataError(f"{self.path} is no byte-level tokenizer.json: give its tokens as a .json list in hex")
         vocabulary, added = self.vocabulary(), {token.content: token for token in self.added()}
@@ -264,7 +263,7 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
     """
     path = resolve_model_name(name)
     path = path / "tokenizer.json" if path.is_dir() else path
-    plain, data = _name_without_gz(path), read_uncompressed(path)
+    plain, data = name_without_gz(path), read_uncompressed(path)
     if plain.endswith(".tiktoken"):
         return TokenizerFile(path, "ranks", data)
     if plain.endswith((".bpe", ".txt")):
@@ -312,7 +311,8 @@ def checked_vocabulary(data: Any) -> dict[str, int]:
     return data
 
 
-def _name_without_gz(path: Path) -> str:
+def name_without_gz(path: Path) -> str:
+    """Returns a file's name without .gz."""
     return path.name.removesuffix(".gz")
 
 

@@ -6,7 +6,6 @@ states least (arXiv 2403.17887), and is healed: trained as the control is, in as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mlx_zip.training.run_folder import read_json_object
 
 from .measuring import RunModule, fuse_adapter, make_models, run_command
 from .settings import FrontierSettings, Leg, MeasureSettings
+from .texts import read_json_lines
 from .training import CONTROL, ZIP, heal_models
 
 LAYER_PREFIX = "model.layers."
@@ -66,7 +66,7 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
 def make_shallow_models(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
     """Returns folders of the base with as many layers as `layers` says, by name, and makes those that are missing."""
     made, all_layers = {}, read_json_object(model / "config.json")["num_hidden_layers"]
-    opened = [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()[:16]]
+    opened = [record["text"] for record in read_json_lines(texts)[:16]]
     for count in layers:
         out = made[f"layers-{count}"] = folder / f"layers-{count}"
         if not out.exists():
@@ -147,5 +147,5 @@ def _measure_step_s(
         text = leg / "measured" / "code.jsonl"
         words = ["bench", "generate", "--engines", engine, kind, folder, "--text", f"code={text}"]
         run_command(call, "mlx_zip", [*words, "--sizes", frontier.sizes, "--record", record], out)
-    (line,) = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    (line,) = read_json_lines(record)
     return line["figures"]["step_ms"]["median"] / 1000

@@ -23,7 +23,7 @@ from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.saving import ADAPTER_CONFIG, ZIP_CONFIG
 
 from .settings import MeasureSettings
-from .texts import render_record
+from .texts import read_json_lines, render_record
 from .training import CONTROL, ZIP
 
 BASE, MASKED = "base", "masked"
@@ -99,7 +99,7 @@ def measure_models(
 
 def write_as_texts(documents: Path, out: Path, model: Path) -> Path:
     """Writes documents as texts, conversations as the model's chat template lays them out; returns `out`."""
-    found = [json.loads(line) for line in documents.read_text(encoding="utf-8").split("\n")[:-1]]
+    found = read_json_lines(documents)
     tokenizer = load_tokenizer(model)
     with out.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": render_record(one, tokenizer)}) + "\n" for one in found)
@@ -108,7 +108,7 @@ def write_as_texts(documents: Path, out: Path, model: Path) -> Path:
 
 def write_requests(texts: Path, out: Path, most: int) -> int:
     """Writes the first user turns of held-out conversations as requests of `mlx_zip evaluate`; returns their number."""
-    found = [json.loads(line)["messages"] for line in texts.read_text(encoding="utf-8").split("\n")[:-1]]
+    found = [record["messages"] for record in read_json_lines(texts)]
     opened = [talk[: 1 + next(i for i, turn in enumerate(talk) if turn["role"] == "user")] for talk in found[:most]]
     with out.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": talk}) + "\n" for talk in opened)

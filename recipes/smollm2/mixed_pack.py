@@ -8,7 +8,6 @@ predicted with one probability for all contexts in which the entry's first id oc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from math import exp, log2
 from pathlib import Path
@@ -27,7 +26,7 @@ from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import learn_pack, recurring_runs
 
 from .settings import PackSettings
-from .texts import render_record
+from .texts import read_json_lines, render_record
 
 Entry = tuple[int, ...]
 WINDOWS_PER_CALL = 4  # windows that the base reads together
@@ -76,8 +75,7 @@ def read_windows(tokenizer: Any, files: Sequence[Path], most: int, length: int =
     """Returns the first `most` base ids of documents in files of JSON lines, in windows [N, length]."""
     ids = list[int]()
     for file in files:
-        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:  # a text may hold other ends of lines
-            one = json.loads(line)
+        for one in read_json_lines(file):
             text = render_record(one, tokenizer) + ("" if "messages" in one else tokenizer.eos_token)
             ids += tokenizer.encode(text, add_special_tokens=False)
             if len(ids) >= most:

@@ -333,14 +333,18 @@ def write_texts(file: Path, texts: Sequence[LicensedText]) -> None:
             out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 
 
+def read_json_lines(file: Path) -> list[dict[str, Any]]:
+    """Returns the records in a file of JSON lines. Only a newline ends a line: a text may hold other ends of lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
 def make_data_card(folder: Path) -> str:
     """Returns a page that lists the files of a data folder: what is in them, how much, from where, which licence."""
     lines = ["# Data", "", "| file | records | bytes of text | licences |", "| --- | --- | --- | --- |"]
     origins: dict[tuple[str, str], list[int]] = {}  # (origin, licence) -> records and bytes
     for file in sorted(folder.glob("*/*.jsonl")):
         count, size, licences = 0, 0, set[str]()
-        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
-            record = json.loads(line)
+        for record in read_json_lines(file):
             text = record.get("text") or "".join(turn["content"] for turn in record["messages"])
             origin = (f"{file.parent.name}: {record['origin'].partition(': ')[0]}", record["licence"])
             facts = origins.setdefault(origin, [0, 0])

@@ -122,11 +122,17 @@ def measure_models(recipe: Recipe) -> None:
 
 
 def install_bundle(recipe: Recipe, place: Path) -> None:
-    """Copies the bundle to the folder `place`, whole or not at all. Raises `TrainingError` when there is no bundle."""
+    """Copies the bundle to the folder `place`, whole or not at all; other models in that folder stay.
+
+    Raises `TrainingError` when there is no bundle.
+    """
     made = recipe.out / "bundle"
     if not made.is_dir():
         raise TrainingError(f"{made} is not there: run the stage bundle first")
     with atomic_folder(place) as folder:
         shutil.copytree(made, folder, dirs_exist_ok=True)
+        for model in place.iterdir() if place.is_dir() else ():
+            if model.is_dir() and model.name not in recipe.settings.bundled:  # SmolLM2's adapter, of another recipe
+                shutil.copytree(model, folder / model.name)
     size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
     recipe.say(f"== {place}: {size / 1e6:.2f} MB")

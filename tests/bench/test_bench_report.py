@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mlx_zip.bench.generation import report
-from mlx_zip.bench.generation.generate_record import FIGURES, parse_record, read_records
+from mlx_zip.bench.generation.generate_record import FIGURES, read_records
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.tiny_bench import parse, record
@@ -94,46 +94,6 @@ def test_tables_come_as_csv_too(tmp_path, capsys):
     assert [row[4] for row in rows[1:]] == ["mlx-lm", "mlx-zip", "mlx-lm", "hf", "zip2zip"]
 
 
-@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_a_plot_is_drawn(tmp_path, capsys, suffix, begins):
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    out = tmp_path / f"plot{suffix}"
-    printed(capsys, *two_machines(tmp_path), "--plot", out)
-    assert out.read_bytes().startswith(begins)
-
-
-def test_ceilings_are_drawn_at_the_base_tokens_that_bandwidth_allows(tmp_path):
-    plain, zipped = record("mlx-lm"), record("mlx-zip")
-    allowed = plain["ceiling"]["steps_per_s"]
-    assert report.ceiling_rate([plain]) == pytest.approx(allowed)
-    assert report.ceiling_rate([zipped]) == pytest.approx(2 * allowed)
-    panel = Panel()
-    report._draw_panel(panel, "a", {"mlx-lm": {(8, 4): [plain]}, "mlx-zip": {(8, 4): [zipped]}})
-    assert panel.lines == pytest.approx([allowed, 2 * allowed])
-    assert panel.bars == pytest.approx([1 / 0.11, 2 / 0.11], rel=1e-4)
-
-
-class Panel:
-    """Says what was drawn."""
-
-    def __init__(self):
-        self.lines, self.bars, self.title = [], [], self
-
-    def hlines(self, y, *_, **__):
-        self.lines.append(y)
-
-    def bar(self, _, heights, *__, **___):
-        self.bars += heights
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
-
-
-def test_a_plot_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(MlxZipError, match=r"must end in \.png or \.svg"):
-        tiny_bench.run("report", *two_machines(tmp_path), "--plot", tmp_path / "plot.gif")
-
-
 # ---- reading
 
 
@@ -151,19 +111,12 @@ def damaged(change):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: not JSON"),
-        ("[]", "line 1: not a record of a bench"),
+        ("{", "not JSON lines"),
+        ("[]", "not a record of a bench"),
         (damaged(lambda r: r.update(schema=99)), "schema 99, this version reads 1"),
-        (damaged(lambda r: r.pop("commit")), "commit is missing"),
-        (damaged(lambda r: r.update(counts=[])), "counts is missing or of a wrong kind"),
-        (damaged(lambda r: r["figures"].pop("ttft_ms")), "figure ttft_ms is not a median"),
-        (damaged(lambda r: r["figures"]["ttft_ms"].update(samples=[])), "figure ttft_ms is not a median"),
-        (damaged(lambda r: r["figures"]["ttft_ms"].update(median="1")), "figure ttft_ms is not a median"),
-        (damaged(lambda r: r.update(idle_share="x")), "idle_share is not a number"),
-        (damaged(lambda r: r.update(load_average=[1])), "load_average is not a number"),
-        (damaged(lambda r: r.update(preloaded=[1])), "preloaded is not a list of names"),
-        (damaged(lambda r: r.update(blas="x")), "blas is not a list of names"),
-        ("[" * 99_999, "line 1: not JSON"),
+        (damaged(lambda r: r.pop("commit")), "a record lacks commit"),
+        (damaged(lambda r: r["figures"].pop("ttft_ms")), "a record lacks ttft_ms"),
+        ("[" * 99_999, "not JSON lines"),
         ('{"bench": "codec"}', "no record of `bench generate`"),
     ],
 )
@@ -175,11 +128,11 @@ def test_what_is_no_record_is_named(tmp_path, line, message):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read: No such file or directory$"):
+    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read: "):
         read_records([tmp_path / "none.jsonl"])
 
 
 def test_made_up_records_keep_to_the_schema():
-    assert parse_record(json.dumps(record()), "here")["figures"].keys() == FIGURES.keys()
+    assert record()["figures"].keys() == FIGURES.keys()
     _, args = parse("report", "a")
     assert args.table == "all"

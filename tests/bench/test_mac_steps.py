@@ -8,7 +8,7 @@ from mlx_zip.bench.engines.shape_table import SHAPES
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.steps import mac_steps
 from mlx_zip.bench.steps.launch_counts import step_seconds
-from mlx_zip.bench.steps.mac_steps import BASE, BEFORE, MAX, NOW, Chip, DeviceCost, HostTimes, StepBehaviour, StepCosts
+from mlx_zip.bench.steps.mac_steps import BASE, MAX, Chip, DeviceCost, HostTimes, StepCosts
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER
 from support import tiny_bench
@@ -24,8 +24,8 @@ def made_step(host=NO_HOST, **changes):
         "plain": DeviceCost(80e6, 0),
         "warm": DeviceCost(0, 0),
         "output_row": DeviceCost(80e6, 0),
-        "input_rows": {1: DeviceCost(80e6, 0), INPUT_ROWS_TOGETHER: DeviceCost(160e6, 0)},
-        "body": DeviceCost(40e6, 0),
+        "input_rows": DeviceCost(INPUT_ROWS_TOGETHER * 80e6, 0),
+        "body": DeviceCost(0, 0),
     }
     return StepCosts(**{**costs, "host": host, **changes})
 
@@ -45,28 +45,20 @@ def test_a_command_buffer_is_full_by_launches_or_by_numbers():
 def test_a_step_takes_the_longer_of_device_and_host():
     assert made_step().plain_ms(CHIP, 5) == 1.0
     assert made_step(HostTimes(3.0, 4.0, 5.0)).plain_ms(CHIP, 5) == 3.0
-    assert made_step(HostTimes(3.0, 4.0, 5.0)).warm_ms(CHIP, 5, NOW) == 4.0
+    assert made_step(HostTimes(3.0, 4.0, 5.0)).warm_ms(CHIP, 5) == 4.0
 
 
 def test_a_cold_step_encodes_in_the_steps_that_install_an_entry():
-    how = StepBehaviour(input_rows=1, waits=False, second_bodies=0.0)
-    assert made_step().cold_ms(CHIP, 5, how, installs=0.5) == pytest.approx(0.5 * 3.0 + 0.5 * 1.0)
+    assert made_step().cold_ms(CHIP, 5, installs=0.5) == pytest.approx(0.5 * 3.0 + 0.5 * 1.0)
 
 
 def test_input_rows_in_one_pass_share_its_cost():
-    how = StepBehaviour(input_rows=INPUT_ROWS_TOGETHER, waits=False, second_bodies=0.0)
-    assert made_step().cold_ms(CHIP, 5, how, installs=1.0) == pytest.approx(1.0 + 1.0 + 2.0 / INPUT_ROWS_TOGETHER)
-
-
-def test_a_cold_step_that_waits_for_the_body_takes_the_hosts_time_too():
-    waits = StepBehaviour(input_rows=1, waits=True, second_bodies=0.0)
-    step = made_step(HostTimes(0.1, 0.2, 0.5))
-    assert step.cold_ms(CHIP, 5, waits, 1.0) - step.cold_ms(CHIP, 5, waits._replace(waits=False), 1.0) == 0.5
+    step = made_step(input_rows=DeviceCost(160e6, 0))
+    assert step.cold_ms(CHIP, 5, installs=1.0) == pytest.approx(1.0 + 1.0 + 2.0 / INPUT_ROWS_TOGETHER)
 
 
 def test_second_bodies_cost_their_share_in_all_steps():
-    how = StepBehaviour(input_rows=1, waits=False, second_bodies=0.01)
-    assert made_step().warm_ms(CHIP, 5, how) == pytest.approx(1.0 + 0.01 * 0.5)
+    assert made_step(body=DeviceCost(40e6, 0)).warm_ms(CHIP, 5) == pytest.approx(1.0 + 0.01 * 0.5)
 
 
 @pytest.mark.slow
@@ -76,8 +68,8 @@ def test_llama_1b_launches_and_reads_what_is_known_of_it():
     assert step.plain.bytes_read == pytest.approx(0.695e9 + 33.5e6, rel=0.01)  # 1.24 B parameters of 4.5 bits, KV
     assert step.body.bytes_read < step.plain.bytes_read
     assert 0 < step.warm.launches < step.output_row.launches
-    assert step.input_rows[1] == step.output_row  # both encoders have one size
-    assert step.input_rows[1].launches < step.input_rows[INPUT_ROWS_TOGETHER].launches < 2 * step.input_rows[1].launches
+    assert step.input_rows.bytes_read == step.output_row.bytes_read  # both encoders have one size
+    assert step.output_row.launches < step.input_rows.launches < 2 * step.output_row.launches
 
 
 @pytest.mark.slow
@@ -85,7 +77,7 @@ def test_the_launches_of_a_layer_do_not_depend_on_the_depth():
     one, two, four = (mac_steps.count_small_model_launches("llama-3.2-1b", "16", layers) for layers in (1, 2, 4))
     assert four.plain - two.plain == 2 * (two.plain - one.plain)
     assert four.warm == one.warm
-    assert four.rows == one.rows
+    assert (four.one_row, four.input_rows) == (one.one_row, one.input_rows)
 
 
 def test_fewer_steps_install_an_entry_in_a_longer_text():
@@ -131,11 +123,6 @@ def test_the_host_is_measured_for_every_model_of_the_page(monkeypatch):
 def test_too_few_steps_are_not_timed():
     with pytest.raises(MlxZipError, match="5 base ids are too few"):
         step_seconds(tiny_bench.models(), range(5), "warm")
-
-
-def test_before_and_now_differ_in_what_the_page_says():
-    assert (BEFORE.input_rows, BEFORE.waits) == (1, True)
-    assert (NOW.input_rows, NOW.waits, NOW.second_bodies) == (INPUT_ROWS_TOGETHER, False, 0.01)
 
 
 def test_the_page_says_that_it_is_a_calculation():

@@ -93,9 +93,6 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     lines = rehearsed(folder, "summary")
     assert {one["verdict"] for one in lines} == {"not measured"}
     assert "met" not in capsys.readouterr().out.split()
-    page = (folder / "roofline.md").read_text()
-    for said in ("| shape | step | MB moved | us | GB/s | of roof | roof, us | left, us |", "us are left. Launches: "):
-        assert said in page
 
 
 @pytest.mark.slow
@@ -106,7 +103,7 @@ def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monk
     monkeypatch.setattr(card_checks, "read_recorded_ids", lambda: {"stories-base": expected})
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     expected[0][1] += 1
-    assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 1
+    assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path / "again", "--parts", "checks") == 1
     assert f"FAIL greedy ids of stories-base, float32, equal MLX's text 1, id 2: {expected[0][1] - 1}" in (
         capsys.readouterr().out
     )
@@ -208,7 +205,7 @@ def test_the_script_runs_chosen_parts_into_a_folder_and_says_which_target_is_met
 @pytest.mark.slow
 def test_a_part_that_fails_is_named_at_the_end(tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "steps.jsonl").write_text("no JSON\n")
+    (tmp_path / "out" / "float64.xml").write_text("no XML\n")
     done = script(tmp_path, "--cpu-rehearsal", PARTS="summary")
     assert done.returncode == 1
     assert done.stdout.endswith("failed or out of time: summary\n")

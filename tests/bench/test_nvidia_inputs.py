@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from mlx_zip.bench.engines import cuda_engines
 from mlx_zip.bench.engines.shape_table import SHAPES
 from mlx_zip.bench.gpu import nvidia
 from mlx_zip.bench.gpu import step_timing as steps
-from mlx_zip.bench.gpu.case_runner import CaseRunner, read_part_records
+from mlx_zip.bench.gpu.case_runner import CaseRunner
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
@@ -84,32 +83,10 @@ def test_on_a_card_the_interpreter_is_refused(tmp_path, capsys, monkeypatch):
     assert "TRITON_INTERPRET is set" in refused(capsys, "--out", tmp_path)
 
 
-def test_records_of_an_earlier_run_are_replaced_only_if_their_part_is_named(tmp_path, capsys):
+def test_a_folder_that_holds_records_of_a_part_is_refused(tmp_path, capsys):
     (tmp_path / "steps.jsonl").write_text('{"bench": "nvidia-steps"}\n')
-    assert "holds records of an earlier run (steps)" in refused(capsys, "--rehearse", "--out", tmp_path)
-    assert (tmp_path / "steps.jsonl").exists()
-    (tmp_path / "code.txt").write_text("short")
-    flags = ["--rehearse", "--out", tmp_path, "--parts", "steps", "--code", tmp_path / "code.txt"]
-    refused(capsys, *flags)
-    assert not (tmp_path / "steps.jsonl").exists()  # it would read as this run's result
-
-
-def test_records_of_different_runs_are_not_summed_up(tmp_path, capsys):
-    one = {"bench": "nvidia-steps", "commit": "abc", "versions": {"torch": "2.13.0"}}
-    (tmp_path / "steps.jsonl").write_text(json.dumps(one) + "\n")
-    (tmp_path / "kernels.jsonl").write_text(json.dumps({**one, "versions": {"torch": "2.12.0"}}) + "\n")
-    line = refused(capsys, "--rehearse", "--out", tmp_path, "--parts", "summary")
-    assert "steps.jsonl and kernels.jsonl are not of one run: torch is 2.13.0 and 2.12.0" in line
-
-
-def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
-    device = {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}
-    for part, fields in (("steps", device), ("others", {**device, "device": "Device(gpu, 0)"})):
-        (tmp_path / f"{part}.jsonl").write_text(json.dumps({"bench": part, "commit": "abc", "device": fields}) + "\n")
-    assert len(read_part_records(tmp_path, ["steps", "others"])) == 2
-    (tmp_path / "others.jsonl").write_text(json.dumps({"bench": "others", "commit": "abd"}) + "\n")
-    with pytest.raises(MlxZipError, match=r"others.jsonl are not of one run: commit is abc and abd"):
-        read_part_records(tmp_path, ["steps", "others"])
+    for parts in ([], ["--parts", "steps"]):
+        assert "holds records of an earlier run (steps)" in refused(capsys, "--rehearse", "--out", tmp_path, *parts)
 
 
 @pytest.mark.slow

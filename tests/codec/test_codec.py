@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
-from mlx_zip.codec import left_pad_batch
 from mlx_zip.codec.calls import ids_of, words_of
 
 PARAMS = CodecParams(vocab_size=10, codebook_size=8, merge_size=3, disabled_ids=[8], pad_id=9)
@@ -368,18 +367,6 @@ def test_codebooks_of_different_threads_do_not_disturb_each_other():
         thread.join()
     assert len(results) == 4
     assert len(set(results)) == 1
-
-
-def test_pad_batch_pads_on_the_left_and_counts_by_length():
-    ids, padding = left_pad_batch([[9, 1], [2]], pad_id=9, length=3)
-    assert ids.tolist() == [[9, 9, 1], [9, 9, 2]]
-    assert padding.tolist() == [1, 2]
-
-
-def test_pad_batch_refuses_rows_that_are_too_long_unless_told_to_cut():
-    with pytest.raises(CodecError, match="row 1"):
-        left_pad_batch([[1], [1, 2]], pad_id=9, length=1)
-    assert left_pad_batch([[1], [1, 2]], pad_id=9, length=1, truncate=True)[0].tolist() == [[1], [1]]
 
 
 def test_the_codec_needs_neither_mlx_nor_torch():

@@ -19,10 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E40
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import (  # noqa: E402  # noqa: E402
     LaunchCounts,
-    count_shape_costs,
     count_step_costs,
     counting_launches,
-    extrapolate_to_layers,
 )
 from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels import activations  # noqa: E402
@@ -33,6 +31,7 @@ from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
+from support.shape_costs import count_shape_costs, extrapolate_to_layers  # noqa: E402
 from support.torch_folders import make_model, save  # noqa: E402
 
 F4 = 4  # bytes of a float32

@@ -32,6 +32,7 @@ from mlx_zip.packs.pack import IN_FOLDER, Pack, save_pack  # noqa: E402
 from mlx_zip.packs.tuned import TunedRows  # noqa: E402
 from mlx_zip.text.tokenizers import load_tokenizer  # noqa: E402
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint  # noqa: E402
+from support.shape_costs import count_shape_costs  # noqa: E402
 
 
 @pytest.fixture
@@ -202,8 +203,8 @@ def test_a_packed_shape_reads_its_weights_as_they_are_packed(bits, least):
     config = json.loads(json.dumps(tiny_model("llama", "averaging", hidden=64).args.config))
     config |= {"intermediate_size": 128, "vocab_size": 512}
     config["zip2zip"]["compression"]["max_codebook_size"] = 8
-    dense = kernel_launches.count_shape_costs(config, torch.float32).warm
-    packed = kernel_launches.count_shape_costs(config, torch.float32, bits, 64).warm
+    dense = count_shape_costs(config, torch.float32).warm
+    packed = count_shape_costs(config, torch.float32, bits, 64).warm
     assert packed.names == dense.names
     assert least < packed.bytes / dense.bytes < 2 * least
 

@@ -11,7 +11,6 @@ from mlx_zip.bench.papers.zip2zip.ablation_results import (
     PAPER_SIZES,
     PAPER_TEXTS,
     AblationResults,
-    read_lines,
 )
 from mlx_zip.bench.papers.zip2zip.ablation_tables import (
     best_and_worst_table,
@@ -21,6 +20,7 @@ from mlx_zip.bench.papers.zip2zip.ablation_tables import (
     table8,
     tables_7_and_8,
 )
+from mlx_zip.bench.records import read_lines
 from support.places import REPO
 
 RECORDS = REPO / "bench" / "papers" / "zip2zip" / "records"

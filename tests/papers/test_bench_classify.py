@@ -220,16 +220,3 @@ def test_a_table_has_the_papers_figures_and_the_spread_over_seeds(data, capsys):
     accuracies = [line["accuracy"] for line in told if line["setting"] == "plain"]
     assert f"({min(accuracies):.3f}-{max(accuracies):.3f})" in rows[0]
     assert len(tables.classifier_table(told, of_paper=False).splitlines()) == 2
-
-
-def test_the_figure_is_drawn_from_a_record_and_the_same_each_time(data, capsys):
-    pytest.importorskip("matplotlib")
-    record = data / "record.jsonl"
-    assert ran(data, "--settings", "plain", "100,2-2", "--out", record) == 0
-    for name in ("a.svg", "b.svg"):
-        assert main(["classify", "--figure", str(data / name), "--out", str(record)]) == 0
-    assert (data / "a.svg").read_bytes() == (data / "b.svg").read_bytes()
-    assert "<svg" in (data / "a.svg").read_text()
-    (data / "empty.jsonl").write_text("")
-    assert main(["classify", "--figure", str(data / "c.svg"), "--out", str(data / "empty.jsonl")]) == 2
-    assert not (data / "c.svg").exists()

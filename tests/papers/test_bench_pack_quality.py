@@ -83,40 +83,11 @@ def test_a_pack_that_does_not_fit_is_told_before_scoring(entries, mark, error, t
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (["--pack", "two.npz"], "NAME=FILE"),
-        (["--draw", "none.jsonl", "x.png"], "none.jsonl"),
-        (["--draw", "/dev/null", "x.png"], "nothing to draw"),
-    ],
-)
-def test_flags_that_make_no_sense_are_told(change, told, flags):
-    with pytest.raises(MlxZipError, match=told):
-        tiny_bench.run("pack_quality", *flags, *change)
+def test_a_pack_without_a_name_is_refused(flags):
+    with pytest.raises(MlxZipError, match="NAME=FILE"):
+        tiny_bench.run("pack_quality", *flags, "--pack", "two.npz")
 
 
 def test_without_models_it_says_what_is_missing(tmp_path):
     with pytest.raises(MlxZipError, match="--model is missing"):
         tiny_bench.run("pack_quality")
-
-
-def test_a_record_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    lines = [
-        {
-            "curve": curve,
-            "entries": n,
-            "base_ids_per_id": 1 + n / 500,
-            "bits_per_byte": 0.7 + n / 9000,
-            "bits_per_byte_standard_error": 0.01,
-            "base_bits_per_byte": 0.68,
-            "base": "base",
-            "model": "m",
-            "data": "d",
-        }
-        for curve, n in (("empty", 0), ("own", 256), ("own", 512))
-    ]
-    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert tiny_bench.run("pack_quality", "--draw", tmp_path / "r.jsonl", tmp_path / "r.png") == 0
-    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.stories import __main__ as main
 from recipes.stories import packs
-from recipes.stories.bundle import list_measurements, measure_models
+from recipes.stories.bundle import install_bundle, list_measurements, measure_models
 from recipes.stories.commands import Recipe, as_words, run_in_own_process
 from recipes.stories.settings import FULL, TINY
 
@@ -97,3 +97,15 @@ def test_rates_that_have_their_former_name_are_not_measured_again(tmp_path):
 def test_the_command_names_what_it_needs(capsys, tmp_path):
     status = main.main(["--data", str(tmp_path / "no"), "--out", str(tmp_path / "out")])
     assert (status, "lacks synth_t1.train.txt.gz" in capsys.readouterr().err) == (2, True)
+
+
+def test_installing_the_bundle_keeps_the_models_of_other_recipes(tmp_path):
+    out, place = tmp_path / "out", tmp_path / "place"
+    for file in (out / "bundle/stories/new", place / "stories/old", place / "smollm2/adapter"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    install_bundle(Recipe(TINY, tmp_path, out), place)
+    assert sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()) == [
+        "smollm2/adapter",
+        "stories/new",
+    ]

@@ -28,9 +28,7 @@ import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
-from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
-from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
@@ -40,10 +38,6 @@ from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
-
-from .tables import utility_and_bits_figure
-
-ROOT = Path(__file__).resolve().parents[3]  # of the checkout
 
 CONTEXT = 1024
 TARGET = 0.01  # most that bits per byte should grow, as a fraction, with half of the merges on the model's kind of text
@@ -91,24 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_limit_bytes_flag(add, "each text of --test")
     add_limit_bytes_flag(add, "each text of --train", "--limit-train-bytes")
     add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="write a plot of the record in this checkout to FILE (.svg or .png), and measure nothing",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line per text, share and method; with --plot draws the record of this checkout.
-
-    Raises `MlxZipError`.
-    """
-    if args.plot is not None:
-        save_figure(utility_and_bits_figure(Records(ROOT)), args.plot)
-        return 0
+    """Measures and prints one JSON line per text, share and method. Raises `MlxZipError`."""
     if not args.train:
-        raise MlxZipError("--train is missing; or give --plot to draw the record")
+        raise MlxZipError("--train is missing")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
         raise MlxZipError(f"--shares {wrong[0]:g} is not between 0 and 1")
     train = read_domains(args.train, args.limit_train_bytes, args.separator)

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import atomic_file
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -32,9 +32,7 @@ from mlx_zip.vocab.multitok import Tokens, Words
 
 from .classifier import RATE, train_classifier
 from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_labelled
-from .tables import training_loss_figure
 
-RECORD = Path(__file__).resolve().parent / "records" / "classify.jsonl"
 Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
 _SAME = ("setting", "seed", "words", "epochs", "batch_size", "learning_rate", "data")  # fields that identify a run
@@ -76,23 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECORD",
         help="add JSON lines to this file and skip training runs that are in it (default: lines are printed)",
     )
-    add(
-        "--figure",
-        type=Path,
-        metavar="FILE.svg",
-        help="write a plot of training loss to FILE.svg and train nothing; the lines are those of --out (default: of "
-        "the record in this checkout)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains and measures a classifier per setting and seed; prints a JSON line for each, or adds it to --out.
 
-    With --figure draws the lines that there are. Raises `MlxZipError` for wrong flags or files before any training.
+    Raises `MlxZipError` for wrong flags or files before any training.
     """
-    if args.figure is not None:
-        save_figure(training_loss_figure(read_lines(args.out or RECORD)), args.figure)
-        return 0
     settings = check_flags(args)
     done = read_lines(args.out) if args.out and args.out.exists() else []
     write_or_print_lines(args.out, done)  # a missing folder is an error now and not after a run
@@ -160,17 +148,6 @@ def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Wo
         return "words", Words.in_order(map(str.split, texts)), str.split
     vocabulary = read_vocabulary(tokenizer)
     return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode
-
-
-def read_lines(path: Path) -> list[Line]:
-    """Reads the JSON lines of a record. Raises `DataError` naming the file."""
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as a record: {error}") from error
-    if wrong := [number for number, line in enumerate(lines, 1) if not isinstance(line, dict)]:
-        raise DataError(f"{path} cannot be read as a record: line {wrong[0]} is no JSON object")
-    return lines
 
 
 def write_or_print_lines(path: Path | None, lines: Sequence[Line]) -> None:

@@ -1,4 +1,4 @@
-"""The tables and the picture of the MultiTok report, from the records `multitok`, `classify` and `packs`."""
+"""The tables and the picture of the MultiTok report, from the records `multitok` and `classify`."""
 
 from __future__ import annotations
 
@@ -95,19 +95,6 @@ WINDOW: tuple[str, Cell] = ("window", lambda line: str(line["setting"]["window"]
 RATIOS: tuple[tuple[str, Cell], ...] = (("r", "{ratio:.3f}"), ("paper's r", paper_ratio_cell))
 PHRASES: tuple[str, Cell] = ("phrases", "{phrases:,}")
 HELD_OUT: tuple[str, Cell] = ("r held out", held_out_cell("0"))
-
-
-def _packs_table(records: Records) -> str:
-    rows = []
-    for line in records.lines("packs"):
-        found = {(pack["size"], pack["learner"]): pack for pack in line["packs"]}
-        for size in sorted({size for size, _ in found}):
-            pair = [found[size, learner] for learner in ("learn", "multitok")]
-            rates = [f"{pack['rates'][line['domain']]:.3f}" for pack in pair]
-            empty = line["tests"][line["domain"]]["empty"]
-            rows.append([line["domain"], f"{line['train_ids']:,}", f"{size:,}", f"{empty:.3f}", *rates])
-    head = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export"]
-    return table(head, rows)
 
 
 # ---- what `classify` measured
@@ -255,7 +242,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "multitok-ratios": _ratios_table,
     "multitok-pruned": _pruned_table,
     "multitok-cascade": _tokenizer_ratios_table,
-    "multitok-packs": _packs_table,
     "classifier": lambda records: classifier_table(records.lines("classify"), of_paper=True),
     "classifier-others": lambda records: classifier_table(records.lines("classify"), of_paper=False),
     "classifier-seeds": lambda records: accuracy_by_seed_table(records.lines("classify")),

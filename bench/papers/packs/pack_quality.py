@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
-from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import BitsResult, compare_bits, cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.text.documents import read_corpus
-
-from .tables import bits_against_compression_figure
 
 CONTEXT = 1024
 
@@ -41,13 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pack files to measure; packs of the same NAME form one curve of the plot (default: no pack only)",
     )
     add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
-    add(
-        "--draw",
-        nargs=2,
-        type=Path,
-        metavar=("RECORD", "PNG"),
-        help="write a plot of the JSON lines in RECORD to the file PNG, and measure nothing",
-    )
 
 
 def add_models(add: Any, required: bool = False) -> None:
@@ -72,13 +62,10 @@ def record_names(args: argparse.Namespace) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line for the model without a pack and one per pack; with --draw draws a record instead.
+    """Prints one JSON line for the model without a pack and one per pack.
 
     Raises `MlxZipError` for wrong flags or files before anything is measured.
     """
-    if args.draw:
-        save_figure(bits_against_compression_figure(read_records(args.draw[0])), args.draw[1])
-        return 0
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
     for line in quality_records(args):
@@ -152,13 +139,3 @@ def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
     for _, file, pack in packs:
         pack.check_made_for(tokenizer, file)
         model.make_cache(pack=pack)  # refuses what does not fit
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except (OSError, ValueError, RecursionError) as error:
-        raise MlxZipError(f"{path} cannot be read as a record: {error}") from error
-    if not lines:
-        raise MlxZipError(f"{path} is empty: there is nothing to draw")
-    return lines

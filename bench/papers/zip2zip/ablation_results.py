@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
@@ -18,8 +15,6 @@ ENCODERS = {  # name: (kind, layers, label)
     "transformer-2": ("transformer", 2, "2 transformer layers"),
     "res_latent_attn": ("res_latent_attn", 2, "res_latent_attn, 2 layers (zip2zip++)"),
 }
-FIGURES_OF_A_TEXT = ("bits_per_byte", "byte_perplexity")
-FIGURES = {"merge size": "figure5", "hyper-encoder": "figure6"}
 PAPER_TEXTS = ("Wiki", "Pile", "mC4", "dC4")
 # Byte-perplexity of Phi-3.5-4B on PAPER_TEXTS. Source: arXiv 2506.01084, appendix A, tables 7 and 8. The row of M = 3
 # and that of two transformer layers are equal, so table 7 was measured with that encoder.
@@ -38,60 +33,6 @@ PAPER_ENCODERS = {
     "transformer-2": (1.72, 1.84, 2.15, 2.00),
 }
 Line = dict[str, Any]
-
-
-def read_lines(path: Path) -> list[Line]:
-    """Returns the JSON lines of a file of results; [] if there is no file. Raises `MlxZipError` naming the line."""
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise MlxZipError(f"{path} cannot be read: {error}") from error
-    return [parse_result_line(path, number, text) for number, text in enumerate(texts, 1)]
-
-
-def parse_result_line(path: Path, number: int, text: str) -> Line:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MlxZipError(f"{path}, line {number}: {error}; remove the line and measure its setting again") from error
-    needed = {"setting", "conditions", "training", "texts", "parameters", "machine", "versions"}
-    whole = isinstance(line, dict) and needed <= line.keys()
-    parts: list[Any] = [line[part] for part in ("setting", "conditions", "training", "texts")] if whole else [None]
-    if (
-        not all(isinstance(part, dict) for part in parts)
-        or not is_valid_setting(parts[0])
-        or not has_all_measurements(*parts[1:])
-    ):
-        raise MlxZipError(f"{path}, line {number}: no result of `mlx_zip bench ablations`")
-    return line
-
-
-def is_valid_setting(setting: Mapping[str, Any]) -> bool:
-    merge_size, seed = (setting.get(name) for name in ("merge_size", "seed"))
-    if len(setting) != 3 or type(merge_size) is not int or type(seed) is not int or merge_size < 1 or seed < 0:
-        return False
-    return setting.get("encoder", "") in ([None] if merge_size == 1 else list(ENCODERS))
-
-
-def has_all_measurements(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
-    valid, curve = conditions.get("valid"), training.get("curve")
-    if (
-        not are_lists_of_length(valid, 2)
-        or not are_lists_of_length(curve, 3)
-        or not all(isinstance(name, str) for name, _ in valid)
-    ):
-        return False
-    found = [texts.get(name) for name, _ in valid]
-    figures = [text.get(name) if isinstance(text, dict) else None for text in found for name in FIGURES_OF_A_TEXT]
-    points = [number for point in curve for number in point]
-    numbers = [training.get("compression_rate"), *points, *figures]
-    return all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
-
-
-def are_lists_of_length(value: Any, length: int) -> TypeGuard[list[list[Any]]]:
-    return isinstance(value, list) and all(isinstance(one, list) and len(one) == length for one in value)
 
 
 @dataclass(frozen=True)
@@ -124,7 +65,6 @@ class AblationResults:
         self.sizes = Sweep("merge size", PAPER_SIZES, "M = {}".format, sizes)
         ordered = {name: encoders[name] for name in ENCODERS if name in encoders}
         self.encoders = Sweep("hyper-encoder", PAPER_ENCODERS, lambda name: ENCODERS[name][2], ordered)
-        self.sweeps = (self.sizes, self.encoders)
 
     def _group_lines(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Line]]:
         """Returns the lines by their setting's `key`, only those whose setting `other` is one of `allowed`."""

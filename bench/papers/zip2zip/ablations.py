@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
-from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import atomic_file
 
-from .ablation_results import ENCODERS, FIGURES, AblationResults, read_lines
-from .ablation_tables import tables_7_and_8, training_loss_figure
+from .ablation_results import ENCODERS, AblationResults
+from .ablation_tables import tables_7_and_8
 
 LINES = "ablations.jsonl"
 POINTS = 100  # most points in a training curve
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="DIR",
-        help=f"folder to write prepared data, training runs, results ({LINES}) and plots to; the same command "
+        help=f"folder to write prepared data, training runs and results ({LINES}) to; the same command "
         "continues an interrupted run",
     )
     setting = parser.add_argument_group("settings").add_argument
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains and evaluates every setting that --out has no result of, draws the figures and prints the tables.
+    """Trains and evaluates every setting that --out has no result of, and prints the tables.
 
     Returns exit status 0. A signal that stops training ends the process with 130 or 143; the same command continues.
     Raises `MlxZipError`.
@@ -135,9 +135,7 @@ def run(args: argparse.Namespace) -> int:
             raise MlxZipError(f"--{name} is missing")
     lines = Path(args.out) / LINES
     measure_all(args, lines)
-    results = AblationResults(read_lines(lines))
-    draw_sweeps(results, lines.parent)
-    print(tables_7_and_8(results))
+    print(tables_7_and_8(AblationResults(read_lines(lines))))
     return 0
 
 
@@ -175,7 +173,7 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
     Raises `MlxZipError` when lines of the file were measured under other conditions.
     """
     wanted, now = settings_from_flags(args), shared_conditions(args)
-    lines = read_lines(path)
+    lines = read_lines(path) if path.exists() else []
     for line in lines:
         if differing := sorted(condition_differences(line["conditions"], now)):
             raise MlxZipError(
@@ -360,9 +358,3 @@ def count_parameters(model: Any) -> dict[str, int]:
     sizes = [(name, value.size) for name, value in leaves]
     encoders = sum(size for name, size in sizes if name.startswith(SIDES))
     return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}
-
-
-def draw_sweeps(results: AblationResults, folder: Path) -> None:
-    for sweep in results.sweeps:
-        if sweep.found:
-            save_figure(training_loss_figure(sweep), folder / f"{FIGURES[sweep.name]}.png")

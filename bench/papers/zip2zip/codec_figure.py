@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
-from mlx_zip.bench.plots import new_figure, save_figure
+from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.recording import environment_fields, load_before_bench, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
@@ -37,19 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", nargs="+", metavar="FILE", help="texts to tokenize and compress, .txt or .jsonl")
     add("--tokenizer", help="tokenizer of --text: a folder, a hub id or a vocabulary file")
     add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
-    add("--plot", type=Path, metavar="FILE", help="write a plot of latency by bytes of text to FILE (.png or .svg)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every size of text, prints one JSON line for each and with --plot draws them. Raises `MlxZipError`."""
+    """Measures every size of text and prints one JSON line for each. Raises `MlxZipError`."""
     check_at_least(args, 1, "trials")
     load_before_bench()
-    found = []
     for line in measure_figure(args):
-        found.append(line)
         print(json.dumps({"bench": "codec", **line, **environment_fields("zip2zip_compression")}), flush=True)
-    if args.plot is not None:
-        save_figure(latency_figure(found), args.plot)
     return 0
 
 
@@ -58,8 +53,6 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     Raises `MlxZipError` for wrong flags or files before anything is measured.
     """
-    if args.plot is not None:
-        new_figure()  # a missing matplotlib is reported before anything is measured
     if args.text is None or args.tokenizer is None:
         raise MlxZipError("codec_latency needs --text and --tokenizer")
     corpus = read_domains([f"text={name}" for name in args.text])["text"]

@@ -164,7 +164,6 @@ class MarkdownStream:
         return True
 
     def _end_table(self) -> None:
-        """Writes the table that has ended, if there is one."""
         if not self._table:
             return
         table, out = Markdown("", hyperlinks=False), StringIO()

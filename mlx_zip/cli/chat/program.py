@@ -135,7 +135,6 @@ class Program:
         )
 
     def _report_end(self, answer: Answer) -> None:
-        """Says, after an answer, what the user ought to know of its end."""
         if not answer.text:
             self.front.say(f"{'stopped' if answer.reason == 'cancelled' else 'no answer'}; the message is taken back")
         elif answer.reason == "cancelled":

@@ -83,9 +83,9 @@ class Screen:
             found = 0
         return min(found or 80, _WIDEST)
 
-    def begin_line(self, text: str, hang: str, codes: str = "") -> None:
+    def begin_line(self, text: str, hang: str) -> None:
         """Begins a line with text such as a bullet. hang: what the lines begin with that it is wrapped to."""
-        self._write(text, codes)
+        self._write(text, "")
         self._hang, self._margin = hang, cell_len(hang)
 
     def put_text(self, text: str, codes: str = "") -> None:

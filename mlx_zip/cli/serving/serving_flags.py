@@ -83,7 +83,6 @@ def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
 
 
 def _add_network_flags(add: Any) -> None:
-    """Declares the flags of who may come in, and how the server stops."""
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: 127.0.0.1)")
     add("--port", type=int, default=8080, help="port to listen on; 0 for a free one (default: 8080)")
     add(
@@ -123,7 +122,6 @@ def _add_network_flags(add: Any) -> None:
 
 
 def _add_limit_flags(add: Any) -> None:
-    """Declares the flags of how much the server does at a time."""
     add("--decode-concurrency", metavar="N", type=int, default=8, help="answers at a time (default: 8)")
     add("--max-waiting", metavar="N", type=int, default=64, help="requests that may wait; beyond, 429 (default: 64)")
     add("--max-prompt-tokens", metavar="N", type=int, help="base tokens of a prompt (default: the model's context)")

@@ -143,7 +143,6 @@ def _add_shared_flags(add: Any, texts: str) -> None:
 
 
 def _run_learn(args: argparse.Namespace) -> int:
-    """Adapts a tokenizer to texts, writes it and prints its counts; returns the exit status 0."""
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
@@ -219,7 +218,6 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_show(args: argparse.Namespace) -> int:
-    """Prints what an adapted tokenizer keeps, and its tokens in --data; returns the exit status 0."""
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.merge_list import PIECES
@@ -258,7 +256,6 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_encode(args: argparse.Namespace) -> int:
-    """Prints the ids of a text, or the text of ids; returns the exit status 0."""
     from mlx_zip.cli.compression import read_text
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
 
@@ -362,7 +359,6 @@ def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any
 
 
 def _format_record(record: dict[str, Any]) -> list[str]:
-    """Returns a record of `_vocabulary_record` and `_count_tokens` as lines to print."""
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
     base = escape_unprintable(record["base"])
     lines = [

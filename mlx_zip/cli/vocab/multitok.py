@@ -162,7 +162,6 @@ def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]],
 
 
 def _format_stats(record: dict[str, Any]) -> list[str]:
-    """Returns a record of `_run_stats` as lines to print."""
     lengths = ", ".join(f"{count} of {n}" for n, count in list(record["phrases_by_length"].items())[:8])
     pruned = record["pruning"]
     lines = [

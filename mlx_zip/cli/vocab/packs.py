@@ -72,7 +72,6 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_learn(args: argparse.Namespace) -> int:
-    """Learns a pack, writes it and prints its rates; returns the exit status 0."""
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
     from mlx_zip.training.prepare.plan import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -238,7 +237,6 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_show(args: argparse.Namespace) -> int:
-    """Prints what a pack holds and its best entries; returns the exit status 0."""
     from mlx_zip.packs.pack import load_pack
 
     check_at_least(args, 0, "show")
@@ -295,7 +293,6 @@ def _add_merge_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_merge(args: argparse.Namespace) -> int:
-    """Merges packs, writes the result and prints what it holds; returns the exit status 0."""
     from mlx_zip.packs.pack import SUFFIX, load_pack, merge_packs, save_pack
 
     check_at_least(args, 1, "size")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.codec.params_json import params_to_json
+from mlx_zip.codec.params import params_to_json
 from mlx_zip.config import ZipConfig
 from mlx_zip.files import atomic_file
 

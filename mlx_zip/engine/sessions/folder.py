@@ -341,7 +341,6 @@ class _WriterThread:
             self._thread.join()
 
     def _run_jobs(self) -> None:
-        """Runs one job after the other until the writer is closed."""
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._waiting or self._closed)

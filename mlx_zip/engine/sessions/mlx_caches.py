@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.codec.params_json import params_from_json
+from mlx_zip.codec.params import params_from_json
 from mlx_zip.engine.mlx.served import bounded_cache
 from mlx_zip.engine.sessions.file_format import (
     BadFileError,

@@ -7,6 +7,8 @@ appendix A; zip2zip 0.2.0.
 
 As upstream, the kinds treat padding differently: `transformer` and `attention` average over all S positions, padding
 included (attention contributes exactly 0 there); `res_latent_attn` pools over real positions only.
+
+Upstream's own `attention` fails as soon as a model calls it, so ours is compared with that class used as a function.
 """
 
 from __future__ import annotations
@@ -325,7 +327,6 @@ def _make_forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int,
 
 
 def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunction:
-    """Returns the function of a `ResLatentAttention`."""
     enter = _make_linear(encoder.proj_in, as_float) if "proj_in" in encoder else _same
     leave = _make_linear(encoder.proj_out, as_float) if "proj_out" in encoder else _same
     layers = [_make_pre_norm(layer, as_float, encoder.causal) for layer in encoder.layers]
@@ -351,7 +352,6 @@ def _residual_of_one(x: mx.array, kind: str) -> mx.array:
 
 
 def _make_pre_norm(block: Any, as_float: bool, causal: bool) -> MatrixFunction:
-    """Returns the function of a `PreNormBlock`."""
     attend = _make_attention([block.wq, block.wk, block.wv], block.wo, block.num_heads, as_float, causal)
     up, down = _make_linear(block.w1, as_float), _make_linear(block.w2, as_float)
 
@@ -363,7 +363,6 @@ def _make_pre_norm(block: Any, as_float: bool, causal: bool) -> MatrixFunction:
 
 
 def _make_post_norm(block: Any, as_float: bool) -> MatrixFunction:
-    """Returns the function of a `PostNormBlock`."""
     attend = _make_encoder_attention(block.attention, as_float)
     up, down = _make_linear(block.mlp.fc1, as_float), _make_linear(block.mlp.fc2, as_float)
 

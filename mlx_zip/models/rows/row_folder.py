@@ -1,7 +1,8 @@
 """The part of a row store that is on disk: finds rows in a folder's files, and writes new rows to them.
 
 Nothing here raises because of the folder's state. A folder that cannot be read or written is not used from then on, and
-the reason is logged once. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
+the reason is logged once. A file can lack a row but never give a wrong one. A folder holds pieces of people's texts, so
+none is used unless it is asked for. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
 
 The folder was to be replaced by a table in SQLite, or removed, if it saved less than 10 % of a request's time compared
 with rows in memory alone. With the bundled model on two quiet x86-64 cores, for the second run of the same request in a

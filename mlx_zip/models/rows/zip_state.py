@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.codec.params_json import params_from_json, params_to_json
+from mlx_zip.codec.params import params_from_json, params_to_json
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.models.rows.sequence_rows import EvictedEntry, SequenceRows, entries_differ, evicted_in_call
 from mlx_zip.packs.pack import Pack, Tuned, resolve_pack, tuned_fingerprint

@@ -199,7 +199,6 @@ def _check_stored(value: Any, name: str) -> None:
 
 
 def _log_disk_errors(work: Callable[[], None]) -> None:
-    """Does something; an error of the disk is logged."""
     try:
         work()
     except OSError as error:

@@ -175,7 +175,6 @@ class _Preparation:
         return limit is not None and all(self.records) and sum(self._count_kept_samples(None)) >= limit
 
     def _count_kept_samples(self, limit: int | None) -> list[int]:
-        """Returns how many first samples of each source to keep, see `count_kept_samples`."""
         return count_kept_samples(self.shares, [self._read_base_ids(done) for done in self.records], limit)
 
     def _read_base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.params import raise_for_status
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.first_stage import Pair
 
@@ -247,7 +248,7 @@ class Encoder:
             status = lib.mlxzip_bpe_encode(
                 self._bpe, PIECES[self.pieces], data, len(data), ffi.from_buffer("uint32_t[]", tokens), n_out
             )
-        _raise_for_status(status)
+        _check_bpe_status(status)
         return tokens[: n_out[0]].copy()  # a copy, so that the buffer is freed
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> tuple[Uint32s, NDArray[np.int64]]:
@@ -264,7 +265,7 @@ class Encoder:
                 ffi.from_buffer("uint32_t[]", tokens),
                 ffi.from_buffer("size_t[]", id_ends),
             )
-        _raise_for_status(status)
+        _check_bpe_status(status)
         return tokens[: int(id_ends[-1]) if len(pieces) else 0], id_ends.astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
@@ -290,13 +291,12 @@ def _new_bpe(merges: MergeList, schedule: Schedule) -> Any:
     spec, out = ffi.new("mlxzip_bpe_spec *"), ffi.new("mlxzip_bpe **")
     spec.n_merges = len(merges)
     spec.parts, spec.apply_at, spec.split_at = (ffi.from_buffer("uint32_t[]", array) for array in arrays)
-    _raise_for_status(lib.mlxzip_bpe_new(spec, out))
+    _check_bpe_status(lib.mlxzip_bpe_new(spec, out))
     return ffi.gc(out[0], lib.mlxzip_bpe_free)
 
 
-def _raise_for_status(status: int) -> None:
-    """Raises the exception for an error status of the C library; returns for MLXZIP_OK."""
-    if status == lib.MLXZIP_E_MEMORY:
-        raise MemoryError("the encoder is out of memory")
-    if status != lib.MLXZIP_OK:
+def _check_bpe_status(status: int) -> None:
+    """Raises `DataError` for an argument that the C library refused, `MemoryError` where memory ran out."""
+    if status == lib.MLXZIP_E_ARG:
         raise DataError(f"times of merges that contradict each other, or a piece of more than {_MOST_BYTES} bytes")
+    raise_for_status(status)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
+from mlx_zip.codec.params import raise_for_status
 from mlx_zip.errors import CodecError, DataError
 
 MARK: int = lib.MLXZIP_MARK
@@ -85,7 +86,7 @@ class Merges:
         data, offsets = _join_tokens(tokens)
         out, lengths = np.empty(len(data) + len(tokens), np.uint16), np.empty(len(tokens), np.uint32)
         size, bad = self.patch_size if mode == "stop" else 0, ffi.new("size_t *")
-        _raise_for_status(
+        raise_for_status(
             lib.mlxzip_patches_encode(
                 ffi.from_buffer("mlxzip_merge[]", self._native),
                 len(self.pairs),
@@ -148,19 +149,20 @@ def learn_merges(tokens: Iterable[bytes], patch_size: int) -> LearnedMerges:
     room = min(len(data), MAX_MERGES)  # each merge makes the pool shorter
     pairs, counts, left = np.empty((room, 2), np.uint16), np.empty(room, np.uint32), np.empty(room, np.uint32)
     n = ffi.new("size_t *")
-    _raise_for_status(
-        lib.mlxzip_patches_learn(
-            ffi.from_buffer("uint8_t[]", data),
-            ffi.from_buffer("size_t[]", offsets),
-            len(pool),
-            patch_size,
-            ffi.from_buffer("mlxzip_merge[]", pairs),
-            ffi.from_buffer("uint32_t[]", counts),
-            ffi.from_buffer("uint32_t[]", left),
-            room,
-            n,
-        )
+    status = lib.mlxzip_patches_learn(
+        ffi.from_buffer("uint8_t[]", data),
+        ffi.from_buffer("size_t[]", offsets),
+        len(pool),
+        patch_size,
+        ffi.from_buffer("mlxzip_merge[]", pairs),
+        ffi.from_buffer("uint32_t[]", counts),
+        ffi.from_buffer("uint32_t[]", left),
+        room,
+        n,
     )
+    if status == lib.MLXZIP_E_SPACE:
+        raise DataError(f"the tokens need more than {MAX_MERGES} merges: choose a larger patch size")
+    raise_for_status(status)
     merges = Merges(patch_size, tuple(map(tuple, pairs[: n[0]].tolist())))
     return LearnedMerges(merges, counts[: n[0]].astype(np.int64), left[: n[0]].astype(np.int64))
 
@@ -192,13 +194,3 @@ def _join_tokens(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np
         at = int(lengths.argmax())
         raise DataError(f"token {tokens[at][:20]!r}... has {lengths[at]} bytes, at most {MAX_TOKEN_BYTES} can be read")
     return np.frombuffer(b"".join(tokens), np.uint8), np.concatenate([np.zeros(1, np.uintp), np.cumsum(lengths)])
-
-
-def _raise_for_status(status: int) -> None:
-    """Raises the exception for an error status of the C library; returns for MLXZIP_OK."""
-    if status == lib.MLXZIP_E_MEMORY:
-        raise MemoryError("the patch codec is out of memory")
-    if status == lib.MLXZIP_E_SPACE:
-        raise DataError(f"the tokens need more than {MAX_MERGES} merges: choose a larger patch size")
-    if status != lib.MLXZIP_OK:
-        raise CodecError(f"the patch codec refused an argument (status {status})")

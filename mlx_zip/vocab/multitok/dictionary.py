@@ -326,12 +326,10 @@ def _uint32_pointer(array: NDArray[Any] | None) -> Any:
 
 
 def _uint64_pointer(array: NDArray[np.uint64]) -> Any:
-    """Returns a uint64 array as a pointer for the C library."""
     return ffi.from_buffer("uint64_t[]", array)
 
 
 def _copy_uint32s(pointer: Any, n: int) -> Uint32s:
-    """Returns a copy of the n uint32 values at a pointer of the C library."""
     return np.frombuffer(bytes(ffi.buffer(pointer, 4 * n)) if n else b"", np.uint32)
 
 
