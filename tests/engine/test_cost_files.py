@@ -36,7 +36,7 @@ def test_the_next_run_chooses_by_the_kept_costs_from_its_first_step():
     before = kept()
     after = CostFile(KEY).costs
     assert after.ratios(1000) == before.costs.ratios(1000)
-    assert after.choose_width(0.7, 1000, 15) == before.costs.choose_width(0.7, 1000, 15) > 0
+    assert after.choose_width([0.7], 1000, 15) == before.costs.choose_width([0.7], 1000, 15) > 0
 
 
 def test_newer_times_replace_the_kept_ones():
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_used_counts_as_none_and_is_replaced(damage):
     path.write_bytes(damage(json.loads(path.read_bytes())))
     assert CostFile(KEY).costs.figures() == {}
     kept()
-    assert CostFile(KEY).costs.choose_width(0.7, 1000, 15) > 0
+    assert CostFile(KEY).costs.choose_width([0.7], 1000, 15) > 0
 
 
 def test_a_deleted_file_is_forgotten():
@@ -100,7 +100,7 @@ def test_what_another_process_has_timed_meanwhile_stays_in_the_file():
     other.costs.note(1, 9000, 0.02)
     one.save()
     other.save()
-    assert set(CostFile(KEY).costs.figures()) == {(1, 1024), (1, 16384)}
+    assert set(CostFile(KEY).costs.figures()) == {(1, 1024, 1), (1, 16384, 1)}
 
 
 def test_a_file_is_written_rarely_and_only_after_a_change(monkeypatch):
