@@ -93,6 +93,9 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     lines = rehearsed(folder, "summary")
     assert {one["verdict"] for one in lines} == {"not measured"}
     assert "met" not in capsys.readouterr().out.split()
+    page = (folder / "roofline.md").read_text()
+    for said in ("| shape | step | MB moved | us | GB/s | of roof | roof, us | left, us |", "us are left. Launches: "):
+        assert said in page
 
 
 @pytest.mark.slow

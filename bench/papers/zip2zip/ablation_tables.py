@@ -213,6 +213,11 @@ class Answers:
             return self.label(next(iter(counts))) if counts else "not measured"
         return ", ".join(f"{self.label(key)} ({n} of {counts.total()} seeds)" for key, n in counts.most_common())
 
+    def answers_unlike_the_paper(self, text: str) -> list[Any]:
+        """Returns our answers on one text that the paper gives on none of its texts."""
+        known = {key for answer in self.paper for key in answer}
+        return [key for key in self.ours[text] if key not in known]
+
 
 def all_answers(results: AblationResults) -> list[Answers]:
     found = []
