@@ -90,6 +90,9 @@ def test_a_trace_has_kernels_launches_and_a_roof(folder):
 
 
 def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
+    for part in ("steps", "trace"):  # another process may have run the tests above
+        if not (folder / f"{part}.jsonl").exists():
+            rehearsed(folder, part)
     lines = rehearsed(folder, "summary")
     assert {one["verdict"] for one in lines} == {"not measured"}
     assert "met" not in capsys.readouterr().out.split()
