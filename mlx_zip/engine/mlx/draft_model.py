@@ -28,7 +28,7 @@ from mlx_zip.models.loading import load
 from mlx_zip.models.rows.zip_state import find_zip_state
 
 CHUNK = 512  # ids of a text per call
-FIRST_PASS = 16  # unread base ids that the first pass of a draft reads
+FIRST_PASS = 16  # ids that the first pass of a draft reads at most
 TIMED = 15  # drafts whose times are kept
 
 
@@ -123,10 +123,11 @@ class DraftModelSource:
         Raises `EngineError` if the draft model fails.
         """
         most = int(min(most, self._model.most - len(self._text)))
+        reader = self._reader = self._reader or self._model.reader_for(self)
         try:
-            reader, unread = self._catch_up()
+            ids = reader.catch_up(np.array(self._text, np.uint32))
             began = time.perf_counter()
-            for one in islice(takewhile(lambda one: one < self._vocab_size, reader.write(unread, most)), most):
+            for one in islice(takewhile(lambda one: one < self._vocab_size, reader.write(ids, most)), most):
                 self._took_s = time.perf_counter() - began
                 yield one
         except Exception as error:
@@ -134,15 +135,6 @@ class DraftModelSource:
             raise EngineError(
                 f"the draft model (--draft-model) failed: {type(error).__name__}: {first_message_line(error)}"
             ) from error
-
-    def _catch_up(self) -> tuple[_Reader, Uint32s]:
-        """Has the reader forget what was refused and read all but the last base ids; returns it, and these ids."""
-        reader = self._reader = self._reader or self._model.reader_for(self)
-        text = np.array(self._text, np.uint32)
-        held = reader.keep(min(common_length(reader.base_ids, text), len(text) - 1))
-        if len(text) - held > FIRST_PASS:
-            reader.skip(text[held:-FIRST_PASS])
-        return reader, text[len(reader.base_ids) :]
 
     def note(self, proposed: int, accepted: int) -> None:
         self._model.note(proposed, accepted, self._took_s)
@@ -157,11 +149,20 @@ class _Reader:
         self._plain_ids = array("I")  # those that a plain model has read: a codebook logs its own
         self.kv = list(flatten_cache_lists(self._cache if self._state is None else self._cache[:-1]))
 
-    @property
-    def base_ids(self) -> Uint32s:
-        return np.array(self._plain_ids, np.uint32) if self._state is None else self._state.books[0].base_ids()
+    def catch_up(self, text: Uint32s) -> Uint32s:
+        """Forgets what is not in a text of base ids, and reads the rest but for its last ids, which are returned."""
+        book = None if self._state is None else self._state.books[0]
+        held = np.array(self._plain_ids, np.uint32) if book is None else book.base_ids()
+        rest = text[self._keep(min(common_length(held, text), len(text) - 1)) :]
+        ids = rest if book is None else book.compress(rest)
+        end = max(0, len(ids) - FIRST_PASS)
+        for begin in range(0, end, CHUNK):
+            self._read(ids[begin : min(begin + CHUNK, end)])
+            mx.eval([entry.state for entry in self.kv])
+            mx.clear_cache()
+        return ids[end:]
 
-    def keep(self, base_tokens: int) -> int:
+    def _keep(self, base_tokens: int) -> int:
         """Forgets every id that does not lie within the first base tokens; returns how many base tokens are left.
 
         Each layer ends there too, whatever an interrupt left in it.
@@ -176,24 +177,12 @@ class _Reader:
         self._model.trim_cache(self._cache, int(np.searchsorted(ends, base_tokens, side="right")))
         return book.base_length
 
-    def skip(self, base_ids: Uint32s) -> None:
-        """Reads base ids, of which there may be many."""
-        ids = self._compress(base_ids)
-        for begin in range(0, len(ids), CHUNK):
-            part = ids[begin : begin + CHUNK]
-            self._run(mx.array(part))
-            self._note(part)
-            mx.eval([entry.state for entry in self.kv])
-            mx.clear_cache()
-
-    def write(self, unread: Uint32s, most: int) -> Iterator[int]:
-        """Reads base ids, at least one, and yields those that the model would go on with, each the likeliest one.
+    def write(self, ids: Uint32s, most: int) -> Iterator[int]:
+        """Reads ids, at least one, and yields the base ids that the model would go on with, each the likeliest one.
 
         most: base ids that will be taken.
         """
-        ids = self._compress(unread)
-        chosen = self._run(mx.array(ids))
-        self._note(ids)
+        chosen = self._read(ids)
         return self._write_plain(chosen, most) if self._state is None else self._write_hypertokens(chosen)
 
     def _write_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
@@ -203,7 +192,7 @@ class _Reader:
             mx.async_eval(after)
             one = int(chosen.item())
             if left > 1:
-                self._note([one])
+                self._plain_ids.append(one)
             yield one
             chosen = after
 
@@ -214,14 +203,13 @@ class _Reader:
             yield from base_ids_of_next(self._state.books[0], int(chosen.item()))
             chosen = self._run(chosen)
 
-    def _compress(self, base_ids: Uint32s) -> Uint32s:
-        return base_ids if self._state is None else self._state.books[0].compress(base_ids)
+    def _read(self, ids: Uint32s) -> mx.array:
+        """Reads ids [n] and notes them; returns the likeliest id [1] after them, not yet computed."""
+        chosen = self._run(mx.array(ids))
+        if self._state is None:
+            self._plain_ids.extend(ids.tolist())
+        return chosen
 
     def _run(self, ids: mx.array) -> mx.array:
-        """Reads ids [n] and returns the likeliest id [1] after them, not yet computed."""
+        """Reads ids [n]; returns the likeliest id [1] after them, not yet computed."""
         return mx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
-
-    def _note(self, ids: Sequence[int] | Uint32s) -> None:
-        """Notes ids that were read; a codebook does so itself."""
-        if self._state is None:
-            self._plain_ids.extend(map(int, ids))
