@@ -1,4 +1,8 @@
-"""Where drafts come from: `Lookup` in what a request has read and emitted, and the interface of all sources."""
+"""Where drafts come from: `Lookup` in what a request has read and emitted, and the interface of all sources.
+
+Entries of the codebook are no source: a model with hypertokens writes an entry whole where it can, so of the rests of
+entries that were proposed where lookup had nothing, 2 to 8 in 100 ids were accepted (docs/decisions.md).
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -50,14 +51,16 @@ class DraftModel:
     """A model that drafts for another one, and what its drafts were worth, over all requests.
 
     most: base tokens of a text that it can read. vocab_size: base ids that it knows. accepted: share of its proposals
-    that were accepted. Raises `GenerationError` for a model whose caches cannot be trimmed: it could not forget what
-    was refused.
+    that were accepted; before any it is so high that `PassCosts` tries what they cost. Raises `GenerationError` for a
+    model whose caches cannot be trimmed: it could not forget what was refused.
     """
 
     def __init__(self, model: Any) -> None:
         config = decoder_config(model)
         self.most: float = config.get("max_position_embeddings") or math.inf
-        self.vocab_size: float = model.layout.vocab_size if has_hypertokens(model) else config["vocab_size"]
+        self.vocab_size: float = (
+            model.layout.vocab_size if has_hypertokens(model) else config.get("vocab_size") or math.inf
+        )
         self.accepted = Share(SURE)
         self._times = deque[float](maxlen=TIMED)
         self.model, self._reader = model, _Reader(model)
@@ -69,8 +72,8 @@ class DraftModel:
             )
 
     def seconds(self) -> float:
-        """Returns how long an id took to be proposed, 0 as long as nothing is known."""
-        return sorted(self._times)[len(self._times) // 4] if self._times else 0.0
+        """Returns how long an id takes to be proposed, 0 as long as nothing is known."""
+        return median(self._times) if self._times else 0.0
 
     def note(self, proposed: int, accepted: int, seconds: float) -> None:
         """Learns from a draft. seconds: how long it took to write."""
