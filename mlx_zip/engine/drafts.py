@@ -7,30 +7,45 @@ alone. A proposed id that is not the one chosen ends the draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from mlx_zip.codec import Codebook
+from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.draft_sources import Source
 from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
 from mlx_zip.errors import GenerationError
 
 DRAFTS = ("off", "lookup", "auto")
 MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
+DRAFT_TOKENS = 3  # ids that a draft model proposes per pass, as in mlx-lm
 
 
-def check_draft(draft: str) -> None:
-    """Raises `GenerationError` for a way to draft that there is not."""
+def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
+    """Raises `GenerationError` for a way to draft that there is not, and for too few or too many ids per draft."""
     if draft not in DRAFTS:
         raise GenerationError(f"draft (--draft) must be one of {', '.join(DRAFTS)}, got {draft!r:.80}")
+    if type(num_draft_tokens) is not int or not 1 <= num_draft_tokens <= MOST_PROPOSED:
+        raise GenerationError(
+            f"num_draft_tokens (--num-draft-tokens) must be an integer from 1 to {MOST_PROPOSED}, "
+            f"got {num_draft_tokens!r:.80}"
+        )
+
+
+class Offer(NamedTuple):
+    """What a source would propose. share, seconds: as in `Source`, of now."""
+
+    source: Source
+    share: float
+    seconds: float
 
 
 class Drafter:
     """Proposes ids for one request, and counts what became of them.
 
-    sources: of which the surest proposes. costs: what passes cost, by which the number of ids is chosen. None: the
-    number is `own_width`, which follows what was accepted; after a refusal fewer ids are proposed, because the model
-    has left the text that is looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted
-    once.
+    costs: what passes cost, by which the number of ids is chosen. None: the number is the source's own or `own_width`,
+    which follows what was accepted; after a refusal fewer ids are proposed, because the model has left the text that is
+    looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted once.
     """
 
     def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None) -> None:
@@ -43,24 +58,28 @@ class Drafter:
         for source in self._sources:
             source.append(base_ids)
 
-    @property
-    def share(self) -> float:
-        """The share of ids proposed now that would be accepted, each if those before it were; 0 for no ids."""
-        return max((source.share() for source in self._sources), default=0.0)
+    def surest(self, at_once: bool = False) -> Offer | None:
+        """Returns the offer that is likeliest to be accepted, None for none.
 
-    def propose(self, last: int, book: Codebook | None, most: int) -> list[int]:
-        """Returns up to `most` ids that may come after the id `last`, which has been emitted and not read.
+        at_once: only of sources that take no time.
+        """
+        offers = [Offer(source, source.share(), source.seconds()) for source in self._sources]
+        fitting = [offer for offer in offers if offer.share > 0 and not (at_once and offer.seconds)]
+        return max(fitting, key=lambda offer: offer.share, default=None)
+
+    def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> list[int]:
+        """Returns up to `most` ids of a source that may come after the id `last`, which was emitted and not read.
 
         book: the request's codebook, which compresses what is proposed as it would compress a text; None for a plain
         model. Hypertokens that the draft itself would install may be among the ids.
         """
-        self._asked = source = max(self._sources, key=lambda one: one.share())
+        self._asked = source
         base_ids = source.propose(most if book is None else most * book.params.merge_size)
         if book is None:
             return list(map(int, base_ids))
         book = book.copy()
         book.push(last)
-        return book.compress(base_ids)[:most].tolist()
+        return _compress(book, base_ids, most)
 
     def note_pass(self, proposed: int) -> None:
         """Counts ids that a pass reads."""
@@ -68,31 +87,89 @@ class Drafter:
 
     def note_end(self, proposed: int, accepted: int) -> None:
         """Learns from a draft that was accepted whole or ended with a refused id."""
-        if self._asked is not None:
-            self._asked.note(proposed, accepted)
-        self.own_width = min(MOST_PROPOSED, 2 * self.own_width) if accepted == proposed else max(1, accepted + 1)
+        if self._asked is None:
+            return
+        self._asked.note(proposed, accepted)
+        if self._asked.width is None:
+            self.own_width = min(MOST_PROPOSED, 2 * self.own_width) if accepted == proposed else max(1, accepted + 1)
 
 
-def choose_widths(drafters: Sequence[Drafter | None], limits: Sequence[int], held: int) -> list[int]:
-    """Returns how many ids to propose for each row of a pass.
+def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int], width: int) -> list[int]:
+    """Returns up to `width` ids of base ids, of which an iterator is asked for no more than that needs."""
+    if not isinstance(base_ids, Iterator):
+        return book.compress(base_ids)[:width].tolist()
+    taken, ids = list[int](), list[int]()
+    for base_id in base_ids:
+        taken.append(base_id)
+        ids = book.compress(taken).tolist()
+        if len(ids) > width:  # the last of those that are wanted cannot grow any more
+            break
+    return ids[:width]
+
+
+# ---- the rows of a pass
+
+
+def choose_drafts(
+    drafters: Sequence[Drafter | None], limits: Sequence[int], held: int
+) -> list[tuple[Source | None, int]]:
+    """Returns for each row of a pass which source proposes, and how many ids; None and 0 for no draft.
+
+    The surest sources propose; if they are not worth their time, those that take none.
 
     drafters: per row, None for a request without. limits: per row, the most that may be proposed. held: ids per row
     that the cache holds.
     """
-    rows = zip(drafters, limits, strict=True)
-    shares = [0.0 if drafter is None or limit < 1 else drafter.share for drafter, limit in rows]
-    first = next((drafter for drafter, share in zip(drafters, shares, strict=True) if share), None)
-    if first is None:
-        return [0] * len(shares)
-    chosen = None if first.costs is None else first.costs.choose_width(shares, held, max(limits))
-    return [
-        min(limit, drafter.own_width if chosen is None else chosen) if drafter is not None and share else 0
-        for drafter, limit, share in zip(drafters, limits, shares, strict=True)
-    ]
+    for offers in _offers_to_weigh(drafters, limits):
+        widths = _choose_widths(drafters, offers, limits, held)
+        if any(widths):
+            return [
+                (offer.source, width) if offer and width else (None, 0)
+                for offer, width in zip(offers, widths, strict=True)
+            ]
+    return [(None, 0)] * len(drafters)
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     """Returns whether ids will probably be proposed after the next ones, because they would be now."""
-    shares = [0.0 if drafter is None else drafter.share for drafter in drafters]
-    first = next((drafter for drafter, share in zip(drafters, shares, strict=True) if share), None)
-    return first is not None and (first.costs is None or first.costs.pays(shares, held, MOST_PROPOSED))
+    costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
+    return any(
+        costs is None or costs.pays(_shares(offers), held, MOST_PROPOSED, _seconds(offers))
+        for offers in _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
+    )
+
+
+def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> Iterator[list[Offer | None]]:
+    """Yields what may be proposed, per row an offer or None: the surest ones, and then those that take no time."""
+    for at_once in (False, True):
+        offers = [
+            drafter.surest(at_once) if drafter is not None and limit > 0 else None
+            for drafter, limit in zip(drafters, limits, strict=True)
+        ]
+        if any(offers):
+            yield offers
+        if not _seconds(offers):
+            return
+
+
+def _choose_widths(
+    drafters: Sequence[Drafter | None], offers: Sequence[Offer | None], limits: Sequence[int], held: int
+) -> list[int]:
+    """Returns how many ids to propose per row. offers: per row, None for a row without a draft."""
+    costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
+    width = None if costs is None else costs.choose_width(_shares(offers), held, max(limits), _seconds(offers))
+    return [
+        0
+        if drafter is None or offer is None
+        else min(limit, (offer.source.width or drafter.own_width) if width is None else width)
+        for drafter, offer, limit in zip(drafters, offers, limits, strict=True)
+    ]
+
+
+def _shares(offers: Sequence[Offer | None]) -> list[float]:
+    return [0.0 if offer is None else offer.share for offer in offers]
+
+
+def _seconds(offers: Sequence[Offer | None]) -> float:
+    """Returns how long it takes to propose one id to each row, one row after the other."""
+    return sum(offer.seconds for offer in offers if offer is not None)

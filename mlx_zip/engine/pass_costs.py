@@ -69,19 +69,34 @@ class PassCosts:
         Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
         """
         found: dict[int, float] = {}
-        lengths = self._times.get(_exponent(rows), {})
-        for length in sorted(lengths, key=lambda one: abs(one - _bucket(held))):
-            times = lengths[length]
-            for width in times if 1 in times else ():
+        for times in self._nearest(held, rows):
+            for width in times:
                 found.setdefault(width, _quartile(times[width]) / _quartile(times[1]))
         return found
 
-    def choose_width(self, shares: Sequence[float], held: int, most: int) -> int:
+    def _nearest(self, held: int, rows: int) -> list[dict[int, deque[float]]]:
+        """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
+        lengths = self._times.get(_exponent(rows), {})
+        return [
+            lengths[length]
+            for length in sorted(lengths, key=lambda length: abs(length - _bucket(held)))
+            if 1 in lengths[length]
+        ]
+
+    def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
+        """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
+        ratios = self.ratios(held, rows)
+        if not seconds or not ratios:
+            return ratios
+        each = seconds / _quartile(self._nearest(held, rows)[0][1])
+        return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
+
+    def choose_width(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids to propose per row, 0 for none: what makes the most base tokens per second.
 
-        most: ids that may be proposed.
+        most: ids that may be proposed. seconds: how long it takes to propose one id to each row.
         """
-        ratios = self.ratios(held, len(shares))
+        ratios = self._ratios_with_proposing(held, len(shares), seconds)
         if most < 1 or 1 not in ratios:
             return 0
         best = _best_width(shares, ratios, most)
@@ -90,9 +105,9 @@ class PassCosts:
         unknown = (width for width in WIDTHS if width not in ratios and width <= best)
         return next(unknown, best) - 1  # a width that was never timed is reached step by step
 
-    def pays(self, shares: Sequence[float], held: int, most: int) -> bool:
+    def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
-        ratios = self.ratios(held, len(shares))
+        ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1 in ratios and (self._is_trial_due(shares, ratios, most) or _best_width(shares, ratios, most) > 1)
 
     def _is_trial_due(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.engine.drafts import Drafter, choose_widths
+from mlx_zip.codec.codebook import base_ids_of_next
+from mlx_zip.engine.drafts import Drafter, choose_drafts
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -30,7 +31,7 @@ from mlx_zip.engine.interface import (
 from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
-from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_message_line
+from mlx_zip.errors import EngineError, MlxZipError, first_message_line
 from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.sampling.penalties import PenaltyTerms
 
@@ -212,16 +213,7 @@ class Request:
 
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that has just been chosen. Raises `CodecError` for what cannot be read."""
-        book = self.book
-        if book is None:
-            return (token,)
-        try:
-            return book.base_ids_of(token)
-        except CodecError:  # perhaps a hypertoken that is installed by being read
-            book = book.copy()
-            book.push(token)
-            rows, lengths = book.logged(book.mark() - 1)
-            return tuple(rows[0, : lengths[0]].tolist())
+        return (token,) if self.book is None else base_ids_of_next(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """Returns an expansion up to an eos or the limit, and why the answer ends with it, None if it goes on."""
@@ -355,17 +347,25 @@ class Request:
         """Forgets everything that takes memory."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
-        self._entries = None
+        self._entries = self.drafter = None
 
 
 def propose_together(requests: Sequence[Request], last: Sequence[int], most: int) -> list[list[int]]:
-    """Returns per request up to `most` ids that may come after the id it took last; one pass is to read them all."""
+    """Returns per request up to `most` ids that may come after the id it took last; one pass is to read them all.
+
+    A request whose source raises gets the exception as its `error`, and no ids.
+    """
     limits = [request.most_proposed(one, most) for request, one in zip(requests, last, strict=True)]
-    widths = choose_widths([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
-    return [
-        request.drafter.propose(one, request.book, width) if request.drafter is not None and width else []
-        for request, one, width in zip(requests, last, widths, strict=True)
-    ]
+    drafts = choose_drafts([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
+    proposed: list[list[int]] = []
+    for request, one, (source, width) in zip(requests, last, drafts, strict=True):
+        proposed.append([])
+        if request.drafter is not None and source is not None:
+            try:
+                proposed[-1] = request.drafter.propose(source, one, request.book, width)
+            except Exception as error:
+                request.error = error
+    return proposed
 
 
 def without_frames(error: MlxZipError) -> MlxZipError:

@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_zip.codec import compress
 from mlx_zip.engine import Failed, Finished
 from mlx_zip.engine.draft_sources import Lookup, LookupSource
-from mlx_zip.engine.drafts import Drafter, choose_widths
+from mlx_zip.engine.drafts import Drafter, choose_drafts
 from mlx_zip.engine.mlx.drafted import DraftedPass
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
@@ -104,11 +104,14 @@ def test_what_followed_the_longest_common_run_is_proposed(text, most, expected):
 
 def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_right():
     drafter = Drafter([LookupSource([1, 2, 3, 4, 5] * 8)])
+    [(source, width)] = choose_drafts([drafter], [100], 0)
+    drafter.propose(source, 1, None, width)
     widths = []
     for proposed, accepted in [(7, 7), (14, 14), (15, 2), (3, 0), (1, 1), (2, 2)]:
         drafter.note_pass(proposed)
         drafter.note_end(proposed, accepted)
-        widths += choose_widths([drafter], [100], 0)
+        [(source, width)] = choose_drafts([drafter], [100], 0)
+        widths.append(len(drafter.propose(source, 1, None, width)))
     assert widths == [14, 15, 3, 1, 2, 4]
     assert drafter.proposed == 42
 

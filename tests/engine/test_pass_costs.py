@@ -5,7 +5,7 @@ import random
 import pytest
 
 from mlx_zip.engine.draft_sources import Acceptance, LookupSource
-from mlx_zip.engine.drafts import Drafter, choose_widths, expects_draft
+from mlx_zip.engine.drafts import Drafter, choose_drafts, expects_draft
 from mlx_zip.engine.pass_costs import PassCosts, expected_ids
 
 # cost of a pass over so many ids in relation to one over one id, as others measured it
@@ -119,8 +119,8 @@ def test_a_drafter_with_costs_proposes_by_them():
     def drafter(costs, text=(1, 2, 3, 4, 5, 6, 7, 8) * 6):
         return Drafter([LookupSource(text)], costs)
 
-    assert choose_widths([drafter(timed(M4_PRO))], [100], 100) == [7]
-    assert choose_widths([drafter(timed(M4_PRO), [1, 2, 3])], [100], 100) == [0]
+    assert choose_drafts([drafter(timed(M4_PRO))], [100], 100)[0][1] == 7
+    assert choose_drafts([drafter(timed(M4_PRO), [1, 2, 3])], [100], 100) == [(None, 0)]
     assert expects_draft([drafter(timed(M3_ULTRA_4_BIT))], 100)
     wide = timed(ROW_BY_ROW)
     assert expects_draft([drafter(wide)], 100)  # a trial is due

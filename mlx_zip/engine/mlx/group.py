@@ -55,7 +55,7 @@ class Group:
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None
         self._rows = list(range(len(requests)))  # those that the next ids are chosen for; others wait for the next pass
-        self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and when ids were read last
+        self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and since when it does
 
     # ---- one step
 
@@ -181,7 +181,10 @@ class Group:
         """Returns per request the ids that may come after the one it took last."""
         if not any(request.drafter for request in self.requests):
             return []
-        return propose_together(self.requests, self.tokens, draft_room(self.served, self.cache))
+        began = time.perf_counter()
+        proposed = propose_together(self.requests, self.tokens, draft_room(self.served, self.cache))
+        self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
+        return proposed
 
     def _close_draft(self) -> None:
         """Ends a draft in the middle or at its end: the cache holds what was taken, and all rows go on together."""
