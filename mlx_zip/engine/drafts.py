@@ -29,13 +29,15 @@ class Drafter:
 
     sources: of which the surest proposes. costs: what passes cost, by which the number of ids is chosen. None: the
     number follows what was accepted; after a refusal fewer ids are proposed, because the model has left the text that
-    is looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted once.
+    is looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted once; proposed_tokens:
+    their base tokens.
     """
 
     def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None) -> None:
         self._sources, self._costs, self._width = sources, costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
-        self.proposed = 0
+        self._asked_tokens = 0  # base tokens of the last draft
+        self.proposed = self.proposed_tokens = 0
 
     def append(self, base_ids: Sequence[int]) -> None:
         """Tells the sources of base ids that were emitted."""
@@ -55,10 +57,14 @@ class Drafter:
         self._asked = source
         base_ids = source.propose(width if book is None else width * book.params.merge_size)
         if book is None:
+            self._asked_tokens = len(base_ids)
             return list(map(int, base_ids))
         book = book.copy()
         book.push(last)
-        return book.compress(base_ids)[:width].tolist()
+        ids, before = book.compress(base_ids)[:width], book.base_length
+        book.push(ids)
+        self._asked_tokens = book.base_length - before
+        return ids.tolist()
 
     def expects_to_propose(self, held: int) -> bool:
         """Returns whether ids will probably be proposed after the next one, because they would be now."""
@@ -84,6 +90,7 @@ class Drafter:
     def note_pass(self, proposed: int) -> None:
         """Counts ids that a pass reads."""
         self.proposed += proposed
+        self.proposed_tokens += self._asked_tokens
 
     def note_end(self, proposed: int, accepted: int) -> None:
         """Learns from a draft that was accepted whole or ended with a refused id."""

@@ -16,9 +16,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_zip.codec import compress_next
-from mlx_zip.codec.ids import as_ids
+from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.device import on_gpu
-from mlx_zip.engine.draft_sources import LookupSource
+from mlx_zip.engine.draft_sources import LookupSource, PredictionSource
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
@@ -113,13 +113,17 @@ class Served:
         """Returns a request's logits processors for penalties and biases."""
         return list(make_processors(options, self.vocab_size, state))
 
-    def make_drafter(self, text: Callable[[], Sequence[int]]) -> Drafter | None:
-        """Returns what proposes ids for a request, None for nothing. text: returns the base ids that it has so far."""
+    def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s = ()) -> Drafter | None:
+        """Returns what proposes ids for a request, None for nothing.
+
+        text: returns the base ids that it has so far. prediction: as in `Submission`.
+        """
         options = self.options
         if options.draft == "off" or self.machines is not None:
             return None
         costs = self.pass_costs if options.draft == "auto" else None
-        return Drafter([LookupSource(text())], costs)
+        predicted = [PredictionSource(prediction)] if len(prediction) else []
+        return Drafter([*predicted, LookupSource(text())], costs)
 
     @cached_property
     def pass_costs(self) -> PassCosts:
