@@ -48,8 +48,8 @@ class Submission:
     constraint: what the answer may consist of. pack: what a new codebook begins with, a path or a `Pack`; None for the
     model's own. keep: whether the engine keeps the request's state for later requests that begin with the same base
     ids. show: whether events tell where entries were learned (`Emitted.origin`) and count the answer so far
-    (`Counted`). prediction: base ids that the answer will probably have, from its beginning on; they are proposed if the
-    engine proposes ids (`RunOptions.draft`), and change no answer.
+    (`Counted`). prediction: base ids that the answer will probably have, from its beginning on; they change no answer,
+    and are proposed if the engine proposes ids at all (`RunOptions.draft`).
     """
 
     base_ids: Sequence[int]
@@ -164,7 +164,7 @@ class Counts:
     cached_tokens: base tokens of the prompt that were not read, because a session held them. hypertokens: steps that
     emitted a hypertoken. entries, codebook_size: how full the codebook is. kv_bytes_saved: bytes of KV cache that the
     base model would need for the same text beyond what is needed here. proposed, accepted: ids of drafts, and those of
-    them that were emitted; each of these saved a pass of the model. proposed_tokens, accepted_tokens: the base tokens of
+    them that were emitted; each of these saved a pass of the model. proposed_tokens, accepted_tokens: base tokens of
     these ids. first_id_s: from submission to the first id.
     """
 

@@ -1,5 +1,7 @@
 """Predictions: a text that the answer will probably have is proposed, and changes nothing but the number of passes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -148,20 +150,23 @@ def test_a_request_cancelled_in_the_middle_of_a_draft_keeps_what_it_has_emitted(
 
         def __init__(self, at):
             super().__init__()
-            self.at, self.ticket = at, None
+            self.at = at
+
+        def submit_to(self, engine, asked):
+            self.engine, self.ticket = engine, engine.submit(asked, self)
 
         def __call__(self, event):
             super().__call__(event)
             if sum(one.from_draft for one in self.emitted) == self.at:
-                engine.cancel(self.ticket)
+                self.engine.cancel(self.ticket)
 
     with tiny_engine(family) as engine:
         alone = ask(engine, PROMPT, max_tokens=LONG)[1].wait()
+    asked = Submission(PROMPT, LONG, prediction=alone.base_ids)
     for at in (1, 2, 4):
         with tiny_engine(family, run={"draft": "lookup"}, sessions=SessionOptions()) as engine:
             watch = Leaving(at)
-            asked = Submission(PROMPT, LONG, prediction=alone.base_ids)
-            at_once(engine, lambda: setattr(watch, "ticket", engine.submit(asked, watch)))
+            at_once(engine, partial(watch.submit_to, engine, asked))
             emitted, counts = watch.wait().base_ids, watch.end.counts
             assert watch.end.reason == "cancelled"
             assert len(emitted) < len(alone.base_ids)
@@ -197,4 +202,5 @@ def test_a_prediction_longer_than_any_answer_is_refused_in_one_line():
         assert ask(engine, PROMPT, max_tokens=1, prediction=[5] * most)[1].wait().ids
         with pytest.raises(GenerationError) as caught:
             ask(engine, PROMPT, prediction=[5] * (most + 1))
-    assert str(caught.value) == f"prediction: it has more than the {most} base tokens that an answer can have; shorten it"
+    said = f"prediction: it has more than the {most} base tokens that an answer can have; shorten it"
+    assert str(caught.value) == said

@@ -113,7 +113,9 @@ class Served:
         """Returns a request's logits processors for penalties and biases."""
         return list(make_processors(options, self.vocab_size, state))
 
-    def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s = ()) -> Drafter | None:
+    def make_drafter(
+        self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s = ()
+    ) -> Drafter | None:
         """Returns what proposes ids for a request, None for nothing.
 
         text: returns the base ids that it has so far. prediction: as in `Submission`.
