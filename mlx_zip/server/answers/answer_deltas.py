@@ -193,9 +193,7 @@ def _logprobs_before_stop(logprobs: Sequence[TokenLogprob], text: str) -> list[T
 
 # ---- which emitted ids an answer's text consists of
 
-_TokenFields = tuple[
-    int, tuple[str, ...], str, int, bool
-]  # the fields of a `ShownToken` between `text` and `continues`
+_TokenFields = tuple[int, tuple[str, ...], str, int, bool]  # fields of `ShownToken` between `text` and `continues`
 
 
 @dataclass(eq=False)

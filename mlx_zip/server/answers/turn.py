@@ -90,8 +90,8 @@ class ShownToken:
 
     parts: texts of a hypertoken's base ids, () for a base id. origin: where the hypertoken's entry was learned: "pack",
     "prompt" or "answer", "" for a base id. at: base tokens of prompt and answer that had been read when the entry was
-    installed, -1 for a pack's entry and for a base id. from_draft: whether it had been proposed, so that it took no pass
-    of the model. continues: whether an earlier `Text` has the token's beginning.
+    installed, -1 for a pack's entry and for a base id. from_draft: whether the id had been proposed, so that it took no
+    pass of the model. continues: whether an earlier `Text` has the token's beginning.
     """
 
     text: str
