@@ -35,6 +35,7 @@ class TokenBody(Body):
     p: Parts | None = None
     o: Literal["pack", "prompt", "answer"] | None = None
     a: int | None = None
+    d: bool | None = None
     c: bool | None = None
 
 
@@ -55,7 +56,10 @@ class FiguresBody(Body):
     entries: int = 0
     codebook_size: int = 0
     kv_bytes_saved: int = 0
+    proposed: int = 0
+    accepted: int = 0
     base_tokens_per_step: float = 0.0
+    base_tokens_per_pass: float = 0.0
     seconds: float = 0.0
     base_tokens_per_s: float = 0.0
     prompt_differs: DiffersBody | None = None

@@ -175,11 +175,14 @@ def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> di
     """Returns the figures of a continued answer: counts and times summed over both parts, and rates computed anew."""
     if not before:
         return {}
-    added = {name: before[name] + now[name] for name in ("base_tokens", "steps", "hypertokens", "seconds")}
+    counted = ("base_tokens", "steps", "hypertokens", "proposed", "accepted", "seconds")
+    added = {name: before.get(name, 0) + now[name] for name in counted}  # older answers have no figures of drafts
+    passes = added["steps"] - added["accepted"]
     rates = [(one["base_tokens"], one["base_tokens_per_s"]) for one in (before, now) if one["base_tokens_per_s"]]
     return {
         **added,
         "base_tokens_per_step": round(added["base_tokens"] / added["steps"], 3) if added["steps"] else 0.0,
+        "base_tokens_per_pass": round(added["base_tokens"] / passes, 3) if passes else 0.0,
         "base_tokens_per_s": round(sum(n for n, _ in rates) / sum(n / rate for n, rate in rates), 1) if rates else 0.0,
     }
 

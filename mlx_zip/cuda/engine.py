@@ -260,7 +260,7 @@ class CudaServed:
         """Returns a request's penalties and biases."""
         return [BaseTokenPenalties(options, state, 0)] if options.has_penalties else []
 
-    def make_drafter(self, text: object) -> None:
+    def make_drafter(self, text: object, prediction: object) -> None:
         """Returns None: a pass reads one id per request."""
 
     def free(self, cache: RowHandle) -> None:

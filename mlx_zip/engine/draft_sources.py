@@ -1,12 +1,15 @@
-"""Where drafts come from: `Lookup` in what a request has read and emitted, and the interface of all sources.
+"""Where drafts come from: what a request has read and emitted (`Lookup`), or what its caller predicts.
 
-Entries of the codebook are no source: a model with hypertokens writes an entry whole where it can, so of the rests of
-entries that were proposed where lookup had nothing, 2 to 8 in 100 ids were accepted (docs/decisions.md).
+`Source` is the interface of all sources. Entries of the codebook are none: a model with hypertokens writes an entry
+whole where it can, so of the rests of entries that were proposed where lookup had nothing, 2 to 8 in 100 ids were
+accepted (docs/decisions.md).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +19,7 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 
 LEAST_MATCH = 3  # base ids that a text must have in common with an earlier place
 FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # of accepted ids by length of the match, before any draft
+MOST_COMPARED = 32  # of an answer's last base ids, to find its place in a prediction
 PRIOR, MEMORY = 4, 64  # drafted ids that these shares count as much as, and ids after which older ones count half
 
 
@@ -98,6 +102,58 @@ class LookupSource:
 
     def note(self, proposed: int, accepted: int) -> None:
         self._acceptance.note(self._match, proposed, accepted)
+
+
+class PredictionSource:
+    """Proposes a text that the answer will probably have, from its beginning on. base_ids: that text.
+
+    Once the answer differs, the prediction goes on where most of the answer's last ids stand in it; of several such
+    places at the next one, because an edited text goes on behind what was changed.
+    """
+
+    width = None
+
+    def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
+        self._ids, self._acceptance = as_ids(base_ids), Acceptance()
+        self._place = 0  # how many ids of the prediction are behind the answer
+        self._match = self._asked_match = LEAST_MATCH  # of the answer's last ids before that place, 0 if it is unknown
+        self._last: deque[int] = deque(maxlen=MOST_COMPARED)  # the answer's last ids, the latest first
+
+    def append(self, base_ids: Sequence[int] | Uint32s) -> None:
+        for one in base_ids:
+            self._last.appendleft(int(one))
+            follows = self._match > 0 and self._place < len(self._ids) and self._ids[self._place] == one
+            self._place, self._match = (self._place + 1, self._match + 1) if follows else (self._place, 0)
+        if not self._match and self._last:
+            self._find_place()
+
+    def _find_place(self) -> None:
+        """Finds the place where the answer goes on, if at least `LEAST_MATCH` of its last ids stand before one."""
+        ids, match = self._ids, 1
+        places = np.flatnonzero(ids == self._last[0]) + 1
+        for one in islice(self._last, 1, None):
+            fitting = places[places > match]
+            fitting = fitting[ids[fitting - match - 1] == one]
+            if not len(fitting):
+                break
+            places, match = fitting, match + 1
+        if match >= LEAST_MATCH:
+            behind = places[places > self._place]
+            self._place, self._match = int(behind[0] if len(behind) else places[-1]), match
+
+    def share(self) -> float:
+        known = self._match > 0 and self._place < len(self._ids)
+        return self._acceptance.share(self._match) if known else 0.0
+
+    def seconds(self) -> float:
+        return 0.0
+
+    def propose(self, most: int) -> Uint32s:
+        self._asked_match = self._match
+        return self._ids[self._place : self._place + most] if self._match else self._ids[:0]
+
+    def note(self, proposed: int, accepted: int) -> None:
+        self._acceptance.note(self._asked_match, proposed, accepted)
 
 
 class Acceptance:

@@ -45,13 +45,15 @@ class Drafter:
 
     costs: what passes cost, by which the number of ids is chosen. None: the number is the source's own or `own_width`,
     which follows what was accepted; after a refusal fewer ids are proposed, because the model has left the text that is
-    looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted once.
+    looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted once; proposed_tokens:
+    their base tokens.
     """
 
     def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None) -> None:
         self._sources, self.costs, self.own_width = sources, costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
-        self.proposed = 0
+        self._asked_tokens = 0  # base tokens of the last draft
+        self.proposed = self.proposed_tokens = 0
 
     def append(self, base_ids: Sequence[int]) -> None:
         """Tells the sources of base ids that were emitted."""
@@ -76,14 +78,20 @@ class Drafter:
         self._asked = source
         base_ids = source.propose(most if book is None else most * book.params.merge_size)
         if book is None:
-            return list(map(int, base_ids))
+            ids = list(map(int, base_ids))
+            self._asked_tokens = len(ids)
+            return ids
         book = book.copy()
         book.push(last)
-        return _compress(book, base_ids, most)
+        ids, before = _compress(book, base_ids, most), book.base_length
+        book.push(ids)
+        self._asked_tokens = book.base_length - before
+        return ids
 
     def note_pass(self, proposed: int) -> None:
         """Counts ids that a pass reads."""
         self.proposed += proposed
+        self.proposed_tokens += self._asked_tokens
 
     def note_end(self, proposed: int, accepted: int) -> None:
         """Learns from a draft that was accepted whole or ended with a refused id."""

@@ -48,7 +48,8 @@ class Submission:
     constraint: what the answer may consist of. pack: what a new codebook begins with, a path or a `Pack`; None for the
     model's own. keep: whether the engine keeps the request's state for later requests that begin with the same base
     ids. show: whether events tell where entries were learned (`Emitted.origin`) and count the answer so far
-    (`Counted`).
+    (`Counted`). prediction: base ids that the answer will probably have, from its beginning on; they change no answer,
+    and are proposed if the engine proposes ids at all (`RunOptions.draft`).
     """
 
     base_ids: Sequence[int]
@@ -60,6 +61,7 @@ class Submission:
     pack: Any = None
     keep: bool = True
     show: bool = False
+    prediction: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class Counts:
     cached_tokens: base tokens of the prompt that were not read, because a session held them. hypertokens: steps that
     emitted a hypertoken. entries, codebook_size: how full the codebook is. kv_bytes_saved: bytes of KV cache that the
     base model would need for the same text beyond what is needed here. proposed, accepted: ids of drafts, and those of
-    them that were emitted; each of these saved a pass of the model. first_id_s: from submission to the first id.
+    them that were emitted; each of these saved a pass of the model. proposed_tokens, accepted_tokens: base tokens of
+    these ids. first_id_s: from submission to the first id.
     """
 
     prompt_tokens: int = 0
@@ -176,9 +179,21 @@ class Counts:
     kv_bytes_saved: int = 0
     proposed: int = 0
     accepted: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     queued_s: float = 0.0
     first_id_s: float = 0.0
     total_s: float = 0.0
+
+    @property
+    def passes(self) -> int:
+        """How many passes of the model the ids took: one each, but none for an accepted one."""
+        return self.steps - self.accepted
+
+    @property
+    def base_tokens_per_pass(self) -> float:
+        """Base tokens per pass of the model, 0 before the first one."""
+        return self.base_tokens / self.passes if self.passes else 0.0
 
 
 @dataclass(frozen=True)
@@ -240,7 +255,10 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class Figures:
-    """An engine's figures: counts since it began. running, waiting, sessions and *_bytes are of now."""
+    """An engine's figures: counts since it began. running, waiting, sessions and *_bytes are of now.
+
+    proposed, accepted: as in `Counts`. passes: of the model for emitted ids; a pass counts once per request in it.
+    """
 
     requests: int = 0
     failed: int = 0
@@ -252,6 +270,9 @@ class Figures:
     base_tokens: int = 0
     steps: int = 0
     hypertokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    passes: int = 0
     sessions: int = 0
     session_bytes: int = 0
     disk_bytes: int = 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from mlx_zip.codec import Codebook
+from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import RunOptions
@@ -117,8 +118,11 @@ class Served(Protocol):
         """Returns a request's penalties and biases, as what the group that chooses its ids takes."""
         ...
 
-    def make_drafter(self, text: Callable[[], Sequence[int]]) -> Drafter | None:
-        """Returns what proposes ids for a request, None for nothing. text: returns the base ids that it has so far."""
+    def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s) -> Drafter | None:
+        """Returns what proposes ids for a request, None for nothing.
+
+        text: returns the base ids that it has so far. prediction: as in `Submission`.
+        """
         ...
 
     def free(self, cache: Any) -> None:

@@ -106,7 +106,8 @@ class Request:
         self.error: BaseException | None = None
         self.prompt_ids: Any = np.zeros(0, np.uint32)
         self.next_ids: Any = self.prompt_ids
-        self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = self.accepted = 0
+        self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = 0
+        self.accepted = self.accepted_tokens = 0
         self._firsts = np.zeros(0, np.uint32)
         self.logprobs: Any = None
         self._read: list[int] = []  # ids that a plain model's cache holds
@@ -115,6 +116,7 @@ class Request:
         self._row = 0
         self._emitted: Emitted | None = None
         self.drafter: Drafter | None = None  # None if nothing is to be proposed
+        self._proposed_before = 0
         self._entries: _NewEntries | Origins | None = None  # made with the first id, None for a plain model
         self._counted_s = 0.0
         self._deaf = self.outgrown = self.ended = False
@@ -150,7 +152,7 @@ class Request:
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
-        self.drafter = served.make_drafter(lambda: [*self.held_base_ids(), *rest.tolist()])
+        self.drafter = served.make_drafter(lambda: [*self.held_base_ids(), *rest.tolist()], self.checked.prediction)
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
@@ -236,6 +238,7 @@ class Request:
         self.first_s = self.first_s or time.perf_counter()
         self.steps += 1
         self.accepted += chosen.from_draft
+        self.accepted_tokens += len(base_ids) if chosen.from_draft else 0
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
         if self.drafter is not None:
@@ -277,6 +280,20 @@ class Request:
     def emitted_base_tokens(self) -> int:
         """Base ids of the id that was taken last and not yet delivered."""
         return 0 if self._emitted is None else len(self._emitted.base_ids)
+
+    @property
+    def emitted_from_draft(self) -> bool:
+        """Whether the id that was taken last and not yet delivered had been proposed."""
+        return self._emitted is not None and self._emitted.from_draft
+
+    @property
+    def _proposed(self) -> int:
+        return 0 if self.drafter is None else self.drafter.proposed
+
+    def newly_proposed(self) -> int:
+        """Returns how many ids were proposed since the last call."""
+        before, self._proposed_before = self._proposed_before, self._proposed
+        return self._proposed - before
 
     # ---- events
 
@@ -325,8 +342,10 @@ class Request:
             entries=0 if book is None else len(book),
             codebook_size=0 if book is None else book.params.codebook_size,
             kv_bytes_saved=saved,
-            proposed=0 if self.drafter is None else self.drafter.proposed,
+            proposed=self._proposed,
             accepted=self.accepted,
+            proposed_tokens=0 if self.drafter is None else self.drafter.proposed_tokens,
+            accepted_tokens=self.accepted_tokens,
             queued_s=(self.begun_s or now) - self.submitted_s,
             first_id_s=self.first_s - self.submitted_s if self.first_s else 0.0,
             total_s=now - self.submitted_s,

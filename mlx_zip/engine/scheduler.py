@@ -39,6 +39,9 @@ class Totals:
     base_tokens: int = 0
     steps: int = 0
     hypertokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    passes: int = 0
     seconds: float = 0.0
 
 
@@ -220,7 +223,10 @@ class Scheduler:
 
     def _deliver_emitted(self, request: Request) -> None:
         """Delivers the id that a request has just taken, if there is one, and counts it."""
+        self.totals.proposed += request.newly_proposed()
         if request.emitted_base_tokens:
+            self.totals.accepted += request.emitted_from_draft
+            self.totals.passes += not request.emitted_from_draft
             self.totals.steps += 1
             self.totals.base_tokens += request.emitted_base_tokens
             self.totals.hypertokens += request.emitted_base_tokens > 1

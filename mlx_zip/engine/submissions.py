@@ -7,7 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,9 +61,7 @@ def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
     """Returns what fronts know of a model. name: as it was asked for. model: fingerprint of the weights."""
     both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
     sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
-    per_position = 1 if facts.by_base else max(1, sizes[0])
-    most = None if facts.context is None else (facts.context - 1) * per_position
-    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, most)
+    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, most_base_tokens(facts))
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,8 @@ class Checked:
     """A submission that can be met.
 
     base_ids: the prompt. start: what the codebook begins with, None for the model's own. pack_key: the pack's name
-    among sessions, "" for the model's own. kv_bytes: bytes that the request may need in the KV caches.
+    among sessions, "" for the model's own. kv_bytes: bytes that the request may need in the KV caches. prediction: base
+    ids that the answer will probably have.
     """
 
     submission: Submission
@@ -80,6 +79,7 @@ class Checked:
     start: Any
     pack_key: str
     kv_bytes: int
+    prediction: Uint32s = field(default_factory=lambda: np.zeros(0, np.uint32))
 
 
 class Checks:
@@ -102,10 +102,11 @@ class Checks:
         sampling.check_biases(self.facts.vocab_size)
         _check_limits(submission, self.facts.width)
         base_ids = self._checked_prompt(submission.base_ids)
+        prediction = self._checked_prediction(submission.prediction)
         start, pack_key = self._packs.find(submission.pack)
         self._check_context(base_ids, start)
         kv_bytes = self._check_room(len(base_ids), submission.max_tokens)
-        return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes)
+        return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes, prediction)
 
     def check_pack(self, pack: Any) -> None:
         """Raises `GenerationError` for a pack that no request can begin with."""
@@ -121,16 +122,28 @@ class Checks:
 
     def _checked_prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt's base ids. Raises `GenerationError` for an empty prompt and for what is no base id."""
-        try:
-            base_ids = as_ids(ids)
-        except (CodecError, TypeError, ValueError) as error:
-            raise GenerationError(f"the prompt: {error}") from error
+        base_ids = self._as_base_ids(ids, "prompt")
         if not len(base_ids):
             raise GenerationError("the prompt is empty; give at least one id")
-        check_base_ids(base_ids, self.facts.vocab_size)
         bound = self.max_prompt_tokens
         if bound is not None and len(base_ids) > bound:
             raise PromptTooLongError.of(len(base_ids), bound, f"at most {bound} are allowed here")
+        return base_ids
+
+    def _checked_prediction(self, ids: Sequence[int]) -> Uint32s:
+        """Returns a prediction's base ids. Raises `GenerationError` for what is no base id, and for too many."""
+        base_ids, most = self._as_base_ids(ids, "prediction"), most_base_tokens(self.facts)
+        if most is not None and len(base_ids) > most:
+            raise prediction_error(most)
+        return base_ids
+
+    def _as_base_ids(self, ids: Sequence[int], what: str) -> Uint32s:
+        """Returns base ids. Raises `GenerationError` for what is none. what: "prompt" or "prediction"."""
+        try:
+            base_ids = as_ids(ids)
+        except (CodecError, TypeError, ValueError) as error:
+            raise GenerationError(f"the {what}: {error}") from error
+        check_base_ids(base_ids, self.facts.vocab_size, what)
         return base_ids
 
     def _check_context(self, base_ids: Uint32s, start: Any) -> None:
@@ -161,13 +174,24 @@ class Checks:
         return min(bound, per_id * (least if max_tokens > 0 else prompt + UNLIMITED_IDS))
 
 
-def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int) -> None:
-    """Raises `GenerationError` for the first id of a prompt that is not a base id."""
+def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "prompt") -> None:
+    """Raises `GenerationError` for the first id that is not a base id. what: whose ids they are."""
     values = np.asarray(ids, object if isinstance(ids, list) else None)
     wrong = np.flatnonzero((values < 0) | (values >= vocab_size))
     if len(wrong):
         at = wrong[0]
-        raise GenerationError(f"prompt id {values[at]} at index {at} is not a base id (0 to {vocab_size - 1})")
+        raise GenerationError(f"{what} id {values[at]} at index {at} is not a base id (0 to {vocab_size - 1})")
+
+
+def most_base_tokens(facts: ModelFacts) -> int | None:
+    """Returns how many base tokens no prompt and no answer can exceed, None without a limit."""
+    per_position = 1 if facts.by_base or facts.params is None else max(1, facts.params.merge_size)
+    return None if facts.context is None else (facts.context - 1) * per_position
+
+
+def prediction_error(most: int) -> GenerationError:
+    """Returns the error for a prediction longer than any answer. most: base tokens of the longest one."""
+    return GenerationError(f"prediction: it has more than the {most} base tokens that an answer can have; shorten it")
 
 
 def context_error(tokens: int, most: int, context: int) -> PromptTooLongError:

@@ -151,17 +151,23 @@ def answer_max_tokens(core: Core, given: int | None, tools: bool = False) -> int
     return core.options.max_tokens_with_tools if long else core.options.max_tokens
 
 
-def usage_json(counts: Counts, reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """Returns the usage of an answer in base tokens. reasoning_tokens: None where an answer cannot have any."""
-    found = {
+def usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
+    """Returns the usage of an answer in base tokens, those of a hypertoken counted one by one.
+
+    Accepted prediction tokens are those of the answer that a draft had proposed, from the request's prediction or from
+    text that was looked up. Rejected ones were proposed too and are not in the answer; they are no completion tokens.
+    """
+    return {
         "prompt_tokens": counts.prompt_tokens,
         "completion_tokens": counts.base_tokens,
         "total_tokens": counts.prompt_tokens + counts.base_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": counts.accepted_tokens,
+            "rejected_prediction_tokens": counts.proposed_tokens - counts.accepted_tokens,
+        },
     }
-    if reasoning_tokens is not None:
-        found["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    return found
 
 
 def logprobs_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
-from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError
+from mlx_zip.engine.submissions import prediction_error
+from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
 from mlx_zip.server.answers.answer_deltas import AnswerDeltas, mask_letters_and_digits
 from mlx_zip.server.answers.constraint import make_constraint
@@ -190,8 +191,8 @@ class Core:
         for pool in (self._pool, self._long_prompts_pool, self._scoring_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _make_submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
-        """Returns what the engine is asked for a turn. prompt_ids: base ids of its prompt."""
+    def _make_submission(self, turn: Turn, prompt_ids: Sequence[int], prediction: Sequence[int]) -> Submission:
+        """Returns what the engine is asked for a turn. prompt_ids, prediction: base ids of these texts."""
         return Submission(
             base_ids=prompt_ids,
             max_tokens=turn.max_tokens,
@@ -201,6 +202,7 @@ class Core:
             constraint=make_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
             pack=self._packs.resolve(turn.pack),
             show=turn.show,
+            prediction=prediction,
         )
 
     def _encode_prompt(self, turn: Turn, check: Check) -> list[int]:
@@ -217,6 +219,14 @@ class Core:
         chat = Chat(messages_for_template(tokenizer, turn.messages), prefill=turn.prefill, options=options)
         return encode_prompt(tokenizer, chat, answers=self.engine.answers(), encode=encode)
 
+    def _encode_prediction(self, text: str, check: Check) -> list[int]:
+        """Returns the base ids of a prediction. Raises `GenerationError` for too many, and what `check` raises."""
+        try:
+            return LongEncoding(self._texts, check)(self.engine.tokenizer, text)
+        except PromptTooLongError as error:
+            assert self._texts.most is not None
+            raise prediction_error(self._texts.most) from error
+
     async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, Splitter]:
         """Submits a turn; if the task is cancelled meanwhile, the request is ended as soon as it is known.
 
@@ -225,8 +235,9 @@ class Core:
 
         def submit(check: Check) -> tuple[Ticket, Splitter]:
             prompt_ids = self._encode_prompt(turn, check)
+            prediction = self._encode_prediction(turn.prediction, check)
             splitter = Splitter(self.engine.tokenizer, turn, prompt_ids)
-            return self.engine.submit(self._make_submission(turn, prompt_ids), deliver), splitter
+            return self.engine.submit(self._make_submission(turn, prompt_ids, prediction), deliver), splitter
 
         return await self._await_encoding(turn, submit, lambda submitted: self.engine.cancel(submitted[0]))
 
@@ -288,7 +299,8 @@ class Core:
 def _has_long_text(turn: Turn) -> bool:
     tools = [(tool.description, tool.parameters) for tool in turn.tools]
     return (
-        _count_characters([turn.prompt, turn.messages, turn.prefill, tools, turn.template_options]) > _LONG_CHARACTERS
+        _count_characters([turn.prompt, turn.messages, turn.prefill, turn.prediction, tools, turn.template_options])
+        > _LONG_CHARACTERS
     )
 
 

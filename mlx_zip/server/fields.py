@@ -267,10 +267,19 @@ def _field_path(place: Sequence[str | int], given: Any) -> list[str]:
     for i, step in enumerate(place):
         if isinstance(step, int):
             path, given, of_type = [*path, str(step)], given[step] if isinstance(given, list) else None, False
-        elif not isinstance(given, Mapping) or "[" in step or step in _UNION_NAMES:
+        elif not isinstance(given, Mapping) or _is_union_name(step):
             continue
-        elif not of_type and given.get("type") == step:
+        elif not of_type and given.get("type") == step and not _ends_or_divides(place[i + 1 :]):
             of_type = True
         elif step in given or i == len(place) - 1:
             path, given, of_type = [*path, step], given.get(step), False
     return path
+
+
+def _is_union_name(step: str) -> bool:
+    return "[" in step or step in _UNION_NAMES
+
+
+def _ends_or_divides(rest: Sequence[str | int]) -> bool:
+    """Returns whether a path ends, or goes on inside a value: then the step before is a field, also if it is a type."""
+    return not rest or isinstance(rest[0], int) or _is_union_name(rest[0])

@@ -21,12 +21,18 @@ class VendorFields(Body):
 
 
 def vendor_figures(counts: Counts) -> dict[str, Any]:
-    """Returns the figures of one answer, as JSON. Steps and ids are what the model computed; times are seconds."""
-    names = ("steps", "hypertokens", "prompt_ids", "entries", "codebook_size", "kv_bytes_saved")
+    """Returns the figures of one answer, as JSON. Steps and ids are emitted or proposed ones; times are seconds."""
+    names = ("steps", "hypertokens", "prompt_ids", "entries", "codebook_size", "kv_bytes_saved", "proposed", "accepted")
     times = ("queued_s", "first_id_s", "total_s")
-    per_step = {"base_tokens_per_step": round(counts.base_tokens / counts.steps, 3) if counts.steps else 0.0}
     figures = {name: getattr(counts, name) for name in names}
-    return figures | per_step | {name: round(getattr(counts, name), 6) for name in times}
+    return figures | _rates_json(counts) | {name: round(getattr(counts, name), 6) for name in times}
+
+
+def _rates_json(counts: Counts) -> dict[str, float]:
+    return {
+        "base_tokens_per_step": round(counts.base_tokens / counts.steps, 3) if counts.steps else 0.0,
+        "base_tokens_per_pass": round(counts.base_tokens_per_pass, 3),
+    }
 
 
 def vendor_notes(done: Done) -> dict[str, Any]:
@@ -38,21 +44,30 @@ def vendor_notes(done: Done) -> dict[str, Any]:
 def token_json(token: ShownToken) -> dict[str, Any]:
     """Returns a shown token as JSON: "t" text, "id", and of a hypertoken "p" parts, "o" origin and "a" its place.
 
-    A token that goes on from an earlier piece of text also has "c": true.
+    A token that a draft had proposed also has "d": true, and one that goes on from an earlier piece of text "c": true.
     """
     found: dict[str, Any] = {"t": token.text, "id": token.id}
     if token.origin:
         found |= {"p": list(token.parts), "o": token.origin, "a": token.at}
-    return found | ({"c": True} if token.continues else {})
+    return found | ({"d": True} if token.from_draft else {}) | ({"c": True} if token.continues else {})
 
 
 def live_json(counts: Counts) -> dict[str, Any]:
     """Returns an answer's figures for a live line. seconds: since the request came; the rate is since the first id."""
-    names = ("base_tokens", "steps", "hypertokens", "entries", "codebook_size", "kv_bytes_saved")
+    names = (
+        "base_tokens",
+        "steps",
+        "hypertokens",
+        "entries",
+        "codebook_size",
+        "kv_bytes_saved",
+        "proposed",
+        "accepted",
+    )
     since_first = counts.total_s - counts.first_id_s if counts.first_id_s else 0.0
     return {
         **{name: getattr(counts, name) for name in names},
-        "base_tokens_per_step": round(counts.base_tokens / counts.steps, 3) if counts.steps else 0.0,
+        **_rates_json(counts),
         "seconds": round(counts.total_s, 4),
         "base_tokens_per_s": round(counts.base_tokens / since_first, 1) if since_first > 0 else 0.0,
     }
@@ -61,6 +76,7 @@ def live_json(counts: Counts) -> dict[str, Any]:
 def sum_counts(counts: Sequence[Counts]) -> Counts:
     """Returns the figures of several answers together: sums, but the largest of times and codebooks."""
     added = ("prompt_tokens", "cached_tokens", "prompt_ids", "base_tokens", "steps", "hypertokens", "kv_bytes_saved")
+    added += ("proposed", "accepted", "proposed_tokens", "accepted_tokens")
     largest = ("entries", "codebook_size", "queued_s", "first_id_s", "total_s")
     sums = {name: sum(getattr(one, name) for one in counts) for name in added}
     return replace(Counts(), **sums, **{name: max(getattr(one, name) for one in counts) for name in largest})

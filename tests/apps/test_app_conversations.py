@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -121,6 +122,43 @@ def test_the_figures_of_an_answer_that_went_on_are_those_of_the_whole_answer(cha
     assert after["seconds"] > before["seconds"]
     assert after["base_tokens_per_step"] == round(after["base_tokens"] / after["steps"], 3)
     assert [frame for frame in frames if frame["type"] == "figures"][-1] == {"type": "figures", **after}
+
+
+def test_drafted_tokens_and_the_figures_of_drafts_are_told_and_kept(tmp_path):
+    file = tmp_path / "kept.db"
+    with chatting(FakeEngine(Script(drafted=(1, 2), refused=5)), file=file) as chat:
+        one = chat.create()["id"]
+        frames = chat.answer(one, text="Tell me a story.")
+        message = chat.show(one)["messages"][1]
+        export = chat.call("GET", f"conversations/{one}/export").json
+        (again,) = chat.call("POST", "import", export).json["ids"]
+        assert [chat.show(again)["messages"][1][name] for name in ("tokens", "figures")] == [
+            message[name] for name in ("tokens", "figures")
+        ]
+    came = [token for frame in frames if frame["type"] == "text" for token in frame["tokens"]]
+    assert [nth for nth, token in enumerate(came) if token.get("d")] == [1, 2]
+    assert message["tokens"] == came
+    figures = message["figures"]
+    assert (figures["proposed"], figures["accepted"]) == (7, 2)
+    assert figures["base_tokens_per_pass"] == round(figures["base_tokens"] / (figures["steps"] - 2), 3)
+    with chatting(file=file) as chat:
+        assert chat.show(one)["messages"][1] == message
+
+
+def test_an_answer_of_a_version_without_drafts_can_be_gone_on_with_one_that_has_some(tmp_path):
+    file, engine = tmp_path / "kept.db", FakeEngine(Script(ends=False))
+    with chatting(engine, file=file) as chat:
+        one = chat.create(sampling={"max_tokens": 4})["id"]
+        first = chat.said(one, "Tell me a story.")
+        older = {name: value for name, value in first["figures"].items() if "pass" not in name}
+        del older["proposed"], older["accepted"]
+        chat.store.database.write(
+            lambda db: db.execute("UPDATE messages SET figures = ? WHERE id = ?", (json.dumps(older), first["id"]))
+        )
+        engine.script = Script(drafted=(1, 2), refused=5)
+        after = chat.answer(one, parent=first["id"], **{"continue": True})[-1]["message"]["figures"]
+    assert (after["proposed"], after["accepted"]) == (6, 1)  # four base tokens are two ids
+    assert after["base_tokens_per_pass"] == round(after["base_tokens"] / (after["steps"] - 1), 3)
 
 
 def test_an_answer_that_goes_on_has_the_white_space_between_its_parts_once():

@@ -89,6 +89,12 @@ BODIES = [
     ({"web_search_options": {}}, "web_search_options"),
     ({"colour": "red"}, "colour"),
     ({"pack": ""}, "pack"),
+    ({"prediction": "text"}, "prediction"),
+    ({"prediction": {"content": "text"}}, "prediction.type"),
+    ({"prediction": {"type": "content"}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": [{"type": "image", "text": "x"}]}}, "prediction.content.0.type"),
+    ({"prediction": {"type": "content", "content": "text", "colour": 1}}, "prediction.colour"),
 ]
 
 

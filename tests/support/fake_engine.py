@@ -53,7 +53,8 @@ class Script:
 
     ids: base ids of each emitted id, in place of text. ends: whether an eos follows. delay_s: between ids, on
     average. progress: chunks in which the prompt is read. fails: raised as `Failed` after the ids. gate: must be set
-    before the answer ends. differing: what is told of the prompt.
+    before the answer ends. differing: what is told of the prompt. drafted: numbers of the ids that drafts had proposed.
+    refused: how many more ids drafts have proposed, each of one base token.
     """
 
     text: str = "Once upon a time there was a boat."
@@ -64,6 +65,8 @@ class Script:
     fails: EngineError | GenerationError | None = None
     gate: threading.Event | None = None
     differing: Differing | None = None
+    drafted: Sequence[int] = ()
+    refused: int = 0
 
 
 class Running(Ticket):
@@ -132,6 +135,7 @@ class FakeEngine(Engine):
     def _replay(self, ticket: Running, script: Script, deliver: Callable[[Event], None]) -> None:
         began, prompt = time.monotonic(), len(ticket.submission.base_ids)
         counts = Counts(prompt_tokens=prompt, cached_tokens=3, prompt_ids=prompt - 3, codebook_size=64)
+        counts = replace(counts, proposed=script.refused, proposed_tokens=script.refused)
         deliver(Started(prompt, 3, prompt - 3, script.differing))
         for nth in range(script.progress):
             deliver(Progress((nth + 1) * (prompt - 3) // script.progress, prompt - 3))
@@ -143,6 +147,10 @@ class FakeEngine(Engine):
             eos = ticket.submission.eos_ids & set(emitted.base_ids)
             more = len(emitted.base_ids)
             counts = replace(counts, base_tokens=counts.base_tokens + more, steps=counts.steps + 1)
+            if emitted.from_draft:
+                accepted, tokens = counts.accepted + 1, counts.accepted_tokens + more
+                counts = replace(counts, accepted=accepted, accepted_tokens=tokens, proposed=script.refused + accepted)
+                counts = replace(counts, proposed_tokens=script.refused + tokens)
             now_s = time.monotonic() - began
             counts = replace(counts, hypertokens=counts.hypertokens + (more > 1), total_s=now_s)
             counts = replace(counts, first_id_s=counts.first_id_s or now_s, entries=min(nth, counts.codebook_size))
@@ -172,7 +180,8 @@ class FakeEngine(Engine):
             one = tuple(one)[:left]
             left -= len(one)
             if one:
-                found.append(self._shown(nth, self._one(nth, one, submission.top_logprobs), submission))
+                emitted = replace(self._one(nth, one, submission.top_logprobs), from_draft=nth in script.drafted)
+                found.append(self._shown(nth, emitted, submission))
         return found
 
     def _shown(self, nth: int, emitted: Emitted, submission: Submission) -> Emitted:

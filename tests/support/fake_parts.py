@@ -47,7 +47,7 @@ class FakeServed:
     def make_penalties(self, options: Any, state: Any) -> list[Any]:
         return []
 
-    def make_drafter(self, text: Any) -> None:
+    def make_drafter(self, text: Any, prediction: Any) -> None:
         return None
 
     def free_unused(self) -> None:

@@ -6,7 +6,7 @@
 import { align, endsOf, runs } from "./align.js";
 import { blocksOf, htmlOf, isLiteral, isProse } from "./blocks.js";
 import { h } from "./dom.js";
-import { lengthClass } from "./entries.js";
+import { isMarked, lengthClass } from "./entries.js";
 import { colour, missing, nodesOf } from "./safe.js";
 
 const SLICE_MS = 8; // of a frame that a long answer may take at once
@@ -141,20 +141,20 @@ export class Body {
     }
   }
 
-  /** Returns text as strings and, for each stretch of a hypertoken, a tinted span. */
+  /** Returns text as strings and, for each stretch of a marked token, a tinted span. */
   #tinted(text, places, offset) {
     const parts = [];
     let pending = "";
     for (const { start, end, token } of runs(places, this.#ends, offset)) {
       const piece = text.slice(start, end);
       const shown = this.#tokens[token];
-      if (!shown?.p?.length) {
+      if (!isMarked(shown)) {
         pending += piece;
         continue;
       }
       if (pending) parts.push(pending);
       pending = "";
-      parts.push(h("span", { class: `tok ${lengthClass(shown)}`, "data-t": token }, piece));
+      parts.push(h("span", { class: `tok ${lengthClass(shown)}${shown.d ? " drafted" : ""}`, "data-t": token }, piece));
     }
     if (pending) parts.push(pending);
     return parts;

@@ -47,9 +47,14 @@ export class Entries {
   }
 }
 
-/** Returns the class of a hypertoken's tint: by how many base tokens it holds, 2 to 5, where 5 means "or more". */
+/** Returns the class of a token's tint: by how many base tokens it holds, 1 to 5, where 5 means "or more". */
 export function lengthClass(token) {
-  return `l${Math.min(5, Math.max(2, token.p.length))}`;
+  return `l${Math.min(5, token.p?.length || 1)}`;
+}
+
+/** Returns whether a token is marked in the text: a hypertoken, or a token that a draft had proposed ("d"). */
+export function isMarked(token) {
+  return Boolean(token?.p?.length || token?.d);
 }
 
 /** Returns where an entry was learned, as a sentence. */

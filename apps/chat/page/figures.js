@@ -48,11 +48,30 @@ export function stepsSaved(figures) {
   return Math.max(0, (figures?.base_tokens ?? 0) - (figures?.steps ?? 0));
 }
 
+/** Returns how many passes of the model an answer took: one per step, but none for an accepted id of a draft. */
+export function passes(figures) {
+  return (figures?.steps ?? 0) - (figures?.accepted ?? 0);
+}
+
+/** Returns the figures of several answers' drafts together: {base_tokens, steps, proposed, accepted}. */
+export function draftFigures(answers) {
+  const sum = (name) => answers.reduce((total, figures) => total + (figures?.[name] ?? 0), 0);
+  return Object.fromEntries(["base_tokens", "steps", "proposed", "accepted"].map((name) => [name, sum(name)]));
+}
+
+/** Returns what drafts did, for example "40 of 52 drafted ids accepted (77%) · 12 wasted · 3.35 base tokens per pass". */
+export function drafts({ base_tokens, steps, proposed, accepted }) {
+  if (!proposed) return "";
+  const share = `${count(accepted)} of ${count(proposed)} drafted ids accepted (${percent(accepted / proposed)})`;
+  return `${share} · ${count(proposed - accepted)} wasted · ${short(base_tokens / passes({ steps, accepted }))} base tokens per pass`;
+}
+
 /** Returns one line under an answer, for example "201 base tokens in 100 steps · 2.01 per step · 187 base tokens/s". */
 export function summary(figures) {
   if (!figures?.base_tokens) return "";
   const parts = [`${plural(figures.base_tokens, "base token")} in ${plural(figures.steps, "step")}`];
   if (figures.base_tokens_per_step > 1.005) parts.push(`${figures.base_tokens_per_step.toFixed(2)} per step`);
+  if (figures.accepted) parts.push(`${short(figures.base_tokens / passes(figures))} per pass`);
   if (figures.base_tokens_per_s) parts.push(`${short(figures.base_tokens_per_s)} base tokens/s`);
   return parts.join(" · ");
 }

@@ -2,7 +2,7 @@
 
 import { on } from "./bus.js";
 import { button, byId, h, perFrame } from "./dom.js";
-import { bounded, bytes, count, percent, short, stepsSaved } from "./figures.js";
+import { bounded, bytes, count, passes, percent, short, stepsSaved } from "./figures.js";
 import { show } from "./menu.js";
 import { app } from "./model.js";
 
@@ -39,10 +39,15 @@ const line = {
   speed: new Figure("speed", ["base tokens/s"], { hint: "How fast the text comes. Base tokens are the pieces of text that the model without hypertokens reads and writes." }),
   perStep: new Figure("per-step", ["per step"], { hint: "Base tokens that one step of the model writes. Without hypertokens this is 1." }),
   saved: new Figure("saved", [more("steps "), "saved"], { hint: "Steps that the model without hypertokens would have needed beyond these." }),
+  perPass: new Figure("per-pass", ["per pass"], { hint: "Base tokens that one pass of the model gives. A pass checks several drafted ids at once, so it may take several steps." }),
+  accepted: new Figure("accepted", ["drafted"], { bar: true, hint: "Ids that were drafted and accepted, as a share of all drafted ones. None of these took a pass of its own." }),
+  wasted: new Figure("wasted", [more("ids "), "wasted"], { hint: "Ids that were drafted, checked and refused." }),
   codebook: new Figure("codebook", ["entries"], { bar: true, hint: "Hypertokens that this conversation has, of those that its codebook can hold." }),
   memory: new Figure("memory", ["cache", more(" saved")], { hint: "Memory (KV cache) that the model without hypertokens would need beyond this." }),
-  ceiling: new Figure("ceiling", ["of ceiling"], { bar: true, hint: "Steps per second, as a share of the most that this machine can do." }),
+  ceiling: new Figure("ceiling", ["of ceiling"], { bar: true, hint: "Passes of the model per second, as a share of the most that this machine can do." }),
 };
+
+const ofDrafts = [line.perPass, line.accepted, line.wasted];
 
 /** Makes the line. */
 export function startLive() {
@@ -70,7 +75,7 @@ const draw = perFrame(() => {
   const place = byId("live");
   place.hidden = !figures && !conversation?.running;
   if (figures) fill(figures);
-  else for (const figure of Object.values(line)) figure.set("–"); // the first answer is on its way: the line has its place already
+  else for (const figure of Object.values(line)) figure.set(ofDrafts.includes(figure) ? null : "–"); // the first answer is on its way: the line has its place already
 });
 
 /** Returns the figures of the answer that streams, else of the last one on the screen, else null. */
@@ -85,11 +90,22 @@ function fill(figures) {
   line.speed.set(short(figures.base_tokens_per_s));
   line.perStep.set(Number.isFinite(figures.base_tokens_per_step) ? figures.base_tokens_per_step.toFixed(2) : null);
   line.saved.set(count(stepsSaved(figures)));
+  fillDrafts(figures);
   line.codebook.set(size ? count(entries) : null, bounded(entries / size), `/ ${count(size)}`);
   line.memory.set(saved ? bytes(saved) : null);
   const ceiling = app.state?.ceiling?.steps_per_s;
-  const share = figures.steps / figures.seconds / ceiling;
+  const perSecond = passes(figures) / figures.seconds;
+  const share = perSecond / ceiling;
   line.ceiling.set(ceiling && figures.seconds ? percent(share) : null, bounded(share));
-  line.ceiling.meaning = `${line.ceiling.hint} Here: ${short(figures.steps / figures.seconds)} of ${short(ceiling)} steps/s (measured).`;
+  line.ceiling.meaning = `${line.ceiling.hint} Here: ${short(perSecond)} of ${short(ceiling)} per second (measured).`;
   line.ceiling.element.title = ceiling ? line.ceiling.meaning : "";
+}
+
+/** Shows what drafts did, nothing where there were none. */
+function fillDrafts({ base_tokens, steps, proposed, accepted }) {
+  for (const figure of ofDrafts) figure.set(null);
+  if (!proposed) return;
+  line.perPass.set(short(base_tokens / passes({ steps, accepted })));
+  line.accepted.set(percent(accepted / proposed), bounded(accepted / proposed));
+  line.wasted.set(count(proposed - accepted));
 }

@@ -2,6 +2,7 @@
 
 import { Body } from "./body.js";
 import { button, h } from "./dom.js";
+import { isMarked } from "./entries.js";
 import { difference, plural, summary } from "./figures.js";
 import { isFirst, siblings } from "./tree.js";
 
@@ -96,7 +97,7 @@ export class MessageView {
     if (message.reason === "length") parts.push(h("span", {}, "ended at the limit"));
     const same = message.role === "assistant" && message.state === "whole" ? sameAs(conversation, message) : 0;
     if (same) parts.push(h("span", { "data-testid": "message-same" }, `the same text as version ${same}`));
-    if (last && message.tokens?.some((token) => token.p?.length)) parts.push(legend());
+    if (last && message.tokens?.some(isMarked)) parts.push(legend(message.tokens));
     const key = parts.map((part) => part.textContent).join("|");
     if (key === this.noted) return;
     this.noted = key;
@@ -135,16 +136,24 @@ export class MessageView {
     const actions = [tool("copy", "Copy", "copy"), tool("regenerate", "Answer again", "redo")];
     const unfinished = message.state === "failed" ? message.text : message.state !== "whole" || message.reason === "length";
     if (last && unfinished) actions.push(tool("continue", "Continue", "play"));
-    if (message.tokens?.some((token) => token.p?.length)) actions.push(tool("inspect", "Step through the hypertokens", "tint"));
+    if (message.tokens?.some(isMarked)) actions.push(tool("inspect", `Step through the ${markedOf(message.tokens)}`, "tint"));
     return actions;
   }
 }
 
-/** What the colours of hypertokens mean: shown under the newest answer while they are tinted. */
-function legend() {
-  const sample = (length, label) => h("span", { class: `tok l${length}` }, label);
-  const samples = [sample(2, "2"), sample(3, "3"), sample(4, "4"), sample(5, "5+")];
-  return h("span", { class: "legend text-legend", "data-testid": "text-legend" }, ...samples, "base tokens in one step");
+/** What the marks of these tokens mean: shown under the newest answer while they are tinted. */
+function legend(tokens) {
+  const sample = (kind, label) => h("span", { class: `tok ${kind}` }, label);
+  const lengths = [sample("l2", "2"), sample("l3", "3"), sample("l4", "4"), sample("l5", "5+"), "base tokens in one step"];
+  const drafted = [sample("l1 drafted", "drafted"), "no pass of its own"];
+  const shown = [...(tokens.some((token) => token.p?.length) ? lengths : []), ...(tokens.some((token) => token.d) ? drafted : [])];
+  return h("span", { class: "legend text-legend", "data-testid": "text-legend" }, ...shown);
+}
+
+/** Returns what the marked ones among these tokens are called. */
+function markedOf(tokens) {
+  const kinds = [["hypertokens", (token) => token.p?.length], ["drafted tokens", (token) => token.d]];
+  return kinds.filter(([, holds]) => tokens.some(holds)).map(([name]) => name).join(" and ");
 }
 
 /** Returns the number of the first version before a message that has its text; 0 if there is none. */

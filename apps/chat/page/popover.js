@@ -1,7 +1,7 @@
-// What a hypertoken is made of: shown when the pointer rests on one, or when the keyboard steps through them.
+// What a hypertoken is made of, and whether a token was drafted: shown when the pointer rests on one, or when the keyboard steps through them.
 
 import { byId, h } from "./dom.js";
-import { lengthClass, visible, whereLearned } from "./entries.js";
+import { isMarked, lengthClass, visible, whereLearned } from "./entries.js";
 import { plural } from "./figures.js";
 
 let at = null; // the span whose parts are shown
@@ -75,16 +75,17 @@ function step(event) {
 
 function show(span) {
   const token = messageOf(span)?.tokens?.[Number(span.dataset.t)];
-  if (!token?.p?.length || !span.isConnected) return;
+  if (!isMarked(token) || !span.isConnected) return;
   if (at) at.classList.remove("on");
   at = span;
   span.classList.add("on");
-  const parts = token.p.map((part) => h("code", {}, visible(part)));
+  const parts = (token.p ?? [token.t]).map((part) => h("code", {}, visible(part)));
+  const facts = [token.p && whereLearned(token), token.d && "Drafted: proposed ahead and accepted, so it took no pass of its own"];
   const popover = byId("popover");
   popover.replaceChildren(
     h("p", { class: `parts ${lengthClass(token)}` }, ...parts),
-    h("p", { class: "strong" }, `${plural(token.p.length, "base token")}, one step`),
-    h("p", {}, whereLearned(token)),
+    h("p", { class: "strong" }, `${plural(parts.length, "base token")}, one step`),
+    ...facts.filter(Boolean).map((fact) => h("p", {}, fact)),
   );
   popover.hidden = false;
   place(popover, span);

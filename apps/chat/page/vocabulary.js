@@ -1,9 +1,9 @@
-// The vocabulary as this conversation uses it: how full it is, its most used entries, and what it learned last.
+// The vocabulary as this conversation uses it: how full it is, its most used entries, what it learned last, and drafts.
 
 import { on } from "./bus.js";
 import { byId, h } from "./dom.js";
 import { Entries, visible } from "./entries.js";
-import { bounded, count, percent, plural } from "./figures.js";
+import { bounded, count, draftFigures, drafts, percent, plural } from "./figures.js";
 import { app } from "./model.js";
 
 const MOST = 40;
@@ -22,6 +22,8 @@ export function vocabulary() {
   place.most = h("ol", { class: "entries", "data-testid": "entries" });
   place.newest = h("ul", { class: "learned", "data-testid": "learned" });
   place.none = h("p", { class: "quiet" }, "The entries that answers use appear here as they are written.");
+  place.drafts = h("p", { class: "quiet", "data-testid": "drafts" });
+  place.drafted = h("section", { hidden: true }, h("h2", {}, "Drafts"), place.drafts);
   place.fresh = h("section", { hidden: true }, h("h2", {}, "Learned last"), place.newest);
   on("shown path", recount);
   on("tokens", ({ conversation, tokens }) => ifCurrent(conversation, () => entries.use(tokens)));
@@ -31,6 +33,7 @@ export function vocabulary() {
   return [
     h("section", {}, h("h2", {}, "Tint"), legend()),
     h("section", {}, h("h2", {}, "Codebook"), h("i", { class: "bar wide", "aria-hidden": "true" }, place.fill), place.count),
+    place.drafted,
     h("section", {}, h("h2", {}, "Most used entries"), place.none, place.most),
     place.fresh,
   ];
@@ -39,7 +42,9 @@ export function vocabulary() {
 function legend() {
   const item = (length, label) => h("li", {}, h("span", { class: `tok l${length}` }, label));
   const items = [item(2, "2"), item(3, "3"), item(4, "4"), item(5, "5 or more")];
-  return h("div", { class: "legend", "data-testid": "legend" }, h("ul", {}, items), h("p", { class: "quiet" }, "Base tokens in one step. Text without a tint took one step per token."));
+  const lengths = h("p", { class: "quiet" }, "Base tokens in one step. Text without a tint took one step per token.");
+  const drafted = h("p", { class: "quiet" }, h("span", { class: "tok l1 drafted" }, "Dots below"), ": drafted, so it took no pass of its own.");
+  return h("div", { class: "legend", "data-testid": "legend" }, h("ul", {}, items), lengths, drafted);
 }
 
 function ifCurrent(conversation, run) {
@@ -73,6 +78,13 @@ function draw() {
   place.fresh.hidden = !newest.length;
   place.newest.replaceChildren(...newest.map((parts) => h("li", {}, chip(parts))));
   drawFill();
+  drawDrafts();
+}
+
+function drawDrafts() {
+  const text = drafts(draftFigures(app.conversation.path.map((message) => message.figures)));
+  place.drafts.textContent = text;
+  place.drafted.hidden = !text;
 }
 
 function row(entry, top) {

@@ -17,10 +17,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_zip.codec import compress_next
-from mlx_zip.codec.ids import as_ids
+from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.device import on_gpu
 from mlx_zip.engine.cost_files import CostFile
-from mlx_zip.engine.draft_sources import LookupSource, Source
+from mlx_zip.engine.draft_sources import LookupSource, PredictionSource, Source
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
@@ -120,14 +120,21 @@ class Served:
         """Returns a request's logits processors for penalties and biases."""
         return list(make_processors(options, self.vocab_size, state))
 
-    def make_drafter(self, text: Callable[[], Sequence[int]]) -> Drafter | None:
-        """Returns what proposes ids for a request, None for nothing. text: returns the base ids that it has so far."""
+    def make_drafter(
+        self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s = ()
+    ) -> Drafter | None:
+        """Returns what proposes ids for a request, None for nothing.
+
+        text: returns the base ids that it has so far. prediction: as in `Submission`.
+        """
         options, own = self.options, self.draft_model
         if (options.draft == "off" and own is None) or self.machines is not None:
             return None
         self._cost_file.save(SAVE_EVERY_S)
         base_ids = text()
-        sources: list[Source] = [] if options.draft == "off" else [LookupSource(base_ids)]
+        sources: list[Source] = [PredictionSource(prediction)] if len(prediction) else []
+        if options.draft != "off":
+            sources.append(LookupSource(base_ids))
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
         return Drafter(sources, self.pass_costs if options.draft == "auto" else None)

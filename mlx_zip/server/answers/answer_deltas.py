@@ -61,7 +61,7 @@ class AnswerDeltas:
         self._ended: str | None = None  # why the text has ended, while the engine may still run
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
         self._last: list[TokenLogprob] = []  # of an eos alone
-        self._steps = self._hypertokens = 0
+        self._steps = self._hypertokens = self._accepted = self._accepted_tokens = 0
         self._unfed_base_tokens = 0  # base tokens since the splitter was last fed
         self._texts: list[str] = []
         self._shown_tokens = ShownTokens(tokens) if turn.show else None
@@ -105,6 +105,9 @@ class AnswerDeltas:
         self._steps += 1
         self._hypertokens += len(event.base_ids) > 1
         piece = self._stream.feed(event.base_ids)
+        if event.from_draft:
+            self._accepted += 1
+            self._accepted_tokens += len(piece.base_ids)
         self._unfed_base_tokens += len(piece.base_ids)
         base_ids = [i for i in piece.base_ids if i not in self._eos]
         self.base_ids += base_ids
@@ -167,7 +170,14 @@ class AnswerDeltas:
         if not self._hit_stop_string:
             return counts
         # the engine went on until the request was cancelled
-        return replace(counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens)
+        return replace(
+            counts,
+            base_tokens=self._stream.base_tokens,
+            steps=self._steps,
+            hypertokens=self._hypertokens,
+            accepted=self._accepted,
+            accepted_tokens=self._accepted_tokens,
+        )
 
 
 def _logprobs_before_stop(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
@@ -183,7 +193,7 @@ def _logprobs_before_stop(logprobs: Sequence[TokenLogprob], text: str) -> list[T
 
 # ---- which emitted ids an answer's text consists of
 
-_TokenFields = tuple[int, tuple[str, ...], str, int]  # the fields of a `ShownToken` between `text` and `continues`
+_TokenFields = tuple[int, tuple[str, ...], str, int, bool]  # fields of `ShownToken` between `text` and `continues`
 
 
 @dataclass(eq=False)
@@ -244,6 +254,6 @@ class ShownTokens:
 
     def _token_fields(self, event: Emitted, base_ids: Sequence[int]) -> _TokenFields:
         if event.origin is None:
-            return event.id, (), "", -1
+            return event.id, (), "", -1, event.from_draft
         parts = tuple(self._texts[(one,)][0] for one in base_ids)
-        return event.id, parts, event.origin.kind, event.origin.at
+        return event.id, parts, event.origin.kind, event.origin.at, event.from_draft

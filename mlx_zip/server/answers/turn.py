@@ -37,7 +37,7 @@ class Turn:
     sampling: fields of `Sampling`. stop: stop strings. logprobs: None, or how many likely tokens to report per token.
     template_options: further arguments of the chat template. pack: name of a pack, or names of packs to merge in this
     order; None for the model's own. show: whether texts come with their tokens, and `LearnedEntries` and `LiveCounts`
-    deltas come.
+    deltas come. prediction: text that the answer will probably have; it changes no answer.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -55,6 +55,7 @@ class Turn:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     pack: str | tuple[str, ...] | None = None
     show: bool = False
+    prediction: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class ShownToken:
 
     parts: texts of a hypertoken's base ids, () for a base id. origin: where the hypertoken's entry was learned: "pack",
     "prompt" or "answer", "" for a base id. at: base tokens of prompt and answer that had been read when the entry was
-    installed, -1 for a pack's entry and for a base id. continues: whether an earlier `Text` has the token's beginning.
+    installed, -1 for a pack's entry and for a base id. from_draft: whether the id had been proposed, so that it took no
+    pass of the model. continues: whether an earlier `Text` has the token's beginning.
     """
 
     text: str
@@ -97,6 +99,7 @@ class ShownToken:
     parts: tuple[str, ...] = ()
     origin: str = ""
     at: int = -1
+    from_draft: bool = False
     continues: bool = False
 
 

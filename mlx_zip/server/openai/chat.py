@@ -289,10 +289,22 @@ class JsonSchema(Body):
 Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
+class Prediction(Body):
+    """Text that the answer will probably consist of, for example the file that is to be edited."""
+
+    type: Literal["content"]
+    content: str | Many[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(CompletionFields):
     """A request for a chat completion."""
 
-    harmless = CompletionFields.harmless | {"prediction", "verbosity", "context_management"}
+    harmless = CompletionFields.harmless | {"verbosity", "context_management"}
     most_prompts = 1
 
     messages: Annotated[Many[Message], Field(min_length=1)]
@@ -305,6 +317,7 @@ class ChatBody(CompletionFields):
     function_call: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     response_format: Format | None = None
+    prediction: Prediction | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: Many[Literal["text"]] = Field(default_factory=lambda: ["text"])
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -354,6 +367,7 @@ class ChatBody(CompletionFields):
             template_options=thinking_options(self.reasoning_effort) | template_options(self.chat_template_kwargs),
             pack=self.chosen_pack,
             show=self.mlx_zip.tokens,
+            prediction="" if self.prediction is None else self.prediction.text,
         )
 
 

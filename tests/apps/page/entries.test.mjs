@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Entries, lengthClass, visible, whereLearned } from "../../../apps/chat/page/entries.js";
+import { Entries, isMarked, lengthClass, visible, whereLearned } from "../../../apps/chat/page/entries.js";
 
 const token = (...p) => ({ t: p.join(""), p, o: "answer", a: 7 });
 
@@ -29,6 +29,12 @@ test("what was learned last comes first", () => {
 
 test("a tint shows how many base tokens there are, five standing for more", () => {
   assert.deepEqual([token("a", "b"), token("a", "b", "c"), token(..."abcdefg")].map(lengthClass), ["l2", "l3", "l5"]);
+});
+
+test("hypertokens and drafted tokens are marked, other tokens are not", () => {
+  const tokens = [token("a", "b"), { t: "a", d: true }, { ...token("a", "b"), d: true }, { t: "a" }, undefined];
+  assert.deepEqual(tokens.map(isMarked), [true, true, true, false, false]);
+  assert.equal(lengthClass({ t: "a", d: true }), "l1");
 });
 
 test("it is said where an entry was learned", () => {

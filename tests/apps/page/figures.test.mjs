@@ -36,6 +36,17 @@ test("an answer is summed up in one line", () => {
   assert.equal(figures.stepsSaved(undefined), 0);
 });
 
+test("what drafts did is told in one line, over several answers, and nothing where there were none", () => {
+  const drafted = { base_tokens: 201, steps: 100, proposed: 52, accepted: 40, base_tokens_per_step: 2.01 };
+  assert.equal(figures.passes(drafted), 60);
+  assert.match(figures.summary(drafted), / · 2\.01 per step · 3\.35 per pass$/);
+  assert.equal(figures.drafts(drafted), "40 of 52 drafted ids accepted (77%) · 12 wasted · 3.35 base tokens per pass");
+  const together = figures.draftFigures([drafted, null, { base_tokens: 10, steps: 10 }, { ...drafted, proposed: 48 }]);
+  assert.deepEqual(together, { base_tokens: 412, steps: 210, proposed: 100, accepted: 80 });
+  assert.equal(figures.drafts(figures.draftFigures([{ base_tokens: 10, steps: 10 }])), ""); // of a version without drafts
+  assert.equal(figures.passes({ steps: 10 }), 10);
+});
+
 test("times are read as seconds, milliseconds or ISO text", () => {
   const time = Date.UTC(2026, 0, 2, 3, 4, 5);
   assert.deepEqual([time / 1000, time, "2026-01-02T03:04:05Z"].map(figures.milliseconds), [time, time, time]);
