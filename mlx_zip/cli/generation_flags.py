@@ -12,9 +12,12 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.models.model_folder import is_plain_model
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
-REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
+REFUSED_DRAFTS = {  # flags of mlx_lm.generate and mlx_lm.server that cannot work here, and why
     "draft_model": "--draft lookup needs no second model",
     "num_draft_tokens": "--draft chooses how many ids it proposes",
+}
+REFUSED = {  # those of mlx_lm.generate
+    **REFUSED_DRAFTS,
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
