@@ -247,33 +247,33 @@ class TrainingBench:
 
     def step(self) -> dict[str, Any]:
         """Measures a step and its parts; returns the record that `training_step` describes."""
-        from mlx_zip.training.steps.batches import order_batches
-
         from .training_step import measure_steps
 
-        order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
-        samples = [[self.shards[int(i)] for i in batch] for batch in order]
         settings = self._settings(self.args.fine_tune_type)
         models = self._model(self.shards.params), self._model(self._plain())
-        return measure_steps(*models, samples, self.shards.params, settings, self.args.trials).record()
+        return measure_steps(*models, self._samples(), self.shards.params, settings, self.args.trials).record()
 
     def torch(self) -> dict[str, Any]:
         """Measures steps of both engines; returns the record that `training_step` describes."""
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import make_starting_model
-        from mlx_zip.training.steps.batches import order_batches
 
         from .training_step import measure_engines
 
-        order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
-        samples = [[self.shards[int(i)] for i in batch] for batch in order]
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
 
         def make() -> tuple[Any, dict[str, Any]]:
             return make_starting_model(self.base, None if self.base else SMALL, self.shards.params, encoder)
 
         settings = self._settings(self.args.fine_tune_type)
-        return measure_engines(make, samples, self.shards.params, settings, self.args.trials)
+        return measure_engines(make, self._samples(), self.shards.params, settings, self.args.trials)
+
+    def _samples(self) -> list[list[Any]]:
+        """Returns the samples of each batch that is timed."""
+        from mlx_zip.training.steps.batches import order_batches
+
+        order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
+        return [[self.shards[int(i)] for i in batch] for batch in order]
 
     def _plain(self) -> CodecParams:
         return replace(self.shards.params, codebook_size=0, start=None)

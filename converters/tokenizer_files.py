@@ -12,6 +12,7 @@ from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors, fir
 from mlx_zip.files import write_json
 from mlx_zip.text.tokenizers import silence_transformers
 from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE as ADAPTED
+from mlx_zip.vocab.first_stage import PROBE
 
 CONFIG = "tokenizer_config.json"
 FILES = (
@@ -30,7 +31,6 @@ FILES = (
     ADAPTED,
 )
 TEMPLATES = "additional_chat_templates"
-PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 
 @dataclass(frozen=True)

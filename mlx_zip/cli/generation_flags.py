@@ -94,9 +94,8 @@ def _add_sampling_flags(add: Any) -> None:
         help="maximum number of base tokens to generate (default: 100, without --model 400)",
     )
     add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed (default: none)")
-    for name, (kind, default, text) in SAMPLING_FLAGS.items():
-        shown = f" (default: {default:g})" if default is not None else ""
-        add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
+    for name, declared in SAMPLING_FLAGS.items():
+        add_sampling_flag(add, name, *declared)
     add(
         "--logit-bias",
         help='JSON map from at most 1000 base ids to numbers added to their logits, for example {"42": -5} '
@@ -156,6 +155,12 @@ def add_adapter_flag(add: Any) -> None:
         help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
         "with mlx_zip convert instead",
     )
+
+
+def add_sampling_flag(add: Any, name: str, kind: type, default: float | None, text: str) -> None:
+    """Declares one of `SAMPLING_FLAGS`. default, text: those there, or a command's own."""
+    shown = f" (default: {default:g})" if default is not None else ""
+    add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
 
 
 def add_canonical_flag(add: Any) -> None:

@@ -21,7 +21,7 @@ from mlx_zip.errors import DataError, GenerationError, ModelError, failure_reaso
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import BitsResult, Windows, check_context_fits, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.evaluation_report import make_record
-from mlx_zip.evaluation.rates import RateSettings, measure_rates
+from mlx_zip.evaluation.rates import RateSettings, check_batch_size, measure_rates
 from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.loading import codebook_config_changes, find_model_folder, load, read_model_config
 from mlx_zip.models.model_folder import ModelArgs, is_plain_model
@@ -102,8 +102,7 @@ class EvaluationOptions:
         if self.prompts is not None and self.generate is None:
             raise DataError("--prompts needs --generate N")
         self._check_tasks()
-        if self.batch_size < 1:
-            raise DataError(f"the batch size (--batch-size) must be at least 1, got {self.batch_size}")
+        check_batch_size(self.batch_size)
         if self.max_tokens < 1 and self.max_tokens != -1:
             raise DataError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {self.max_tokens}")
         Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range

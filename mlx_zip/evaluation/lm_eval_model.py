@@ -25,7 +25,7 @@ from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import check_context_fits, cut_windows, measure_bits, prefix_id
-from mlx_zip.evaluation.rates import can_batch, stream_responses
+from mlx_zip.evaluation.rates import can_batch, check_batch_size, stream_responses
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
@@ -63,8 +63,7 @@ class ZipLM(TemplateLM):
         if border not in BORDERS:
             raise DataError(f"border (--border) {border!r} is not one of {', '.join(BORDERS)}")
         self.model, self.tokenizer, self.border, self.pack = model, tokenizer, border, pack
-        if batch_size < 1:
-            raise DataError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
+        check_batch_size(batch_size)
         self.max_length = _choose_max_length(model, context)
         self.batch_size, self.max_gen_toks, self.seed = batch_size, max_gen_toks, seed
         self.truncated = 0

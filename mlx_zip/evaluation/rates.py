@@ -25,6 +25,12 @@ from mlx_zip.text.conversations import Conversation, Prompt
 GRAM_LENGTH = 4
 
 
+def check_batch_size(batch_size: int) -> None:
+    """Raises `DataError` for a batch of less than one row."""
+    if batch_size < 1:
+        raise DataError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
+
+
 @dataclass(frozen=True)
 class RateSettings:
     """How text is generated.
@@ -44,8 +50,7 @@ class RateSettings:
     pack: Pack | None = None
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise DataError(f"the batch size (--batch-size) must be at least 1, got {self.batch_size}")
+        check_batch_size(self.batch_size)
 
     def record(self) -> dict[str, Any]:
         """Returns the settings by name; of the pack's entries only their number."""

@@ -107,12 +107,17 @@ def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequen
     base: the plain model's config.json. plain: the codec's settings that the pack was tuned with. entries: base ids of
     each entry. Raises `ConfigError`.
     """
+    config = plain.config(entries, hidden_width(base))
+    section = {**config.to_dict(), "base_model_type": base["model_type"], "plain": True}
+    return {"model_type": MODEL_TYPE, "zip2zip": section}
+
+
+def hidden_width(base: Mapping[str, Any]) -> int:
+    """Returns the width D of a decoder's states. base: its config.json. Raises `ConfigError`."""
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
-    config = plain.config(entries, width)
-    section = {**config.to_dict(), "base_model_type": base["model_type"], "plain": True}
-    return {"model_type": MODEL_TYPE, "zip2zip": section}
+    return width
 
 
 def codec_for_tuned_pack(params: CodecParams, position_mode: str) -> PlainCodec:

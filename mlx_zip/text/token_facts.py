@@ -47,17 +47,20 @@ def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.in
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     encoded = inner(text, add_special_tokens=False, return_offsets_mapping=inner.is_fast, verbose=False)
     ids = np.array(encoded["input_ids"], dtype=np.int64).astype(np.uint32)
-    count_characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = (
-        1 + (count_characters >= 0x80).astype(np.int64) + (count_characters >= 0x800) + (count_characters >= 0x10000)
-    )
-    before = np.concatenate([[0], np.cumsum(widths)])
+    before = bytes_before_characters(text)
     if not inner.is_fast:
         return ids, np.diff(np.linspace(0, before[-1], len(ids) + 1).round().astype(np.int64))
     starts = np.maximum.accumulate(np.array([start for start, _ in encoded["offset_mapping"]], np.int64))
     if len(starts):
         starts[0] = 0
     return ids, np.diff(before[starts], append=before[-1])
+
+
+def bytes_before_characters(text: str) -> NDArray[np.int64]:
+    """Returns the UTF-8 bytes before each of n characters and before the end, int64 [n + 1]."""
+    characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
+    return np.concatenate([[0], np.cumsum(widths)])
 
 
 def longest_token_bytes(tokenizer: Any) -> int | None:

@@ -32,7 +32,7 @@ from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.loading import load_error_types, read_model_config, rope_settings_for_mlx_lm
-from mlx_zip.models.model_folder import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs, hidden_width
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import can_have_entries
@@ -89,16 +89,13 @@ def make_zip_config(base: Mapping[str, Any], params: CodecParams, encoder: Encod
     """Returns the config.json of the zip2zip model that a plain model becomes. base: the plain model's config.json."""
     if params.pad_id is None:
         raise TrainingError("the data were prepared without a pad id; prepare them with the model's tokenizer")
-    width = base.get("hidden_size")
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
     config = ZipConfig(
         vocab_size=params.vocab_size,
         codebook_size=params.codebook_size,
         merge_size=params.merge_size,
         disabled_ids=params.disabled_ids,
         pad_id=params.pad_id,
-        encoder=encoder.config(width),
+        encoder=encoder.config(hidden_width(base)),
         position_mode=encoder.position_mode,
         format_version=2,
         base_model=".",

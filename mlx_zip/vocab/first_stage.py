@@ -47,7 +47,7 @@ BYTE_OF = {chr(byte): byte for byte in _PRINTED}  # in GPT-2's order of ids; the
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))}
 CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
 
-_PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
+PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 
 def spelled_to_bytes(text: str) -> bytes:
@@ -358,5 +358,5 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     Equal tokenizers have equal fingerprints. tokenizer: one of transformers, or mlx-lm's wrapper of it.
     """
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
-    facts = [sorted(tokenizer.get_vocab().items()), special, tokenizer.encode(_PROBE, add_special_tokens=False)]
+    facts = [sorted(tokenizer.get_vocab().items()), special, tokenizer.encode(PROBE, add_special_tokens=False)]
     return sha256(json.dumps(facts).encode("utf-8")).hexdigest()

@@ -17,6 +17,7 @@ from mlx_zip.cli.generation_flags import (
     add_kv_quantization_flags,
     add_kv_size_flag,
     add_prefill_flag,
+    add_sampling_flag,
     check_kv_size,
     check_model_flag,
 )
@@ -52,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, default, text) in SAMPLING_FLAGS.items():
         if name == "seed":
             default, text = _SEED, "seed of the first answer's random numbers; each further answer has the next one"
-        shown = f" (default: {default:g})" if default is not None else ""
-        add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
+        add_sampling_flag(add, name, kind, default, text)
     add_prefill_flag(add)
     add("--plain", action="store_true", help="print answers as they are, without rendering Markdown (default: off)")
     add_color_flag(add)

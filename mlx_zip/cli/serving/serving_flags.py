@@ -8,6 +8,7 @@ from typing import Any
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.generation_flags import (
+    SAMPLING_FLAGS,
     add_adapter_flag,
     add_canonical_flag,
     add_draft_flags,
@@ -23,12 +24,8 @@ REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
     "pipeline": "a model on several machines is split inside its layers, not between them",
     "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
 }
-DEFAULT_SAMPLING_FLAGS = {  # flags of requests that do not say otherwise: (type, default, help)
-    "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
-    "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
-    "top_k": (int, 0, "sample from this many likeliest ids; 0 samples from all"),
-    "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
-}
+# flags of requests that do not say otherwise: (type, default, help)
+DEFAULT_SAMPLING_FLAGS = {name: SAMPLING_FLAGS[name] for name in ("temp", "top_p", "top_k", "min_p")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

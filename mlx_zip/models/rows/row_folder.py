@@ -13,15 +13,14 @@ folder; reading a document of 1,182 ids took 4.63 s and 3.13 s.
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import time
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.files import try_lock_folder
+from mlx_zip.errors import failure_reason
+from mlx_zip.files import make_private, try_lock_folder
 from mlx_zip.models.rows.row_files import (
     FILES_PER_SET,
     DamagedFileError,
@@ -95,7 +94,7 @@ class RowFolder:
             except (OSError, DamagedFileError, ForeignFileError) as error:
                 self.writable = False
                 self._drop_new_rows()
-                self._warn_once("write", f"cannot be written, new rows are not kept: {_error_text(error)}")
+                self._warn_once("write", f"cannot be written, new rows are not kept: {failure_reason(error)}")
             if not self._new:
                 return
             if time.monotonic() >= until:
@@ -126,16 +125,10 @@ class RowFolder:
 
     def _make_private_folder(self) -> bool:
         """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.folder.stat()
-        except OSError as error:
-            self._warn_once("folder", f"cannot be used: {_error_text(error)}")
-            return False
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
-            self._warn_once("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
-            return False
-        return True
+        why = make_private(self.folder)
+        if why is not None:
+            self._warn_once("folder", why)
+        return why is None
 
     def _reopen(self, rows: RowSet) -> list[RowFile]:
         """Opens the files of a set that exist now and returns them, newest first."""
@@ -145,7 +138,7 @@ class RowFolder:
             known = {path: file for path, file in known.items() if path in paths and file.is_linked}
         except OSError as error:
             self.readable = self.writable = False
-            self._warn_once("folder", f"cannot be read: {_error_text(error)}")
+            self._warn_once("folder", f"cannot be read: {failure_reason(error)}")
             paths = []
         opened = [known[path] if path in known else self._open(path, rows) for path in reversed(paths)]
         self._files[rows] = [file for file in opened if file is not None]
@@ -158,7 +151,7 @@ class RowFolder:
         except FileNotFoundError:  # another process has just deleted it
             return None
         except OSError as error:
-            self._warn_once("read", f"has a file that cannot be read: {_error_text(error)}")
+            self._warn_once("read", f"has a file that cannot be read: {failure_reason(error)}")
         except ForeignFileError:
             self._warn_once(
                 "foreign", f"has a file with rows of another model under this one's name; it is not used: {path.name}"
@@ -185,7 +178,7 @@ class RowFolder:
             self._delete_damaged(file.path)
         except OSError as error:
             self._files[file.rows].remove(file)
-            self._warn_once("read", f"has a file that cannot be read: {_error_text(error)}")
+            self._warn_once("read", f"has a file that cannot be read: {failure_reason(error)}")
 
     # ---- writing; the folder is locked
 
@@ -254,7 +247,3 @@ def purge_row_folder(folder: Path) -> tuple[int, int]:
     if not any(folder.iterdir()):
         folder.rmdir()
     return len(paths), size
-
-
-def _error_text(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -21,7 +21,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError, GenerationError
 from mlx_zip.text.prompts import render_chat
 from mlx_zip.text.sources import Record, Skipped
-from mlx_zip.text.token_facts import leading_special_ids, special_ids
+from mlx_zip.text.token_facts import bytes_before_characters, leading_special_ids, special_ids
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -185,12 +185,9 @@ class RecordEncoder:
         Of several ids within one character the first gets its bytes.
         """
         ends = [end for _, end in self._fast_tokenizer.encode(text, add_special_tokens=False).offsets]
-        characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
-        upto = np.concatenate([[0], np.cumsum(widths)])
         places = np.maximum.accumulate(np.array(ends, np.int64))
-        places[-1:] = len(characters)
-        return np.diff(upto[places], prepend=0)
+        places[-1:] = len(text)
+        return np.diff(bytes_before_characters(text)[places], prepend=0)
 
     @cached_property
     def _token_bytes(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
