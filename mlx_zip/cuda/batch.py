@@ -4,11 +4,15 @@ A step has four parts, so that the device works while the host does: `choose_ids
 `start_body` (the body over these ids), `wait_for_ids` (waits for the ids only) and `update_codebooks` (the codebooks
 read the ids, and the rows of new entries are made). Body, head and the making of rows are pieces of work at fixed
 addresses (`mlx_zip.cuda.graphs`).
+
+A draft (`mlx_zip.engine.drafts`) is read in `update_codebooks`, in one call of the body with the id before it. While
+its ids are chosen, the body's outputs are at hand and the body need not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +27,9 @@ from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.kv_cache import KVCache
-from mlx_zip.cuda.sequence import SequenceStart, SequenceState, Snapshot
+from mlx_zip.cuda.sequence import ReadDraft, SequenceStart, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
+from mlx_zip.engine.drafts import Draft
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
 
@@ -60,7 +65,7 @@ class Batch:
         self._steps_sent = [0] * max_sequences
         self._download = Download(max_sequences, device)
         self._sequences: list[SequenceState] = []
-        self._postponed = False  # whether the body has to wait for the ids, because LongRoPE may switch
+        self._postponed = False  # whether the body runs when the ids are known
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -129,6 +134,7 @@ class Batch:
         mark = sequence.book.mark()
         if not len(ids) or len(ids) > self.room_left(row):
             raise ModelError(f"{len(ids)} ids cannot be read: a sequence has room for {self.room_left(row)} more")
+        self.drop_draft(row)
         new = sequence.book.push(ids)
         try:
             sequence.missing_slots.update(new.slots.tolist())
@@ -232,20 +238,24 @@ class Batch:
             self._steps.send(np.array(steps, np.int64))
             self._steps_sent = steps
 
-    def start_body(self) -> None:
+    def start_body(self, wait: bool = False) -> None:
         """Starts the body over the ids that were chosen last. Raises `ModelError` if a sequence has no room for its id.
 
-        Where an id may make LongRoPE switch, the body runs in `update_codebooks`.
+        wait: whether drafts may follow the ids; then the body runs in `update_codebooks`, as it does where an id may
+        make LongRoPE switch.
         """
         for row, sequence in enumerate(self._sequences):
             if sequence.has_chosen and not self.room_left(row):
                 raise ModelError(f"sequence {row} has read {self.capacity} ids and has no room for more")
-        self._postponed = any(
+        self._postponed = wait or any(
             sequence.has_chosen and self._may_switch_frequencies(sequence) for sequence in self._sequences
         )
         if not self._postponed:
-            size = graph_size(len(self), self.max_sequences)
-            self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
+            self._run_body_of_stepping()
+
+    def _run_body_of_stepping(self) -> None:
+        size = graph_size(len(self), self.max_sequences)
+        self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
     def _run_body(self, size: int) -> None:
         """Runs the body over the chosen ids of the first `size` rows. Sequences that do not step stay as they are.
@@ -264,27 +274,33 @@ class Batch:
         """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""
         return self._download.wait(len(self))
 
-    def update_codebooks(self, ids: Sequence[int]) -> dict[int, Exception]:
+    def update_codebooks(self, ids: Sequence[int], drafts: Mapping[int, Draft] | None = None) -> dict[int, Exception]:
         """Reads the chosen ids into the codebooks and makes the rows of new entries. Returns errors by row.
 
-        A sequence with an error has not read its id, and cannot choose until it has read again. The others go on.
-        Errors are a `CodecError` for an illegal id, and PyTorch's, for example of too little memory.
+        drafts: by row, what the body reads behind the chosen id, after `start_body` with `wait`; not for sequences
+        whose draft goes on with that id. A sequence with an error has not read its id, and cannot choose until it has
+        read again. The others go on. Errors are a `CodecError` for an illegal id, and PyTorch's, for example of too
+        little memory.
         """
         errors: dict[int, Exception] = {}
         new: list[tuple[int, Installed]] = []
         again: list[int] = []
         for row, sequence in enumerate(self._sequences):
             if sequence.has_chosen:
+                followed = self._follow_draft(row, sequence, ids[row])
                 try:
                     known, entry = self._push_id(sequence, ids[row])
                 except CodecError as error:
                     self._record_error(row, sequence.book.mark(), error, errors)
                     continue
                 new += [(row, entry)] * len(entry)
-                again += [] if known and not self._postponed else [row]
+                again += [] if followed or (known and not self._postponed) else [row]
         self._make_new_rows(new, errors)
-        for row in again:
-            if row not in errors:
+        again = [row for row in again if row not in errors]
+        if self._postponed:
+            self._run_postponed(again, drafts or {}, errors)
+        else:
+            for row in again:
                 self._rerun_body(row, errors)
         return errors
 
@@ -311,6 +327,26 @@ class Batch:
             for row, _ in new:
                 self._record_error(row, self.book(row).mark() - 1, error, errors)
 
+    def _run_postponed(self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]) -> None:
+        """Runs the body over the last ids of these sequences, and over the drafts behind these ids."""
+        stepping = []
+        for row in rows:
+            sequence = self._sequences[row]
+            if row in drafts:
+                outputs = self._reader.read_ahead(row, sequence, drafts[row].ids)
+                sequence.ahead = ReadDraft(drafts[row], outputs)
+                sequence.output = sequence.ahead.output
+            elif self._frequency_set_of(sequence) != sequence.frequency_set:
+                self._rerun_body(row, errors)
+            else:
+                stepping.append(row)
+        if stepping:
+            self._send_steps([int(row in stepping) for row in range(self.max_sequences)])
+            self._run_body_of_stepping()
+
+    def _frequency_set_of(self, sequence: SequenceState) -> int:
+        return self.model.decoder.rope.frequency_set(sequence.position_count(self._by_base_ids) - 1)
+
     def _rerun_body(self, row: int, errors: dict[int, Exception]) -> None:
         sequence = self._sequences[row]
         try:
@@ -322,6 +358,42 @@ class Batch:
         """Returns whether a sequence's next id may need another set of rotary frequencies than it has."""
         last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # of the longest id
         return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
+
+    # ---- drafts
+
+    def draft(self, row: int) -> Draft | None:
+        """Returns the draft of which a sequence's next id may be one, None for none."""
+        ahead = self._sequences[row].ahead
+        return None if ahead is None else ahead.draft
+
+    def draft_room(self, row: int) -> int:
+        """Returns how many ids may be proposed behind a sequence's next id, none if that may make LongRoPE switch.
+
+        One place stays free behind the draft: steps of other sequences write there.
+        """
+        return 0 if self._may_switch_frequencies(self._sequences[row]) else max(0, self.room_left(row) - 2)
+
+    def drop_draft(self, row: int) -> None:
+        """Forgets a sequence's draft, if it has one."""
+        sequence = self._sequences[row]
+        if sequence.ahead is not None:
+            sequence.ahead = None
+            self.kv.trim_row(row, sequence.book.mark())
+            self._positions_used[row] = sequence.position_count(self._by_base_ids)
+
+    def _follow_draft(self, row: int, sequence: SequenceState, id_: int) -> bool:
+        """Takes the output after an id from the sequence's draft. If the id is not the next one there, the draft ends.
+
+        Returns whether it is.
+        """
+        ahead = sequence.ahead
+        if ahead is None:
+            return False
+        if ahead.draft.take(id_):
+            sequence.output = ahead.output
+            return True
+        self.drop_draft(row)
+        return False
 
 
 # ---- ids that a sequence has read
@@ -362,10 +434,27 @@ class SequenceReader:
             self._kv.trim_row(row, 0)
             self._kv.frequency_set[row] = frequency_set
         for begin in range(first, end, CHUNK):
-            sequence.output = self._run_chunk(row, sequence, begin, min(begin + CHUNK, end))
+            sequence.output = self._run_chunk(row, sequence, begin, min(begin + CHUNK, end))[-1]
         sequence.frequency_set, self._used[row] = frequency_set, used
 
+    def read_ahead(self, row: int, sequence: SequenceState, ids: Sequence[int]) -> torch.Tensor:
+        """Runs the body over a sequence's last id and ids behind it. Returns the outputs [1 + len(ids), D].
+
+        The sequence does not hold these ids. Rows of entries that they install are in the store afterwards, so that
+        they are at hand when one of these ids is chosen.
+        """
+        book = sequence.book.copy()
+        installed = book.push(ids).slots.tolist()
+        ahead = replace(sequence, book=book, missing_slots=set(installed))
+        self.fill_missing_rows(row, ahead)
+        outputs = self._run_chunk(row, ahead, sequence.book.mark() - 1, book.mark())
+        self._tables.clear_slots_from(row, len(sequence.book))
+        sequence.missing_slots.update(slot for slot in installed if slot < len(sequence.book))  # evicted ones return
+        self.fill_missing_rows(row, sequence)
+        return outputs
+
     def _run_chunk(self, row: int, sequence: SequenceState, begin: int, end: int) -> torch.Tensor:
+        """Runs the body over the ids from number `begin` up to `end` of a sequence. Returns the outputs [L, D]."""
         model, device = self._model, self._model.device
         ids = ids_to_device(sequence.book.ids[begin:end], device)[None]
         positions = ids_to_device(sequence.positions(begin, self._by_base_ids)[: end - begin], device)[None]
@@ -374,7 +463,7 @@ class SequenceReader:
         if len(at) and model.store is not None:
             h[0, ids_to_device(at, device)] = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
         slots = torch.arange(begin, end, device=device)[None]
-        return model.decoder.prefill(h, positions, slots, self._kv.slice_rows(row, row + 1), end)[0, -1]
+        return model.decoder.prefill(h, positions, slots, self._kv.slice_rows(row, row + 1), end)[0]
 
 
 # ---- rows that keep their identity while the batch moves them, and that may be given up at any time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,11 @@ from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import DEVICE_VARIABLE, peak_rss_bytes
+from mlx_zip.engine.draft_sources import LookupSource
+from mlx_zip.engine.drafts import Drafter, check_draft
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
@@ -107,6 +110,7 @@ def open_cuda_engine(
     max_prompt_tokens: int | None = None,
     max_kv_bytes: int | None = None,
     prefill_step_size: int | None = None,
+    draft: str = "off",
     sessions: SessionOptions | None = DEFAULT_SESSIONS,
     make: Callable[..., CudaEngine] = CudaEngine,
 ) -> CudaEngine:
@@ -114,7 +118,7 @@ def open_cuda_engine(
 
     device: None for the one that `device_from_environment` returns. dtype: see `read_folder`. tokenizer_config:
     `chat_template` only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request
-    has an equal part. sessions: bounds of the kept sessions, None to keep none. Other options are those of
+    has an equal part. draft: as in `RunOptions`. sessions: bounds of the kept sessions, None to keep none. Other options are those of
     `mlx_zip.engine.mlx.mlx_engine.open_engine`.
     """
     where = device_from_environment() if device is None else device
@@ -123,7 +127,9 @@ def open_cuda_engine(
         model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
         return model, tokenizer_with_options(model, tokenizer_config or {}, trust_remote_code)
 
-    run = RunOptions() if prefill_step_size is None else RunOptions(prefill_step_size=prefill_step_size)
+    check_draft(draft)
+    run = RunOptions(draft=draft)
+    run = run if prefill_step_size is None else replace(run, prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
     if sessions is None:
         return make(load, str(model_name), options)
@@ -176,11 +182,12 @@ class CudaServed:
     Raises `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
     """
 
-    machines, batches, long_context = None, False, None
+    machines, batches = None, False
 
     def __init__(self, model: CudaModel, tokenizer: Any, name: str, options: ServeOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options.run
         config, decoder = model.config, model.folder.decoder
+        self.long_context = decoder.rope.long_from
         self.hyper = config is not None
         self.by_base = config is not None and config.position_mode == "base_token_end"
         self.canonical = config is not None and config.canonical
@@ -191,7 +198,10 @@ class CudaServed:
         self.context = trained if self.by_base else min(capacity, trained or capacity)
         self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self.row_handles = RowHandles(Batch(model, options.max_running, capacity))
-        self.group = CudaGroup(self.row_handles, 0 if config is None else config.pad_id)
+        self._pass_costs = PassCosts() if options.run.draft == "auto" else None
+        ahead = model.device.type == "cuda" if self.options.ahead is None else self.options.ahead
+        pad_id = 0 if config is None else config.pad_id
+        self.group = CudaGroup(self.row_handles, pad_id, self._pass_costs, ahead)
         self.weight_bytes = 0  # groups are never merged, which this figure is for
         self.facts = self._model_facts()
         self.info = engine_info(name, model.fingerprint, self.facts)
@@ -260,8 +270,9 @@ class CudaServed:
         """Returns a request's penalties and biases."""
         return [BaseTokenPenalties(options, state, 0)] if options.has_penalties else []
 
-    def make_drafter(self, text: object) -> None:
-        """Returns None: a pass reads one id per request."""
+    def make_drafter(self, text: Callable[[], Sequence[int]]) -> Drafter | None:
+        """Returns what proposes ids for a request, None for nothing. text: returns the base ids that it has so far."""
+        return None if self.options.draft == "off" else Drafter([LookupSource(text())], self._pass_costs)
 
     def free(self, cache: RowHandle) -> None:
         """Gives up a request's row."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,9 @@ from mlx_zip.cuda.batch import RowHandles
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import to_device
+from mlx_zip.engine.drafts import Draft
 from mlx_zip.engine.interface import Progress
+from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.searching import Search, search
 from mlx_zip.errors import MlxZipError, PromptTooLongError
@@ -28,15 +31,25 @@ log = logging.getLogger(__name__)
 
 
 class CudaGroup:
-    """The requests of one engine that take steps. pad_id: an id that canonical decoding never excludes."""
+    """The requests of one engine that take steps.
 
-    def __init__(self, row_handles: RowHandles, pad_id: int) -> None:
+    pad_id: an id that canonical decoding never excludes. costs: what passes cost for one request, by which ids are
+    proposed; then nothing is proposed while several requests share a pass. None: ids are proposed whatever they cost.
+    ahead: whether the body begins before the host has read the ids, unless drafts may follow them.
+    """
+
+    def __init__(
+        self, row_handles: RowHandles, pad_id: int, costs: PassCosts | None = None, ahead: bool = True
+    ) -> None:
         self.requests: list[Request] = []
+        self._costs, self._ahead = costs, ahead
         self._row_handles, self._batch, self._pad_id = row_handles, row_handles.batch, pad_id
         self._chosen: list[Request] = []  # requests whose next ids were chosen and not followed
         self._ids: list[int] = []  # of all rows
         self._chooser: _RowChooser | None = None
         self._must_wait = False  # whether `finish` must choose
+        self._waits = False  # whether the body has to wait for the ids, because drafts may follow them
+        self._pass_ids, self._read_s = 0, 0.0  # ids of a pass for one request, else 0, and when ids were read last
 
     def join(self, others: Sequence[object]) -> None:
         """Does nothing: there is one group."""
@@ -65,6 +78,7 @@ class CudaGroup:
     def read(self) -> None:
         """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
         self._ids = self._batch.wait_for_ids() if self._chosen else []
+        self._time_pass()
         for request in self._chosen:
             if request.error is not None:
                 continue
@@ -77,8 +91,18 @@ class CudaGroup:
             except Exception as error:
                 request.error = error
 
+    def _time_pass(self) -> None:
+        """Notes how long the pass took from which the ids were chosen that have just been read."""
+        now = time.perf_counter()
+        if self._costs is not None and self._pass_ids and self._read_s and len(self.requests) == 1:
+            self._costs.note(self._pass_ids, self.length, now - self._read_s)
+        self._pass_ids, self._read_s = 0, now
+
     def _chosen_of_row(self, row: int) -> Chosen:
-        return Chosen(self._ids[row]) if self._chooser is None else self._chooser.chosen(row, self._ids[row])
+        id_, draft = self._ids[row], self._batch.draft(row)
+        chosen = Chosen(id_) if self._chooser is None else self._chooser.chosen(row, id_)
+        chosen.from_draft = draft is not None and draft.proposes(id_)
+        return chosen
 
     def settle(self) -> list[Request]:
         """Has the codebooks read the chosen ids; takes out the requests that have ended or failed, and returns them."""
@@ -105,10 +129,42 @@ class CudaGroup:
 
     def _update_codebooks(self) -> None:
         by_row = {request.cache.row: request for request in self._chosen}
-        for row, error in self._batch.update_codebooks(self._ids).items():
+        self._pass_ids = 1 if len(self._chosen) == 1 else 0
+        drafts = self._propose() if self._waits else {}
+        for row, error in self._batch.update_codebooks(self._ids, drafts).items():
             request = by_row[row]
             request.error, request.whole = request.error or error, isinstance(error, MlxZipError)
             self._chosen.remove(request)  # it has not read its id
+
+    def _propose(self) -> dict[int, Draft]:
+        """Returns by row what may come after the chosen ids. Drafts that these ids do not go on with are over."""
+        proposed = dict[int, Draft]()
+        for request in self._chosen:
+            row = request.cache.row
+            id_, draft = self._ids[row], self._batch.draft(row)
+            if draft is not None and draft.proposes(id_):
+                self._pass_ids = 0
+                continue
+            if draft is not None:
+                draft.end()
+            if request.drafter is not None and (ids := request.propose(id_, self._draft_room(request))):
+                proposed[row] = Draft(request.drafter, ids)
+                self._pass_ids *= 1 + len(ids)
+        return proposed
+
+    def _draft_room(self, request: Request) -> int:
+        """Returns how many ids may be proposed to a request."""
+        if request.error is not None or (self._costs is not None and len(self.requests) > 1):
+            return 0
+        return self._batch.draft_room(request.cache.row)
+
+    def _expects_draft(self, request: Request) -> bool:
+        """Returns whether a draft may have the request's next id or follow it."""
+        if request.drafter is None:
+            return False
+        if not self._ahead or self._batch.draft(request.cache.row) is not None:
+            return True
+        return self._draft_room(request) > 0 and request.drafter.expects_to_propose(request.held_ids)
 
     def _release_row(self, request: Request, has_read: bool) -> None:
         """Gives up a request's row, and keeps a snapshot of it if the request is to be kept.
@@ -152,7 +208,8 @@ class CudaGroup:
         self._row_handles.rows_locked, self._must_wait = True, False
         self._chosen = list(self.requests)
         self._batch.choose_ids(self._chooser)
-        self._batch.start_body()
+        self._waits = any(map(self._expects_draft, self.requests))
+        self._batch.start_body(self._waits)
 
     def drop(self) -> None:
         """Gives up the requests' rows, after a step has failed."""
