@@ -35,6 +35,7 @@ from mlx_zip.packs.pack import PackOrEntries
 
 CHUNK = 2048  # ids that the body runs over at once when a sequence is read
 ChooseIds = Callable[[HeadOutput], torch.Tensor]
+_Span = tuple[SequenceState, int, int]  # a sequence, the number of an id of its log, and of the id after the last one
 
 
 class Batch:
@@ -329,23 +330,29 @@ class Batch:
 
     def _run_postponed(self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]) -> None:
         """Runs the body over the last ids of these sequences, and over the drafts behind these ids."""
-        stepping = []
-        for row in rows:
-            sequence = self._sequences[row]
-            if row in drafts:
-                outputs = self._reader.read_ahead(row, sequence, drafts[row].ids)
-                sequence.ahead = ReadDraft(drafts[row], outputs)
-                sequence.output = sequence.ahead.output
-            elif self._frequency_set_of(sequence) != sequence.frequency_set:
-                self._rerun_body(row, errors)
-            else:
-                stepping.append(row)
-        if stepping:
+        switching = [row for row in rows if self._has_switched_frequencies(self._sequences[row])]
+        for row in switching:
+            self._rerun_body(row, errors)
+        rest = [row for row in rows if row not in switching]
+        together = drafts and self.model.decoder.takes_rows_of_any_length
+        ahead = [row for row in rest if together or row in drafts]
+        if ahead:
+            self._read_drafts(ahead, drafts)
+        if stepping := [row for row in rest if row not in ahead]:
             self._send_steps([int(row in stepping) for row in range(self.max_sequences)])
             self._run_body_of_stepping()
 
-    def _frequency_set_of(self, sequence: SequenceState) -> int:
-        return self.model.decoder.rope.frequency_set(sequence.position_count(self._by_base_ids) - 1)
+    def _read_drafts(self, rows: Sequence[int], drafts: Mapping[int, Draft]) -> None:
+        ids = {row: drafts[row].ids if row in drafts else [] for row in rows}
+        outputs = self._reader.read_ahead({row: (self._sequences[row], ids[row]) for row in rows})
+        for row in rows:
+            sequence = self._sequences[row]
+            sequence.ahead = ReadDraft(drafts[row], outputs[row]) if row in drafts else None
+            sequence.output = outputs[row][0]
+
+    def _has_switched_frequencies(self, sequence: SequenceState) -> bool:
+        last = sequence.position_count(self._by_base_ids) - 1
+        return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
     def _rerun_body(self, row: int, errors: dict[int, Exception]) -> None:
         sequence = self._sequences[row]
@@ -434,36 +441,55 @@ class SequenceReader:
             self._kv.trim_row(row, 0)
             self._kv.frequency_set[row] = frequency_set
         for begin in range(first, end, CHUNK):
-            sequence.output = self._run_chunk(row, sequence, begin, min(begin + CHUNK, end))[-1]
+            sequence.output = self._run_spans({row: (sequence, begin, min(begin + CHUNK, end))})[row][-1]
         sequence.frequency_set, self._used[row] = frequency_set, used
 
-    def read_ahead(self, row: int, sequence: SequenceState, ids: Sequence[int]) -> torch.Tensor:
-        """Runs the body over a sequence's last id and ids behind it. Returns the outputs [1 + len(ids), D].
+    def read_ahead(self, parts: Mapping[int, tuple[SequenceState, Sequence[int]]]) -> dict[int, torch.Tensor]:
+        """Runs the body over the last ids of sequences and ids behind them. Returns outputs [1 + K, D] by row.
 
-        The sequence does not hold these ids. Rows of entries that they install are in the store afterwards, so that
-        they are at hand when one of these ids is chosen.
+        parts: by row the sequence and the K ids, which it does not hold. Rows of entries that they install are in the
+        store afterwards, so that they are at hand when one of these ids is chosen.
         """
-        book = sequence.book.copy()
-        installed = book.push(ids).slots.tolist()
-        ahead = replace(sequence, book=book, missing_slots=set(installed))
-        self.fill_missing_rows(row, ahead)
-        outputs = self._run_chunk(row, ahead, sequence.book.mark() - 1, book.mark())
-        self._tables.clear_slots_from(row, len(sequence.book))
-        sequence.missing_slots.update(slot for slot in installed if slot < len(sequence.book))  # evicted ones return
-        self.fill_missing_rows(row, sequence)
+        spans, installed = dict[int, _Span](), dict[int, list[int]]()
+        for row, (sequence, ids) in parts.items():
+            book = sequence.book.copy()
+            installed[row] = book.push(ids).slots.tolist()
+            ahead = replace(sequence, book=book, missing_slots=set(installed[row]))
+            self.fill_missing_rows(row, ahead)
+            spans[row] = ahead, sequence.book.mark() - 1, book.mark()
+        together = [spans] if self._model.decoder.takes_rows_of_any_length else [{row: spans[row]} for row in spans]
+        outputs = {row: output for some in together for row, output in self._run_spans(some).items()}
+        for row, (sequence, _) in parts.items():
+            self._tables.clear_slots_from(row, count := len(sequence.book))
+            sequence.missing_slots.update(slot for slot in installed[row] if slot < count)  # evicted ones return
+            self.fill_missing_rows(row, sequence)
+            self._used[row] = sequence.position_count(self._by_base_ids)
         return outputs
 
-    def _run_chunk(self, row: int, sequence: SequenceState, begin: int, end: int) -> torch.Tensor:
-        """Runs the body over the ids from number `begin` up to `end` of a sequence. Returns the outputs [L, D]."""
-        model, device = self._model, self._model.device
-        ids = ids_to_device(sequence.book.ids[begin:end], device)[None]
-        positions = ids_to_device(sequence.positions(begin, self._by_base_ids)[: end - begin], device)[None]
-        h = model.embed(ids, self._tables.inputs[row : row + 1])
-        at, entries, lengths = sequence.find_evicted(begin, end - begin)
-        if len(at) and model.store is not None:
-            h[0, ids_to_device(at, device)] = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
-        slots = torch.arange(begin, end, device=device)[None]
-        return model.decoder.prefill(h, positions, slots, self._kv.slice_rows(row, row + 1), end)[0]
+    def _run_spans(self, spans: Mapping[int, _Span]) -> dict[int, torch.Tensor]:
+        """Runs the body once over a span of ids of each sequence, given by row. Returns the outputs [L, D] by row.
+
+        Shorter spans are padded. Sequences between these rows stay as they are.
+        """
+        model, device, first = self._model, self._model.device, min(spans)
+        shape = max(spans) + 1 - first, max(end - begin for _, begin, end in spans.values())
+        ids, positions, slots = (np.full(shape, padding, np.int64) for padding in (0, 0, -1))
+        for row, (sequence, begin, end) in spans.items():
+            at = row - first, slice(end - begin)
+            ids[at] = sequence.book.ids[begin:end]
+            positions[at] = sequence.positions(begin, self._by_base_ids)[: end - begin]
+            slots[at] = np.arange(begin, end)
+        rows = slice(first, first + shape[0])
+        h = model.embed(ids_to_device(ids, device), self._tables.inputs[rows])
+        for row, (sequence, begin, end) in spans.items():
+            columns, entries, lengths = sequence.find_evicted(begin, end - begin)
+            if len(columns) and model.store is not None:
+                then = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
+                h[row - first, ids_to_device(columns, device)] = then
+        places = ids_to_device(positions, device), ids_to_device(slots, device)
+        end = spans[first][2] if len(spans) == 1 else None
+        out = model.decoder.prefill(h, *places, self._kv.slice_rows(rows.start, rows.stop), end)
+        return {row: out[row - first, : end - begin] for row, (_, begin, end) in spans.items()}
 
 
 # ---- rows that keep their identity while the batch moves them, and that may be given up at any time

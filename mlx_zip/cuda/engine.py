@@ -118,8 +118,8 @@ def open_cuda_engine(
 
     device: None for the one that `device_from_environment` returns. dtype: see `read_folder`. tokenizer_config:
     `chat_template` only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request
-    has an equal part. draft: as in `RunOptions`. sessions: bounds of the kept sessions, None to keep none. Other options are those of
-    `mlx_zip.engine.mlx.mlx_engine.open_engine`.
+    has an equal part. draft: as in `RunOptions`. sessions: bounds of the kept sessions, None to keep none. Other
+    options are those of `mlx_zip.engine.mlx.mlx_engine.open_engine`.
     """
     where = device_from_environment() if device is None else device
 

@@ -150,7 +150,12 @@ Attention = Callable[[int, DecoderLayer, torch.Tensor], torch.Tensor]  # index, 
 
 
 class Decoder:
-    """The body of a model, from embeddings to the output that the head takes. Holds weights only."""
+    """The body of a model, from embeddings to the output that the head takes. Holds weights only.
+
+    takes_rows_of_any_length: whether `prefill` takes sequences that end at different slots.
+    """
+
+    takes_rows_of_any_length = True
 
     def __init__(self, folder: Folder) -> None:
         """Takes the layers and the final norm out of a folder. Raises `ModelError` naming file and tensor."""
