@@ -242,14 +242,15 @@ class Batch:
     def start_body(self, wait: bool = False) -> None:
         """Starts the body over the ids that were chosen last. Raises `ModelError` if a sequence has no room for its id.
 
-        wait: whether drafts may follow the ids; then the body runs in `update_codebooks`, as it does where an id may
-        make LongRoPE switch.
+        wait: whether drafts may follow the ids; then the body runs in `update_codebooks`, as it does where an id may be
+        one of a draft or make LongRoPE switch.
         """
         for row, sequence in enumerate(self._sequences):
             if sequence.has_chosen and not self.room_left(row):
                 raise ModelError(f"sequence {row} has read {self.capacity} ids and has no room for more")
         self._postponed = wait or any(
-            sequence.has_chosen and self._may_switch_frequencies(sequence) for sequence in self._sequences
+            sequence.has_chosen and (sequence.ahead is not None or self._may_switch_frequencies(sequence))
+            for sequence in self._sequences
         )
         if not self._postponed:
             self._run_body_of_stepping()

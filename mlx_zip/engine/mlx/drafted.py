@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter
+from mlx_zip.engine.drafts import MOST_PROPOSED, Draft, Drafter
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
@@ -24,9 +24,8 @@ class DraftedPass:
     """
 
     def __init__(self, served: Served, cache: list[Any], drafter: Drafter, last: int, proposed: Sequence[int]) -> None:
-        self._cache, self._drafter, self._proposed, self._taken = cache, drafter, list(proposed), 0
+        self._cache, self._draft = cache, Draft(drafter, proposed)
         self._state = find_zip_state(cache)
-        drafter.note_pass(len(proposed))
         self._logits = self._read(served, mx.array([[last, *proposed]], mx.uint32))
         self._add_to_cache(last)
 
@@ -56,19 +55,18 @@ class DraftedPass:
     @property
     def logits(self) -> mx.array:
         """The logits [1, W] after the last id that the cache holds."""
-        return self._logits[:, self._taken]
+        return self._logits[:, self._draft.taken]
 
     def proposes(self, chosen: int) -> bool:
         """Returns whether an id is the next one that was proposed."""
-        return self._taken < len(self._proposed) and self._proposed[self._taken] == chosen
+        return self._draft.proposes(chosen)
 
     def follow(self, chosen: int) -> bool:
         """Has the cache hold the id that was chosen, if it is the next proposed one; returns whether it is."""
-        if not self.proposes(chosen):
+        if not self._draft.proposes(chosen):
             return False
         self._add_to_cache(chosen)
-        self._taken += 1
-        return True
+        return self._draft.take(chosen)
 
     def _add_to_cache(self, one: int) -> None:
         """Moves the cache's end over an id that the pass has read."""
@@ -80,7 +78,7 @@ class DraftedPass:
 
     def end(self) -> None:
         """Tells the drafter that the draft is over: all ids were accepted, or the next one was refused."""
-        self._drafter.note_end(len(self._proposed), self._taken)
+        self._draft.end()
 
 
 def draft_room(served: Served, cache: Sequence[Any]) -> int:
