@@ -30,8 +30,7 @@ REFUSED = {  # flags that PyTorch has no use for, and what to do
     "kv_bits": "its KV caches are not quantized",
     "kv_group_size": "its KV caches are not quantized",
     "quantized_kv_start": "its KV caches are not quantized",
-    "draft": "its passes read one id per request",
-    "draft_model": "its passes read one id per request",
+    "draft_model": "only MLX has draft models",
     "prompt_cache_file": "its prompt caches are not kept in files",
     "row_cache": "its rows are kept in memory only",
     "row_cache_bytes": "its rows are kept in memory only",
@@ -43,7 +42,6 @@ _NEUTRAL_VALUES = {
     "keep_cache": False,
     "kv_group_size": 64,
     "quantized_kv_start": 5000,
-    "draft": "off",
 }  # values that ask for nothing
 
 
@@ -150,7 +148,6 @@ def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
         "kv_bits",
         "kv_group_size",
         "quantized_kv_start",
-        "draft",
         "draft_model",
         "num_draft_tokens",
         "row_cache",

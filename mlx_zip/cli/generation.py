@@ -161,6 +161,7 @@ def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterat
         canonical=args.canonical,
         trust_remote_code=args.trust_remote_code,
         prefill_step_size=args.prefill_step_size,
+        draft=args.draft,
         max_running=1,
         sessions=None,
         **_pack_options(args, chosen, str(folder)),

@@ -4,11 +4,14 @@ A step has four parts, so that the device works while the host does: `choose_ids
 `start_body` (the body over these ids), `wait_for_ids` (waits for the ids only) and `update_codebooks` (the codebooks
 read the ids, and the rows of new entries are made). Body, head and the making of rows are pieces of work at fixed
 addresses (`mlx_zip.cuda.graphs`).
+
+A draft (`mlx_zip.engine.drafts`) is read in `update_codebooks`, in one call of the body with the id before it. While
+its ids are chosen, the body's outputs are at hand and the body need not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +25,13 @@ from mlx_zip.cuda.graphs import Graphs, graph_size
 from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.kv_cache import KVCache
-from mlx_zip.cuda.sequence import SequenceStart, SequenceState, Snapshot
+from mlx_zip.cuda.reader import SequenceReader
+from mlx_zip.cuda.sequence import ReadDraft, SequenceStart, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
+from mlx_zip.engine.drafts import Draft
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
 
-CHUNK = 2048  # ids that the body runs over at once when a sequence is read
 ChooseIds = Callable[[HeadOutput], torch.Tensor]
 
 
@@ -60,7 +63,7 @@ class Batch:
         self._steps_sent = [0] * max_sequences
         self._download = Download(max_sequences, device)
         self._sequences: list[SequenceState] = []
-        self._postponed = False  # whether the body has to wait for the ids, because LongRoPE may switch
+        self._postponed = False  # whether the body runs when the ids are known
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -129,6 +132,7 @@ class Batch:
         mark = sequence.book.mark()
         if not len(ids) or len(ids) > self.room_left(row):
             raise ModelError(f"{len(ids)} ids cannot be read: a sequence has room for {self.room_left(row)} more")
+        self.drop_draft(row)
         new = sequence.book.push(ids)
         try:
             sequence.missing_slots.update(new.slots.tolist())
@@ -232,20 +236,25 @@ class Batch:
             self._steps.send(np.array(steps, np.int64))
             self._steps_sent = steps
 
-    def start_body(self) -> None:
+    def start_body(self, wait: bool = False) -> None:
         """Starts the body over the ids that were chosen last. Raises `ModelError` if a sequence has no room for its id.
 
-        Where an id may make LongRoPE switch, the body runs in `update_codebooks`.
+        wait: whether drafts may follow the ids; then the body runs in `update_codebooks`, as it does where an id may be
+        one of a draft or make LongRoPE switch.
         """
         for row, sequence in enumerate(self._sequences):
             if sequence.has_chosen and not self.room_left(row):
                 raise ModelError(f"sequence {row} has read {self.capacity} ids and has no room for more")
-        self._postponed = any(
-            sequence.has_chosen and self._may_switch_frequencies(sequence) for sequence in self._sequences
+        self._postponed = wait or any(
+            sequence.has_chosen and (sequence.ahead is not None or self._may_switch_frequencies(sequence))
+            for sequence in self._sequences
         )
         if not self._postponed:
-            size = graph_size(len(self), self.max_sequences)
-            self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
+            self._run_body_of_stepping()
+
+    def _run_body_of_stepping(self) -> None:
+        size = graph_size(len(self), self.max_sequences)
+        self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
     def _run_body(self, size: int) -> None:
         """Runs the body over the chosen ids of the first `size` rows. Sequences that do not step stay as they are.
@@ -264,27 +273,33 @@ class Batch:
         """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""
         return self._download.wait(len(self))
 
-    def update_codebooks(self, ids: Sequence[int]) -> dict[int, Exception]:
+    def update_codebooks(self, ids: Sequence[int], drafts: Mapping[int, Draft] | None = None) -> dict[int, Exception]:
         """Reads the chosen ids into the codebooks and makes the rows of new entries. Returns errors by row.
 
-        A sequence with an error has not read its id, and cannot choose until it has read again. The others go on.
-        Errors are a `CodecError` for an illegal id, and PyTorch's, for example of too little memory.
+        drafts: by row, what the body reads behind the chosen id, after `start_body` with `wait`; not for sequences
+        whose draft goes on with that id. A sequence with an error has not read its id, and cannot choose until it has
+        read again. The others go on. Errors are a `CodecError` for an illegal id, and PyTorch's, for example of too
+        little memory.
         """
         errors: dict[int, Exception] = {}
         new: list[tuple[int, Installed]] = []
         again: list[int] = []
         for row, sequence in enumerate(self._sequences):
             if sequence.has_chosen:
+                followed = self._follow_draft(row, sequence, ids[row])
                 try:
                     known, entry = self._push_id(sequence, ids[row])
                 except CodecError as error:
                     self._record_error(row, sequence.book.mark(), error, errors)
                     continue
                 new += [(row, entry)] * len(entry)
-                again += [] if known and not self._postponed else [row]
+                again += [] if followed or (known and not self._postponed) else [row]
         self._make_new_rows(new, errors)
-        for row in again:
-            if row not in errors:
+        again = [row for row in again if row not in errors]
+        if self._postponed:
+            self._run_postponed(again, drafts or {}, errors)
+        else:
+            for row in again:
                 self._rerun_body(row, errors)
         return errors
 
@@ -311,6 +326,32 @@ class Batch:
             for row, _ in new:
                 self._record_error(row, self.book(row).mark() - 1, error, errors)
 
+    def _run_postponed(self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]) -> None:
+        """Runs the body over the last ids of these sequences, and over the drafts behind these ids."""
+        switching = [row for row in rows if self._has_switched_frequencies(self._sequences[row])]
+        for row in switching:
+            self._rerun_body(row, errors)
+        rest = [row for row in rows if row not in switching]
+        together = drafts and self.model.decoder.takes_rows_of_any_length
+        ahead = [row for row in rest if together or row in drafts]
+        if ahead:
+            self._read_drafts(ahead, drafts)
+        if stepping := [row for row in rest if row not in ahead]:
+            self._send_steps([int(row in stepping) for row in range(self.max_sequences)])
+            self._run_body_of_stepping()
+
+    def _read_drafts(self, rows: Sequence[int], drafts: Mapping[int, Draft]) -> None:
+        ids = {row: drafts[row].ids if row in drafts else [] for row in rows}
+        outputs = self._reader.read_ahead({row: (self._sequences[row], ids[row]) for row in rows})
+        for row in rows:
+            sequence = self._sequences[row]
+            sequence.ahead = ReadDraft(drafts[row], outputs[row]) if row in drafts else None
+            sequence.output = outputs[row][0]
+
+    def _has_switched_frequencies(self, sequence: SequenceState) -> bool:
+        last = sequence.position_count(self._by_base_ids) - 1
+        return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
+
     def _rerun_body(self, row: int, errors: dict[int, Exception]) -> None:
         sequence = self._sequences[row]
         try:
@@ -323,58 +364,41 @@ class Batch:
         last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # of the longest id
         return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
+    # ---- drafts
 
-# ---- ids that a sequence has read
+    def draft(self, row: int) -> Draft | None:
+        """Returns the draft of which a sequence's next id may be one, None for none."""
+        ahead = self._sequences[row].ahead
+        return None if ahead is None else ahead.draft
 
+    def draft_room(self, row: int) -> int:
+        """Returns how many ids may be proposed behind a sequence's next id, none if that may make LongRoPE switch.
 
-class SequenceReader:
-    """Runs the decoder's body over the ids that a sequence has read: prompts, and sequences that are read again.
-
-    kv, tables: of the batch. used [B] int64: receives the number of positions read. by_base_ids: as in
-    `SequenceState.positions`.
-    """
-
-    def __init__(
-        self, model: CudaModel, kv: KVCache, tables: HyperRowTables, used: torch.Tensor, by_base_ids: bool
-    ) -> None:
-        self._model, self._kv, self._tables = model, kv, tables
-        self._used, self._by_base_ids = used, by_base_ids
-
-    def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
-        """Puts the missing rows of a sequence's entries into the tables."""
-        store, device = self._model.store, self._model.device
-        if not sequence.missing_slots or store is None:
-            return
-        slots, entries, lengths = sequence.missing_entries()
-        rows, at = store.find_or_encode(entries, lengths, self._model.encode), ids_to_device(slots, device)
-        self._tables.install(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
-        sequence.missing_slots.clear()
-
-    def run_body(self, row: int, sequence: SequenceState, first: int) -> None:
-        """Runs the body over a sequence's ids from number `first` on, or over all if LongRoPE's set of factors changes.
-
-        The set is chosen by the last position, for all ids. The output for the last id is kept in `sequence`.
+        One place stays free behind the draft: steps of other sequences write there.
         """
-        end, used = sequence.book.mark(), sequence.position_count(self._by_base_ids)
-        frequency_set = self._model.decoder.rope.frequency_set(used - 1)
-        if frequency_set != sequence.frequency_set:
-            first, sequence.frequency_set = 0, None  # None until all is read
-            self._kv.trim_row(row, 0)
-            self._kv.frequency_set[row] = frequency_set
-        for begin in range(first, end, CHUNK):
-            sequence.output = self._run_chunk(row, sequence, begin, min(begin + CHUNK, end))
-        sequence.frequency_set, self._used[row] = frequency_set, used
+        return 0 if self._may_switch_frequencies(self._sequences[row]) else max(0, self.room_left(row) - 2)
 
-    def _run_chunk(self, row: int, sequence: SequenceState, begin: int, end: int) -> torch.Tensor:
-        model, device = self._model, self._model.device
-        ids = ids_to_device(sequence.book.ids[begin:end], device)[None]
-        positions = ids_to_device(sequence.positions(begin, self._by_base_ids)[: end - begin], device)[None]
-        h = model.embed(ids, self._tables.inputs[row : row + 1])
-        at, entries, lengths = sequence.find_evicted(begin, end - begin)
-        if len(at) and model.store is not None:
-            h[0, ids_to_device(at, device)] = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
-        slots = torch.arange(begin, end, device=device)[None]
-        return model.decoder.prefill(h, positions, slots, self._kv.slice_rows(row, row + 1), end)[0, -1]
+    def drop_draft(self, row: int) -> None:
+        """Forgets a sequence's draft, if it has one."""
+        sequence = self._sequences[row]
+        if sequence.ahead is not None:
+            sequence.ahead = None
+            self.kv.trim_row(row, sequence.book.mark())
+            self._positions_used[row] = sequence.position_count(self._by_base_ids)
+
+    def _follow_draft(self, row: int, sequence: SequenceState, id_: int) -> bool:
+        """Takes the output after an id from the sequence's draft. If the id is not the next one there, the draft ends.
+
+        Returns whether it is.
+        """
+        ahead = sequence.ahead
+        if ahead is None:
+            return False
+        if ahead.draft.take(id_):
+            sequence.output = ahead.output
+            return True
+        self.drop_draft(row)
+        return False
 
 
 # ---- rows that keep their identity while the batch moves them, and that may be given up at any time

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
+from mlx_zip.codec.ids import Uint32s
 from mlx_zip.cuda.batch import Batch, RowHandle, RowHandles
 from mlx_zip.cuda.devices import (
     as_out_of_memory_error,
@@ -30,6 +31,9 @@ from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import DEVICE_VARIABLE, peak_rss_bytes
+from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
+from mlx_zip.engine.draft_sources import text_sources
+from mlx_zip.engine.drafts import Drafter, check_draft
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Request
@@ -107,6 +111,7 @@ def open_cuda_engine(
     max_prompt_tokens: int | None = None,
     max_kv_bytes: int | None = None,
     prefill_step_size: int | None = None,
+    draft: str = "off",
     sessions: SessionOptions | None = DEFAULT_SESSIONS,
     make: Callable[..., CudaEngine] = CudaEngine,
 ) -> CudaEngine:
@@ -114,8 +119,8 @@ def open_cuda_engine(
 
     device: None for the one that `device_from_environment` returns. dtype: see `read_folder`. tokenizer_config:
     `chat_template` only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request
-    has an equal part. sessions: bounds of the kept sessions, None to keep none. Other options are those of
-    `mlx_zip.engine.mlx.mlx_engine.open_engine`.
+    has an equal part. draft: as in `RunOptions`. sessions: bounds of the kept sessions, None to keep none. Other
+    options are those of `mlx_zip.engine.mlx.mlx_engine.open_engine`.
     """
     where = device_from_environment() if device is None else device
 
@@ -123,7 +128,9 @@ def open_cuda_engine(
         model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
         return model, tokenizer_with_options(model, tokenizer_config or {}, trust_remote_code)
 
-    run = RunOptions() if prefill_step_size is None else RunOptions(prefill_step_size=prefill_step_size)
+    check_draft(draft)
+    run = RunOptions(draft=draft)
+    run = run if prefill_step_size is None else replace(run, prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
     if sessions is None:
         return make(load, str(model_name), options)
@@ -176,11 +183,12 @@ class CudaServed:
     Raises `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
     """
 
-    machines, batches, long_context = None, False, None
+    machines, batches = None, False
 
     def __init__(self, model: CudaModel, tokenizer: Any, name: str, options: ServeOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options.run
         config, decoder = model.config, model.folder.decoder
+        self.long_context = decoder.rope.long_from
         self.hyper = config is not None
         self.by_base = config is not None and config.position_mode == "base_token_end"
         self.canonical = config is not None and config.canonical
@@ -191,7 +199,9 @@ class CudaServed:
         self.context = trained if self.by_base else min(capacity, trained or capacity)
         self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self.row_handles = RowHandles(Batch(model, options.max_running, capacity))
-        self.group = CudaGroup(self.row_handles, 0 if config is None else config.pad_id)
+        ahead = model.device.type == "cuda" if self.options.ahead is None else self.options.ahead
+        pad_id = 0 if config is None else config.pad_id
+        self.group = CudaGroup(self.row_handles, pad_id, ahead)
         self.weight_bytes = 0  # groups are never merged, which this figure is for
         self.facts = self._model_facts()
         self.info = engine_info(name, model.fingerprint, self.facts)
@@ -260,8 +270,21 @@ class CudaServed:
         """Returns a request's penalties and biases."""
         return [BaseTokenPenalties(options, state, 0)] if options.has_penalties else []
 
-    def make_drafter(self, text: object, prediction: object) -> None:
-        """Returns None: a pass reads one id per request."""
+    def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s) -> Drafter | None:
+        """Returns what proposes ids for a request, None for nothing. Arguments as in `mlx_zip.engine.parts.Served`."""
+        if self.options.draft == "off":
+            return None
+        self._cost_file.save(SAVE_EVERY_S)
+        costs = self._cost_file.costs if self.options.draft == "auto" else None
+        return Drafter(text_sources(text(), prediction), costs)
+
+    @cached_property
+    def _cost_file(self) -> CostFile:
+        device = self.model.device
+        chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        return CostFile(
+            {"model": self.model.fingerprint, "device": device.type, "chip": chip, "torch": torch.__version__}
+        )
 
     def free(self, cache: RowHandle) -> None:
         """Gives up a request's row."""
@@ -271,4 +294,6 @@ class CudaServed:
         """Does nothing: the batch has all its memory from the beginning."""
 
     def settle(self) -> None:
-        """Does nothing: nothing is left to do in the engine's thread."""
+        """Keeps what passes cost, as far as drafts needed it."""
+        if self.options.draft != "off":
+            self._cost_file.save()

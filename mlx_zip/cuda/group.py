@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from mlx_zip.cuda.batch import RowHandles
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import to_device
+from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
-from mlx_zip.engine.request import Chosen, Request
+from mlx_zip.engine.request import Chosen, Request, propose_together
 from mlx_zip.engine.searching import Search, search
 from mlx_zip.errors import MlxZipError, PromptTooLongError
 
@@ -28,15 +30,23 @@ log = logging.getLogger(__name__)
 
 
 class CudaGroup:
-    """The requests of one engine that take steps. pad_id: an id that canonical decoding never excludes."""
+    """The requests of one engine that take steps.
 
-    def __init__(self, row_handles: RowHandles, pad_id: int) -> None:
+    pad_id: an id that canonical decoding never excludes. ahead: whether the body begins before the host has read the
+    ids, unless drafts may follow them.
+    """
+
+    def __init__(self, row_handles: RowHandles, pad_id: int, ahead: bool = True) -> None:
         self.requests: list[Request] = []
+        self._ahead = ahead
         self._row_handles, self._batch, self._pad_id = row_handles, row_handles.batch, pad_id
         self._chosen: list[Request] = []  # requests whose next ids were chosen and not followed
         self._ids: list[int] = []  # of all rows
         self._chooser: _RowChooser | None = None
         self._must_wait = False  # whether `finish` must choose
+        self._waits = False  # whether the body has to wait for the ids, because drafts may follow them
+        self._pass: tuple[int, int] | None = None  # ids per row and rows of the pass that runs, None for no pass
+        self._read_s = 0.0  # since when it runs
 
     def join(self, others: Sequence[object]) -> None:
         """Does nothing: there is one group."""
@@ -65,6 +75,7 @@ class CudaGroup:
     def read(self) -> None:
         """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
         self._ids = self._batch.wait_for_ids() if self._chosen else []
+        self._time_pass()
         for request in self._chosen:
             if request.error is not None:
                 continue
@@ -77,8 +88,21 @@ class CudaGroup:
             except Exception as error:
                 request.error = error
 
+    def _time_pass(self) -> None:
+        """Notes how long the pass took from which the ids were chosen that have just been read."""
+        now = time.perf_counter()
+        drafters = (request.drafter for request in self.requests)
+        costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
+        if costs is not None and self._pass is not None and self._read_s:
+            ids, rows = self._pass
+            costs.note(ids, self.length, now - self._read_s, rows)
+        self._pass, self._read_s = None, now
+
     def _chosen_of_row(self, row: int) -> Chosen:
-        return Chosen(self._ids[row]) if self._chooser is None else self._chooser.chosen(row, self._ids[row])
+        id_, draft = self._ids[row], self._batch.draft(row)
+        chosen = Chosen(id_) if self._chooser is None else self._chooser.chosen(row, id_)
+        chosen.from_draft = draft is not None and draft.proposes(id_)
+        return chosen
 
     def settle(self) -> list[Request]:
         """Has the codebooks read the chosen ids; takes out the requests that have ended or failed, and returns them."""
@@ -105,10 +129,44 @@ class CudaGroup:
 
     def _update_codebooks(self) -> None:
         by_row = {request.cache.row: request for request in self._chosen}
-        for row, error in self._batch.update_codebooks(self._ids).items():
+        self._pass = 1, len(self._chosen)
+        drafts = self._propose() if self._waits else {}
+        for row, error in self._batch.update_codebooks(self._ids, drafts).items():
             request = by_row[row]
             request.error, request.whole = request.error or error, isinstance(error, MlxZipError)
             self._chosen.remove(request)  # it has not read its id
+
+    def _propose(self) -> dict[int, Draft]:
+        """Returns by row what may come after the chosen ids. Drafts that these ids do not go on with are over."""
+        reading = list[Request]()
+        for request in self._chosen:
+            row = request.cache.row
+            draft = self._batch.draft(row)
+            if draft is None or not draft.proposes(self._ids[row]):
+                reading.append(request)
+                if draft is not None:
+                    draft.end()
+        if not reading:
+            self._pass = None
+            return {}
+        began, rows = time.perf_counter(), [request.cache.row for request in reading]
+        drafts = propose_together(reading, [self._ids[row] for row in rows], list(map(self._draft_room, reading)))
+        self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
+        self._pass = 1 + max(0 if draft is None else len(draft.ids) for draft in drafts), len(reading)
+        return {row: draft for row, draft in zip(rows, drafts, strict=True) if draft is not None}
+
+    def _draft_room(self, request: Request) -> int:
+        """Returns how many ids may be proposed to a request."""
+        return 0 if request.error is not None else self._batch.draft_room(request.cache.row)
+
+    def _expects_drafts(self) -> bool:
+        """Returns whether drafts may have the requests' next ids or follow them."""
+        if not any(request.drafter for request in self.requests):
+            return False
+        drafters = [request.drafter if self._draft_room(request) else None for request in self.requests]
+        if not self._ahead or any(self._batch.draft(request.cache.row) is not None for request in self.requests):
+            return True
+        return expects_draft(drafters, self.length)
 
     def _release_row(self, request: Request, has_read: bool) -> None:
         """Gives up a request's row, and keeps a snapshot of it if the request is to be kept.
@@ -145,14 +203,15 @@ class CudaGroup:
 
         So the device has work while the host delivers the ids before them.
         """
-        plain = all(_takes_best_id(request) for request in self.requests)
+        plain = all(request.takes_best_id for request in self.requests)
         self._chooser = (
             None if plain else _RowChooser({request.cache.row: request for request in self.requests}, self._pad_id)
         )
         self._row_handles.rows_locked, self._must_wait = True, False
         self._chosen = list(self.requests)
         self._batch.choose_ids(self._chooser)
-        self._batch.start_body()
+        self._waits = self._expects_drafts()
+        self._batch.start_body(self._waits)
 
     def drop(self) -> None:
         """Gives up the requests' rows, after a step has failed."""
@@ -217,12 +276,6 @@ class CudaReading:
 # ---- the next id of each row: penalties, constraints, samplers and log-probabilities
 
 
-def _takes_best_id(request: Request) -> bool:
-    """Returns whether a request takes the best id whatever it is, and asks for nothing else."""
-    asked = request.submission.constraint is not None or request.submission.top_logprobs is not None
-    return request.draws.greedy and not (asked or request.penalties or request.canonical is not None)
-
-
 class _RowChooser:
     """What a batch calls with the head's output; afterwards it has the log-probabilities that were asked for.
 
@@ -239,7 +292,7 @@ class _RowChooser:
         assert head.logits is not None
         ids, searches = head.best.clone(), dict[int, _ConstraintSearch]()
         for row, request in self._requests.items():
-            if request.error is not None or _takes_best_id(request):
+            if request.error is not None or request.takes_best_id:
                 continue
             try:
                 self._choose_row(row, request, head, ids, searches)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.engine.drafts import Draft
 from mlx_zip.packs.pack import PackOrEntries, resolve_pack
 
 
@@ -53,6 +54,23 @@ def make_sequence_start(
     return SequenceStart(own, torch.from_numpy(np.stack(parts, axis=1)).to(like.device, like.dtype), pack)
 
 
+@dataclass(frozen=True)
+class ReadDraft:
+    """A draft that the body has read. outputs [K + 1, D]: after the id before its K ids, and after each of them.
+
+    Its keys and values are in the caches behind those of the log, which the cache's length includes as long as the
+    draft goes on, so that no step of other sequences writes there.
+    """
+
+    draft: Draft
+    outputs: torch.Tensor
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The output [D] after the ids that were taken."""
+        return self.outputs[self.draft.taken]
+
+
 @dataclass
 class SequenceState:
     """One sequence of a batch.
@@ -61,7 +79,7 @@ class SequenceState:
     not in the batch's tables. frequency_set: the rotary frequencies that its keys were written with, None if the keys
     must be computed again. output [D]: the body's output for its last id, where that is not yet in the batch's outputs.
     can_choose: whether that output is known. has_chosen: whether it has chosen an id that its codebook has not read
-    yet.
+    yet. ahead: the draft that the body has read behind the log, None for none.
     """
 
     start: SequenceStart
@@ -71,6 +89,7 @@ class SequenceState:
     output: torch.Tensor | None = None
     can_choose: bool = False
     has_chosen: bool = False
+    ahead: ReadDraft | None = None
 
     @property
     def can_evict(self) -> bool:
@@ -106,7 +125,7 @@ class SequenceState:
         if self.can_evict:  # slots may hold other entries again
             self.missing_slots.update(range(self.start.tuned_count, len(self.book)))
         self.missing_slots = {slot for slot in self.missing_slots if slot < len(self.book)}
-        self.output, self.can_choose, self.has_chosen = None, False, False
+        self.output, self.can_choose, self.has_chosen, self.ahead = None, False, False, None
 
     def find_evicted(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Finds those of `count` ids of the log whose slots hold other entries now than when the ids were read.

@@ -16,6 +16,7 @@ from mlx_zip.errors import failure_reason
 from mlx_zip.files import cache_folder, make_private, write_json
 
 log = logging.getLogger(__name__)
+SAVE_EVERY_S = 60.0  # least time between two writings of a file, while requests come
 VERSION = 1  # of the file's format
 LONGEST = 1 << 32  # ids of a cache: a greater number in a file is damage
 

@@ -156,6 +156,12 @@ class PredictionSource:
         self._acceptance.note(self._asked_match, proposed, accepted)
 
 
+def text_sources(base_ids: Sequence[int] | Uint32s, prediction: Sequence[int] | Uint32s = ()) -> list[Source]:
+    """Returns the sources that need no model. base_ids: the request's text; prediction: empty for none."""
+    predicted = [PredictionSource(prediction)] if len(prediction) else []
+    return [*predicted, LookupSource(base_ids)]
+
+
 class Acceptance:
     """How many of the proposed ids are accepted, by how much the text had in common with the earlier place."""
 

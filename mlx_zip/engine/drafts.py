@@ -115,6 +115,32 @@ def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int],
     return ids[:width]
 
 
+class Draft:
+    """Proposed ids that a pass of the model reads behind a request's last id. taken: how many were chosen since.
+
+    drafter: of the request; it hears how many ids the pass reads, and at the end how many were accepted.
+    """
+
+    def __init__(self, drafter: Drafter, ids: Sequence[int]) -> None:
+        self._drafter, self.ids, self.taken = drafter, list(ids), 0
+        drafter.note_pass(len(self.ids))
+
+    def proposes(self, chosen: int) -> bool:
+        """Returns whether an id is the next one that was proposed."""
+        return self.taken < len(self.ids) and self.ids[self.taken] == chosen
+
+    def take(self, chosen: int) -> bool:
+        """Moves on by the id that was chosen, if it is the next proposed one; returns whether it is."""
+        if not self.proposes(chosen):
+            return False
+        self.taken += 1
+        return True
+
+    def end(self) -> None:
+        """Tells the drafter that the draft is over: all ids were accepted, or the next one was refused."""
+        self._drafter.note_end(len(self.ids), self.taken)
+
+
 # ---- the rows of a pass
 
 

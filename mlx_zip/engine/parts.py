@@ -82,8 +82,8 @@ class Served(Protocol):
     """A loaded model. hyper: whether it has hypertokens. batches: whether groups of requests may be merged.
 
     machines: those that the model is split over, None if it is whole. context, by_base, vocab_size: see `ModelFacts`.
-    canonical: whether canonical decoding is on. long_context: positions beyond which a request must leave its group,
-    None if none must. kv_bytes_per_id: bytes of the KV caches per id and row. weight_bytes: of all weights.
+    canonical: whether canonical decoding is on. long_context: positions beyond which LongRoPE uses its long factors,
+    None for models without. kv_bytes_per_id: bytes of the KV caches per id and row. weight_bytes: of all weights.
     """
 
     options: RunOptions

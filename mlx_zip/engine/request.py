@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.codec.codebook import base_ids_of_next
-from mlx_zip.engine.drafts import Drafter, choose_drafts
+from mlx_zip.engine.drafts import Draft, Drafter, choose_drafts
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -369,19 +369,20 @@ class Request:
         self._entries = self.drafter = None
 
 
-def propose_together(requests: Sequence[Request], last: Sequence[int], most: int) -> list[list[int]]:
+def propose_together(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
     """Returns per request up to `most` ids that may come after the id it took last; one pass is to read them all.
 
-    A request whose source raises gets the exception as its `error`, and no ids.
+    A request whose source raises gets the exception as its `error`, and no draft.
     """
-    limits = [request.most_proposed(one, most) for request, one in zip(requests, last, strict=True)]
+    limits = [request.most_proposed(*one) for request, *one in zip(requests, last, most, strict=True)]
     drafts = choose_drafts([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
-    proposed: list[list[int]] = []
+    proposed: list[Draft | None] = []
     for request, one, (source, width) in zip(requests, last, drafts, strict=True):
-        proposed.append([])
+        proposed.append(None)
         if request.drafter is not None and source is not None:
             try:
-                proposed[-1] = request.drafter.propose(source, one, request.book, width)
+                if ids := request.drafter.propose(source, one, request.book, width):
+                    proposed[-1] = Draft(request.drafter, ids)
             except Exception as error:
                 request.error = error
     return proposed

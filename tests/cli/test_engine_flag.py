@@ -236,7 +236,7 @@ def test_auto_takes_mlx_on_a_mac_on_several_machines_and_for_a_small_model(monke
 
 def test_auto_takes_mlx_for_what_only_mlx_can_do_and_says_so(monkeypatch, large):
     assert choice(monkeypatch, large, kv_bits=8) == ("mlx", "because torch does not take --kv-bits")
-    assert choice(monkeypatch, large, kv_group_size=64, row_cache="off")[0] == "torch"
+    assert choice(monkeypatch, large, kv_group_size=64, row_cache="off", draft="lookup")[0] == "torch"
     assert choice(monkeypatch, None, prompt_cache_file="x")[1] == "because torch does not take --prompt-cache-file"
     (large / "config.json").write_text('{"model_type": "gemma2"}')
     assert choice(monkeypatch, large) == ("mlx", "because torch does not run models of type 'gemma2'")

@@ -40,7 +40,7 @@ class Batch:
     def wait_for_ids(self) -> list[int]:
         return [7] * len(self.rows)
 
-    def update_codebooks(self, ids: list[int]) -> dict[int, Exception]:
+    def update_codebooks(self, ids: list[int], drafts: object) -> dict[int, Exception]:
         return self.errors
 
     def snapshot(self, row: int) -> str:
@@ -52,7 +52,10 @@ class Batch:
     def choose_ids(self, chooser: object) -> None:
         self.calls.append(("choose_ids", *self.rows))
 
-    def start_body(self) -> None:
+    def start_body(self, wait: bool) -> None:
+        pass
+
+    def draft(self, row: int) -> None:
         pass
 
 
@@ -63,7 +66,8 @@ class Request:
         self.cache, self.fails = row_handles.add(name), fails
         self.handle = SimpleNamespace(cancelled=False)
         self.submission = SimpleNamespace(constraint=None, top_logprobs=None)
-        self.draws, self.penalties, self.canonical = SimpleNamespace(greedy=True), [], None
+        self.drafter = None
+        self.takes_best_id = True
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.outgrown, self.keep, self.whole = False, True, True

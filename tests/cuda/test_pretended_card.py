@@ -309,10 +309,11 @@ def test_a_batch_is_used_again_with_the_graphs_that_it_has(card, tmp_path, monke
     assert len(captured) == 4
 
 
-def answers(folder: Any, device: Any) -> tuple[list[Any], list[float]]:
+def answers(folder: Any, device: Any, draft: str = "off") -> tuple[list[Any], list[float], int]:
     """What an engine answers to requests of all kinds that run together, and to one that goes on with a session.
 
-    Returns ids of each, with the number of ids that the session gave, and the log-probabilities of the third's.
+    Returns ids of each, with the number of ids that the session gave, the log-probabilities of the third's, and how
+    many ids were proposed.
     """
     drawn = {"temp": 0.9, "top_p": 0.9, "top_k": 9, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.05}
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {9: 2.0}}
@@ -322,7 +323,7 @@ def answers(folder: Any, device: Any) -> tuple[list[Any], list[float]]:
         {"sampling": {"temp": 0.8, "seed": 3, **penalties}, "top_logprobs": 2},
     ]
     options, store = (
-        ServeOptions(max_running=2, run=RunOptions()),
+        ServeOptions(max_running=2, run=RunOptions(draft=draft)),
         partial(make_session_store, options=SessionOptions()),
     )
     with CudaEngine(lambda: (opened(folder, device), ENDLESS), "tiny", options, store) as engine:
@@ -331,13 +332,16 @@ def answers(folder: Any, device: Any) -> tuple[list[Any], list[float]]:
         likely = [one.logprob or 0.0 for one in watches[2].emitted]
         again = base_ids(20, 0) + watches[0].base_ids + [4, 5]
         watch = ask(engine, again, max_tokens=9)[1].wait()
-        return [*found, watch.ids, watch.events[0].cached_tokens], likely
+        proposed = sum(one.end.counts.proposed for one in (*watches, watch))
+        return [*found, watch.ids, watch.events[0].cached_tokens], likely, proposed
 
 
 @pytest.mark.slow
-def test_an_engine_answers_requests_of_all_kinds_as_on_the_cpu(card, tmp_path):
+@pytest.mark.parametrize("draft", ["off", "lookup"])
+def test_an_engine_answers_requests_of_all_kinds_as_on_the_cpu(card, tmp_path, draft):
     folder = save(tiny_model(encoder=ENCODER), tmp_path / "m")
-    (ours, likely), (expected, on_cpu) = answers(folder, CARD), answers(folder, "cpu")
+    (ours, likely, proposed), (expected, on_cpu, _) = answers(folder, CARD, draft), answers(folder, "cpu")
+    assert (proposed > 0) == (draft == "lookup")
     assert ours == expected
     assert ours[-1] > 20
     assert likely == pytest.approx(on_cpu, abs=1e-5)

@@ -352,17 +352,17 @@ def kept_on_disk(folder, prompt, family="llama", **options):
 
 
 def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_being_read_again(tmp_path, monkeypatch):
-    from mlx_zip.cuda.batch import SequenceReader
+    from mlx_zip.cuda.reader import SequenceReader
 
-    whole, begins = SequenceReader._run_chunk, []
+    whole, begins = SequenceReader._run_spans, []
     text = kept_on_disk(tmp_path, tiny.base_ids(80), "phi3")
 
-    def noting(self, row, one, begin, end):
-        begins.append(begin)
-        return whole(self, row, one, begin, end)
+    def noting(self, spans):
+        begins.extend(begin for _, begin, _ in spans.values())
+        return whole(self, spans)
 
     with engine("phi3", sessions=SessionOptions(folder=tmp_path)) as made:
-        monkeypatch.setattr(SequenceReader, "_run_chunk", noting)
+        monkeypatch.setattr(SequenceReader, "_run_spans", noting)
         watch = ask(made, [*text, 9, 8, 7], max_tokens=10)[1].wait()
     assert watch.end.counts.cached_tokens > 60
     assert begins[0] > 32

@@ -23,6 +23,8 @@ RotationFactors = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines 
 class CpuDecoder(Decoder):
     """A decoder whose weights are kept for a CPU (`mlx_zip.cuda.network.linear`)."""
 
+    takes_rows_of_any_length = False
+
     def prefill(
         self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KVCache, end: int | None = None
     ) -> torch.Tensor:

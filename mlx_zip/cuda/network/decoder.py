@@ -132,9 +132,15 @@ def attend_to_cache(
     if mask is None:
         order = causal_lower_right(q.shape[2], seen.end)
         return scaled_dot_product_attention(q, keys, values, attn_mask=order, enable_gqa=True).transpose(1, 2)
-    # with a mask, PyTorch's fused operations want a key head for each query head
-    keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
-    return scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2)
+    # with a mask, PyTorch's fused operations want a key head for each query head: one sequence's at a time, for memory
+    copies = q.shape[1] // keys.shape[1]
+    rows = [
+        scaled_dot_product_attention(
+            own[None], *(part[None].repeat_interleave(copies, dim=1) for part in cached), attn_mask=seen_by_own[None]
+        )
+        for seen_by_own, own, *cached in zip(mask, q, keys, values, strict=True)
+    ]
+    return torch.cat(rows).transpose(1, 2)
 
 
 def visible_key_mask(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
@@ -150,7 +156,12 @@ Attention = Callable[[int, DecoderLayer, torch.Tensor], torch.Tensor]  # index, 
 
 
 class Decoder:
-    """The body of a model, from embeddings to the output that the head takes. Holds weights only."""
+    """The body of a model, from embeddings to the output that the head takes. Holds weights only.
+
+    takes_rows_of_any_length: whether `prefill` takes sequences that end at different slots.
+    """
+
+    takes_rows_of_any_length = True
 
     def __init__(self, folder: Folder) -> None:
         """Takes the layers and the final norm out of a folder. Raises `ModelError` naming file and tensor."""

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from mlx_zip.engine.drafts import MOST_PROPOSED
+from mlx_zip.engine.drafts import MOST_PROPOSED, Draft
 from mlx_zip.engine.mlx.choosing import Choice
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
@@ -35,15 +35,12 @@ class DraftedPass:
         requests: Sequence[Request],
         cache: list[Any],
         last: Sequence[int],
-        proposed: Sequence[Sequence[int]],
+        drafts: Sequence[Draft | None],
     ) -> None:
-        self._requests, self._cache, self._proposed = list(requests), cache, [list(ids) for ids in proposed]
-        self._state = find_zip_state(cache)
-        self.rows, self._taken = list(range(len(requests))), [0] * len(requests)
+        self._requests, self._cache, self._drafts = list(requests), cache, list(drafts)
+        self._state, self.rows = find_zip_state(cache), list(range(len(requests)))
+        proposed = [[] if draft is None else draft.ids for draft in drafts]
         self.width = 1 + max(map(len, proposed))
-        for request, ids in zip(requests, proposed, strict=True):
-            if request.drafter is not None:
-                request.drafter.note_pass(len(ids))
         columns = np.full((len(requests), self.width), served.model.config.pad_id if served.hyper else 0, np.uint32)
         for row, ids in enumerate(proposed):
             columns[row, : 1 + len(ids)] = [last[row], *ids]
@@ -77,51 +74,61 @@ class DraftedPass:
         return logits
 
     @property
+    def _taken(self) -> list[int]:
+        """Per row, how many of the proposed ids have been chosen."""
+        return [0 if draft is None else draft.taken for draft in self._drafts]
+
+    @property
     def logits(self) -> mx.array:
         """The logits [rows, W] after the last id of each of `rows`."""
         return self._at_columns(self._logits)
 
     def _at_columns(self, values: mx.array) -> mx.array:
         """Returns those of values [B, L, W] that each of `rows` has at its column, [rows, W]."""
-        if len(self._taken) == 1:
-            return values[:, self._taken[0]]
-        return values[mx.array(self.rows), mx.array([self._taken[row] for row in self.rows])]
+        taken = self._taken
+        if len(taken) == 1:
+            return values[:, taken[0]]
+        return values[mx.array(self.rows), mx.array([taken[row] for row in self.rows])]
 
     def choose_best(self) -> Choice | None:
         """Returns the choice of the best ids, which are known from the second column on without asking the device.
 
         None where they are not known or a request looks at more than the best id.
         """
-        if not any(self._taken) or not all(self._requests[row].takes_best_id for row in self.rows):
+        taken = self._taken
+        if not any(taken) or not all(self._requests[row].takes_best_id for row in self.rows):
             return None
         best: Any = self._best.tolist()
-        ids = [best[row][self._taken[row]] for row in self.rows]
+        ids = [best[row][taken[row]] for row in self.rows]
         kept = any(self._requests[row].inline.logprobs for row in self.rows)
         logprobs = self._at_columns(self._logprobs) if kept else None
         return Choice(mx.array(ids, mx.uint32), None, (None,) * len(ids), logprobs=logprobs)
 
     def proposes(self, row: int, chosen: int) -> bool:
         """Returns whether an id is the next one that was proposed to a row."""
-        return self._proposed[row][self._taken[row] :][:1] == [chosen]
+        draft = self._drafts[row]
+        return draft is not None and draft.proposes(chosen)
 
     def follow(self, chosen: Sequence[int]) -> list[int]:
         """Has the cache hold the ids that were chosen for `rows`, where they were proposed; returns these rows.
 
         The drafts of the others are over.
         """
-        went_on = [row for row, one in zip(self.rows, chosen, strict=True) if self.proposes(row, one)]
-        for row, one in zip(self.rows, chosen, strict=True):
-            if row in went_on:
+        rows, self.rows = self.rows, []
+        for row, one in zip(rows, chosen, strict=True):
+            draft = self._drafts[row]
+            if draft is None:
+                continue
+            if draft.take(one):
                 self._add_to_cache(row, one)
-                self._taken[row] += 1
-            elif self._proposed[row]:
-                self._requests[row].drafter.note_end(len(self._proposed[row]), self._taken[row])  # type: ignore[union-attr]
-        self.rows = went_on
-        return went_on
+                self.rows.append(row)
+            else:
+                draft.end()
+        return self.rows
 
     def _add_to_cache(self, row: int, one: int) -> None:
         """Has a row's codebook read an id that the pass has read, and moves the end of a request's own KV caches."""
-        if len(self._taken) > 1:
+        if len(self._drafts) > 1:
             if self._state is not None:
                 self._state.push_to_row(row, one)
             return
@@ -133,7 +140,7 @@ class DraftedPass:
 
     def close(self) -> None:
         """Moves the end of a batch's KV caches over the ids that were chosen; nothing more can be taken then."""
-        if len(self._taken) > 1:
+        if len(self._drafts) > 1:
             keep_columns(self._cache, [1 + taken for taken in self._taken])
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_zip.engine.drafts import expects_draft
+from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
@@ -177,12 +177,12 @@ class Group:
         ids = mx.array(self.tokens, mx.uint32)[:, None]
         return self.served.model(ids, cache=self.cache)[:, -1]
 
-    def _propose(self) -> list[list[int]]:
+    def _propose(self) -> list[Draft | None]:
         """Returns per request the ids that may come after the one it took last."""
         if not any(request.drafter for request in self.requests):
             return []
-        began = time.perf_counter()
-        proposed = propose_together(self.requests, self.tokens, draft_room(self.served, self.cache))
+        began, room = time.perf_counter(), draft_room(self.served, self.cache)
+        proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
         self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
         return proposed
 

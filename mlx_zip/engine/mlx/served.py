@@ -19,8 +19,8 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.device import on_gpu
-from mlx_zip.engine.cost_files import CostFile
-from mlx_zip.engine.draft_sources import LookupSource, PredictionSource, Source
+from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
+from mlx_zip.engine.draft_sources import text_sources
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
@@ -38,7 +38,6 @@ from mlx_zip.sampling.processors import make_processors
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 PREFILL_STEP_SIZE = 2048
-SAVE_EVERY_S = 60.0  # least time between two writings of what passes cost, while requests come
 KEPT = 4  # ids that a bounded KV cache always keeps, as in mlx-lm
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
@@ -132,9 +131,7 @@ class Served:
             return None
         self._cost_file.save(SAVE_EVERY_S)
         base_ids = text()
-        sources: list[Source] = [PredictionSource(prediction)] if len(prediction) else []
-        if options.draft != "off":
-            sources.append(LookupSource(base_ids))
+        sources = [] if options.draft == "off" else text_sources(base_ids, prediction)
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
         return Drafter(sources, self.pass_costs if options.draft == "auto" else None)

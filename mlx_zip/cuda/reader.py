@@ -1,0 +1,104 @@
+"""`SequenceReader`: the decoder's body over ids that sequences have read, or may read next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mlx_zip.cuda.hyper_rows import HyperRowTables
+from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.network.kv_cache import KVCache
+from mlx_zip.cuda.sequence import SequenceState
+from mlx_zip.cuda.transfers import ids_to_device
+
+CHUNK = 2048  # ids that the body runs over at once when a sequence is read
+_Span = tuple[SequenceState, int, int]  # a sequence, the number of an id of its log, and of the id after the last one
+
+
+class SequenceReader:
+    """Runs the decoder's body over the ids that a sequence has read: prompts, and sequences that are read again.
+
+    kv, tables: of the batch. used [B] int64: receives the number of positions read. by_base_ids: as in
+    `SequenceState.positions`.
+    """
+
+    def __init__(
+        self, model: CudaModel, kv: KVCache, tables: HyperRowTables, used: torch.Tensor, by_base_ids: bool
+    ) -> None:
+        self._model, self._kv, self._tables = model, kv, tables
+        self._used, self._by_base_ids = used, by_base_ids
+
+    def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
+        """Puts the missing rows of a sequence's entries into the tables."""
+        store, device = self._model.store, self._model.device
+        if not sequence.missing_slots or store is None:
+            return
+        slots, entries, lengths = sequence.missing_entries()
+        rows, at = store.find_or_encode(entries, lengths, self._model.encode), ids_to_device(slots, device)
+        self._tables.install(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
+        sequence.missing_slots.clear()
+
+    def run_body(self, row: int, sequence: SequenceState, first: int) -> None:
+        """Runs the body over a sequence's ids from number `first` on, or over all if LongRoPE's set of factors changes.
+
+        The set is chosen by the last position, for all ids. The output for the last id is kept in `sequence`.
+        """
+        end, used = sequence.book.mark(), sequence.position_count(self._by_base_ids)
+        frequency_set = self._model.decoder.rope.frequency_set(used - 1)
+        if frequency_set != sequence.frequency_set:
+            first, sequence.frequency_set = 0, None  # None until all is read
+            self._kv.trim_row(row, 0)
+            self._kv.frequency_set[row] = frequency_set
+        for begin in range(first, end, CHUNK):
+            sequence.output = self._run_spans({row: (sequence, begin, min(begin + CHUNK, end))})[row][-1]
+        sequence.frequency_set, self._used[row] = frequency_set, used
+
+    def read_ahead(self, parts: Mapping[int, tuple[SequenceState, Sequence[int]]]) -> dict[int, torch.Tensor]:
+        """Runs the body over the last ids of sequences and ids behind them. Returns outputs [1 + K, D] by row.
+
+        parts: by row the sequence and the K ids, which it does not hold. Rows of entries that they install are in the
+        store afterwards, so that they are at hand when one of these ids is chosen.
+        """
+        spans, installed = dict[int, _Span](), dict[int, list[int]]()
+        for row, (sequence, ids) in parts.items():
+            book = sequence.book.copy()
+            installed[row] = book.push(ids).slots.tolist()
+            ahead = replace(sequence, book=book, missing_slots=set(installed[row]))
+            self.fill_missing_rows(row, ahead)
+            spans[row] = ahead, sequence.book.mark() - 1, book.mark()
+        together = [spans] if self._model.decoder.takes_rows_of_any_length else [{row: spans[row]} for row in spans]
+        outputs = {row: output for some in together for row, output in self._run_spans(some).items()}
+        for row, (sequence, _) in parts.items():
+            self._tables.clear_slots_from(row, count := len(sequence.book))
+            sequence.missing_slots.update(slot for slot in installed[row] if slot < count)  # evicted ones return
+            self.fill_missing_rows(row, sequence)
+            self._used[row] = sequence.position_count(self._by_base_ids)
+        return outputs
+
+    def _run_spans(self, spans: Mapping[int, _Span]) -> dict[int, torch.Tensor]:
+        """Runs the body once over a span of ids of each sequence, given by row. Returns the outputs [L, D] by row.
+
+        Shorter spans are padded. Sequences between these rows stay as they are.
+        """
+        model, device, first = self._model, self._model.device, min(spans)
+        shape = max(spans) + 1 - first, max(end - begin for _, begin, end in spans.values())
+        ids, positions, slots = (np.full(shape, padding, np.int64) for padding in (0, 0, -1))
+        for row, (sequence, begin, end) in spans.items():
+            at = row - first, slice(end - begin)
+            ids[at] = sequence.book.ids[begin:end]
+            positions[at] = sequence.positions(begin, self._by_base_ids)[: end - begin]
+            slots[at] = np.arange(begin, end)
+        rows = slice(first, first + shape[0])
+        h = model.embed(ids_to_device(ids, device), self._tables.inputs[rows])
+        for row, (sequence, begin, end) in spans.items():
+            columns, entries, lengths = sequence.find_evicted(begin, end - begin)
+            if len(columns) and model.store is not None:
+                then = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
+                h[row - first, ids_to_device(columns, device)] = then
+        places = ids_to_device(positions, device), ids_to_device(slots, device)
+        end = spans[first][2] if len(spans) == 1 else None
+        out = model.decoder.prefill(h, *places, self._kv.slice_rows(rows.start, rows.stop), end)
+        return {row: out[row - first, : end - begin] for row, (_, begin, end) in spans.items()}
