@@ -1,6 +1,7 @@
 """Draft models: what a second model proposes changes how many passes an answer takes, and nothing else."""
 
 import copy
+import json
 from functools import partial
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_zip import cli
 from mlx_zip.engine import Failed
 from mlx_zip.engine.draft_sources import LookupSource
 from mlx_zip.engine.drafts import Drafter
@@ -309,3 +311,15 @@ def test_a_draft_model_whose_caches_cannot_be_trimmed_is_refused(monkeypatch):
     model.make_cache = lambda: [RotatingKVCache(max_size=8) for _ in model.layers]
     with pytest.raises(GenerationError, match=r"RotatingKVCache\) cannot be trimmed"):
         answer_of(plain_model(), draft_model=model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "draft_model"), [("stories", "stories-base"), ("stories-base", "stories")])
+def test_the_command_writes_the_same_story_with_a_draft_model(model, draft_model, capsys):
+    def written(*flags):
+        assert cli.main(["generate", "--model", model, "--max-tokens", "60", "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    alone, drafted = written(), written("--draft-model", draft_model, "--num-draft-tokens", "5")
+    assert drafted["text"] == alone["text"]
+    assert drafted["accepted"] > 0
