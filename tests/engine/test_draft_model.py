@@ -11,6 +11,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip import cli
+from mlx_zip.codec import compress
 from mlx_zip.engine import Failed
 from mlx_zip.engine.draft_sources import LookupSource
 from mlx_zip.engine.drafts import Drafter
@@ -208,6 +209,28 @@ def test_a_callers_cache_holds_what_was_yielded_and_the_next_turn_is_the_same(fa
         assert later[0] == later[1]
         turns.append((first, held, later))
     assert turns[0] == turns[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+@pytest.mark.parametrize("call", [1, 4, 9])
+def test_an_interrupt_in_a_draft_leaves_the_callers_cache_with_what_was_yielded(family, call):
+    model, drafts, calls, found = model_of(family), plain_model(), [], []
+    kind = type(drafts)
+
+    class Interrupted(kind):
+        def __call__(self, *args, **options):
+            calls.append(args)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return super().__call__(*args, **options)
+
+    drafts.__class__ = Interrupted
+    cache = make_prompt_cache(model)
+    made = stream_generate(model, ENDLESS, PROMPT, 60, prompt_cache=cache, draft_model=drafts)
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(response.token for response in made)
+    read = len(compress(model.config.codec_params, PROMPT)[0]) if family == "llama" else len(PROMPT)
+    assert {entry.size() for entry in cache} == {read + len(found)}
 
 
 # ---- engines
