@@ -81,7 +81,7 @@ class Lookup:
 class LookupSource:
     """Prompt lookup as a source. base_ids: what the request has so far."""
 
-    width = None
+    width: int | None = None
 
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0

@@ -1,6 +1,7 @@
 """Draft models: what a second model proposes changes how many passes an answer takes, and nothing else."""
 
 import copy
+import json
 from functools import partial
 
 import mlx.core as mx
@@ -9,6 +10,8 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_zip import cli
+from mlx_zip.codec import compress
 from mlx_zip.engine import Failed
 from mlx_zip.engine.draft_sources import LookupSource
 from mlx_zip.engine.drafts import Drafter, choose_drafts
@@ -213,6 +216,28 @@ def test_a_callers_cache_holds_what_was_yielded_and_the_next_turn_is_the_same(fa
     assert turns[0] == turns[1]
 
 
+@pytest.mark.parametrize("family", ["llama", "plain"])
+@pytest.mark.parametrize("call", [1, 4, 9])
+def test_an_interrupt_in_a_draft_leaves_the_callers_cache_with_what_was_yielded(family, call):
+    model, drafts, calls, found = model_of(family), plain_model(), [], []
+    kind = type(drafts)
+
+    class Interrupted(kind):
+        def __call__(self, *args, **options):
+            calls.append(args)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return super().__call__(*args, **options)
+
+    drafts.__class__ = Interrupted
+    cache = make_prompt_cache(model)
+    made = stream_generate(model, ENDLESS, PROMPT, 60, prompt_cache=cache, draft_model=drafts)
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(response.token for response in made)
+    read = len(compress(model.config.codec_params, PROMPT)[0]) if family == "llama" else len(PROMPT)
+    assert {entry.size() for entry in cache} == {read + len(found)}
+
+
 # ---- engines
 
 
@@ -333,3 +358,15 @@ def test_a_draft_model_whose_caches_cannot_be_trimmed_is_refused(monkeypatch):
     model.make_cache = lambda: [RotatingKVCache(max_size=8) for _ in model.layers]
     with pytest.raises(GenerationError, match=r"RotatingKVCache\) cannot be trimmed"):
         answer_of(plain_model(), draft_model=model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "draft_model"), [("stories", "stories-base"), ("stories-base", "stories")])
+def test_the_command_writes_the_same_story_with_a_draft_model(model, draft_model, capsys):
+    def written(*flags):
+        assert cli.main(["generate", "--model", model, "--max-tokens", "60", "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    alone, drafted = written(), written("--draft-model", draft_model, "--num-draft-tokens", "5")
+    assert drafted["text"] == alone["text"]
+    assert drafted["accepted"] > 0

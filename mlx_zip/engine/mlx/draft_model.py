@@ -103,7 +103,8 @@ class DraftModelSource:
     """
 
     def __init__(self, draft_model: DraftModel, base_ids: Sequence[int] | Uint32s, width: int, vocab_size: int) -> None:
-        self._model, self.width, self._vocab_size = draft_model, width, vocab_size
+        self._model, self._vocab_size = draft_model, vocab_size
+        self.width: int | None = width
         self._text, self._readable = array("I"), True
         self._reader: _Reader | None = None  # made with the first draft
         self._took_s = 0.0
@@ -193,7 +194,7 @@ class _Reader:
         for left in range(most, 0, -1):
             after = self._run(chosen) if left > 1 else chosen
             mx.async_eval(after)
-            one = int(chosen.item())
+            one = _read_id(chosen)
             if left > 1:
                 self._plain_ids.append(one)
             yield one
@@ -203,7 +204,7 @@ class _Reader:
         """Yields the base ids of ids, of which each is read when the next one is asked for. chosen [1]: the first."""
         assert self._state is not None
         while True:
-            yield from base_ids_of_next(self._state.books[0], int(chosen.item()))
+            yield from base_ids_of_next(self._state.books[0], _read_id(chosen))
             chosen = self._run(chosen)
 
     def _read(self, ids: Uint32s) -> mx.array:
@@ -216,3 +217,8 @@ class _Reader:
     def _run(self, ids: mx.array) -> mx.array:
         """Reads ids [n]; returns the likeliest id [1] after them, not yet computed."""
         return mx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
+
+
+def _read_id(chosen: mx.array) -> int:
+    """Waits for an id [1] and returns it."""
+    return int(np.array(chosen)[0])
