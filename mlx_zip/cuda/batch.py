@@ -132,7 +132,7 @@ class Batch:
         mark = sequence.book.mark()
         if not len(ids) or len(ids) > self.room_left(row):
             raise ModelError(f"{len(ids)} ids cannot be read: a sequence has room for {self.room_left(row)} more")
-        self.drop_draft(row)
+        self._drop_draft(row)
         new = sequence.book.push(ids)
         try:
             sequence.missing_slots.update(new.slots.tolist())
@@ -378,7 +378,7 @@ class Batch:
         """
         return 0 if self._may_switch_frequencies(self._sequences[row]) else max(0, self.room_left(row) - 2)
 
-    def drop_draft(self, row: int) -> None:
+    def _drop_draft(self, row: int) -> None:
         """Forgets a sequence's draft, if it has one."""
         sequence = self._sequences[row]
         if sequence.ahead is not None:
@@ -397,7 +397,7 @@ class Batch:
         if ahead.draft.take(id_):
             sequence.output = ahead.output
             return True
-        self.drop_draft(row)
+        self._drop_draft(row)
         return False
 
 

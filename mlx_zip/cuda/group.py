@@ -1,7 +1,8 @@
 """`CudaGroup`: all requests that take steps, as rows of one batch; and the reading of their prompts.
 
 A step has the parts that `mlx_zip.engine.mlx.group` describes. There is one group only, which requests join when their
-prompts have been read, so nothing is ever merged or split.
+prompts have been read, so nothing is ever merged or split. Where a request may have a draft, the bodies of all of them
+wait for the ids, so that one call of the body may read the drafts too.
 """
 
 from __future__ import annotations
