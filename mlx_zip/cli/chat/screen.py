@@ -85,7 +85,7 @@ class Screen:
 
     def begin_line(self, text: str, hang: str) -> None:
         """Begins a line with text such as a bullet. hang: what the lines begin with that it is wrapped to."""
-        self._write(text, "")
+        self._write(text)
         self._hang, self._margin = hang, cell_len(hang)
 
     def put_text(self, text: str, codes: str = "") -> None:

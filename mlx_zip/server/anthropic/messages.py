@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from copy import deepcopy
 from typing import Any
@@ -94,12 +94,12 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageBuilder:
     """Builds a message of deltas. `add` and `fail` return the events to send; `message` is the message so far.
 
-    model: name to report.
+    model: name to report. make_id: called with an id's prefix.
     """
 
-    def __init__(self, body: MessagesBody, model: str) -> None:
+    def __init__(self, body: MessagesBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
         self.message: Json = {
-            "id": new_id("msg"),
+            "id": make_id("msg"),
             "type": "message",
             "role": "assistant",
             "model": model,
@@ -178,6 +178,7 @@ class MessageBuilder:
             self._events.append({"type": "content_block_delta", "index": self._block_index, "delta": delta})
 
     def _close_block(self) -> None:
+        """Ends the block that is being written, if there is one."""
         block, text = self._block, "".join(self._pieces)
         if not block:
             return

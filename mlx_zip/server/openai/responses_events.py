@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -17,12 +18,12 @@ Json = dict[str, Any]
 class ResponseBuilder:
     """Builds a response of deltas. Each method returns the events to send, in order; `response` is the response so far.
 
-    model: name to report.
+    model: name to report. make_id: called with an id's prefix.
     """
 
-    def __init__(self, body: ResponseBody, model: str) -> None:
-        self.response = {"id": new_id("resp"), **_initial_fields(body, model), "created_at": int(time.time())}
-        self._logprobs = body.logprobs is not None
+    def __init__(self, body: ResponseBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
+        self.response = {"id": make_id("resp"), **_initial_fields(body, model), "created_at": int(time.time())}
+        self._logprobs, self._make_id = body.logprobs is not None, make_id
         self._events: list[Json] = []
         self._sequence = 0
         self._item: Json = {}  # the item that is being written, the last of the output; {} between items
@@ -74,7 +75,7 @@ class ResponseBuilder:
 
     def _add_text(self, text: str, logprobs: list[Json]) -> None:
         if not self._is_open("message"):
-            self._open_item({"id": new_id("msg"), "type": "message", "role": "assistant", "content": []})
+            self._open_item({"id": self._make_id("msg"), "type": "message", "role": "assistant", "content": []})
             self._item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
             self._add_event("response.content_part.added", **self._place(), part=deepcopy(self._item["content"][0]))
         self._pieces.append(text)
@@ -84,7 +85,7 @@ class ResponseBuilder:
 
     def _add_reasoning(self, text: str) -> None:
         if not self._is_open("reasoning"):
-            self._open_item({"id": new_id("rs"), "type": "reasoning", "summary": []})
+            self._open_item({"id": self._make_id("rs"), "type": "reasoning", "summary": []})
             self._item["summary"].append({"type": "summary_text", "text": ""})
             part = deepcopy(self._item["summary"][0])
             self._add_event("response.reasoning_summary_part.added", **self._place(), part=part)
@@ -92,7 +93,7 @@ class ResponseBuilder:
         self._add_event("response.reasoning_summary_text.delta", **self._place(), delta=text)
 
     def _add_call(self, call: ToolCall) -> None:
-        item = {"id": new_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+        item = {"id": self._make_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
         self._open_item({**item, "arguments": ""})
         self._pieces.append(call.arguments)
         self._add_event("response.function_call_arguments.delta", **self._place(), delta=call.arguments)
@@ -123,6 +124,7 @@ class ResponseBuilder:
         self._add_event("response.output_item.added", **place, item=deepcopy(self._item))
 
     def _close_item(self, status: str) -> None:
+        """Ends the item that is being written, if there is one."""
         item, text = self._item, "".join(self._pieces)
         if not item:
             return
