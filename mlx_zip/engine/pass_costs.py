@@ -28,22 +28,32 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._times: dict[int, dict[int, deque[float]]] = {}  # by length and width
+        self._ratios: dict[int, dict[int, float]] = {}  # by length, as far as they were asked for and still hold
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
 
     def note(self, ids: int, held: int, seconds: float) -> None:
         """Notes a pass over `ids` ids on a cache of `held` ids. Other widths than those of `WIDTHS` are not noted."""
         self._passes += 1
         if ids in WIDTHS:
-            times = self._times.setdefault(_bucket(held), {})
-            times.setdefault(ids, deque(maxlen=KEPT)).append(seconds)
+            times = self._times.setdefault(_bucket(held), {}).setdefault(ids, deque(maxlen=KEPT))
+            before = _quartile(times) if times else None
+            times.append(seconds)
+            if _quartile(times) != before:
+                self._ratios.clear()
 
     def ratios(self, held: int) -> dict[int, float]:
         """Returns what passes of known widths cost in relation to a pass over one id, on a cache of `held` ids.
 
         Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
         """
+        length = _bucket(held)
+        if length not in self._ratios:
+            self._ratios[length] = self._find_ratios(length)
+        return self._ratios[length]
+
+    def _find_ratios(self, nearest: int) -> dict[int, float]:
         found: dict[int, float] = {}
-        for length in sorted(self._times, key=lambda one: abs(one - _bucket(held))):
+        for length in sorted(self._times, key=lambda one: abs(one - nearest)):
             times = self._times[length]
             for width in times if 1 in times else ():
                 found.setdefault(width, _quartile(times[width]) / _quartile(times[1]))
@@ -91,7 +101,7 @@ def _untimed(ratios: dict[int, float], most: int) -> list[int]:
 
 def expected_ids(share: float, proposed: int) -> float:
     """Returns how many ids a pass emits on average if each proposed id is accepted with this probability."""
-    return sum(share**n for n in range(proposed + 1))
+    return proposed + 1.0 if share >= 1 else (1 - share ** (proposed + 1)) / (1 - share)
 
 
 def _best_width(share: float, ratios: dict[int, float], most: int) -> int:
