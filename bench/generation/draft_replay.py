@@ -21,6 +21,7 @@ from mlx_zip.engine.draft_sources import LookupSource
 from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.tokenizers import chat_template
 
 TEXTS = Path(__file__).parents[1] / "texts"
 KINDS = {
@@ -47,9 +48,10 @@ def read_workloads(kinds: Sequence[str], tokenizer: Any, mode: str) -> Iterator[
     """
     for kind in kinds:
         for window, file in enumerate(sorted(TEXTS.glob(f"{kind}-*.txt"))):
-            messages = read_messages(file)
-            text = tuple(tokenizer.encode(messages[-1]["content"], add_special_tokens=False))
-            prompt = tuple(encode_prompt(tokenizer, messages[:-1]))
+            *asked, answer = read_messages(file)
+            text = tuple(tokenizer.encode(answer["content"], add_special_tokens=False))
+            whole = "\n".join(message["content"] for message in asked)
+            prompt = tuple(encode_prompt(tokenizer, asked if chat_template(tokenizer) else whole))
             turn = Turn(prompt, len(text), None if mode == "free" else text)
             yield Workload(kind, mode, file.stem, (turn,), window)
 

@@ -208,7 +208,7 @@ class DraftedEngine(MlxEngine):
         inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
         run, store = Run(len(forced.prompt)), _ReadPrompt(cache)
         scheduler = Scheduler(served, store, 1, None, lambda _: None, partial(Reading, served), raises=True)
-        scheduler.add(Request(checked, partial(note_event, run, time.perf_counter()), inline))
+        scheduler.add(Request(checked, PassNotes(run, time.perf_counter()), inline))
         while scheduler.busy:
             scheduler.work()
         run.text_bytes = len(self.tokenizer.decode(run.base_ids).encode())
@@ -240,14 +240,23 @@ class _ReadPrompt(NoSessions):
         return Checkout(self._cache, self._cache[0].offset, base_tokens, "")
 
 
-def note_event(run: Run, begun: float, event: Event) -> None:
-    """Notes an emitted id in a run that began at `begun`. Ids that a draft had proposed belong to the pass before."""
-    if not isinstance(event, Emitted):
-        return
-    now = time.perf_counter() - begun
-    if event.from_draft:
-        run.ids[-1].append(event.id)
-        run.base_ids += event.base_ids
-        run.times[-1] = now
-    else:
-        run.step(now, [event.id], event.base_ids)
+class PassNotes:
+    """Receives a request's events and notes passes in a `Run`. begun: when the request began, by `time.perf_counter`.
+
+    A pass ends with the first id that was not proposed to it.
+    """
+
+    def __init__(self, run: Run, begun: float) -> None:
+        self._run, self._begun, self._goes_on = run, begun, False
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Emitted):
+            return
+        run, now = self._run, time.perf_counter() - self._begun
+        if self._goes_on:
+            run.times[-1] = now
+            run.ids[-1].append(event.id)
+            run.base_ids += event.base_ids
+        else:
+            run.step(now, [event.id], event.base_ids)
+        self._goes_on = event.from_draft
