@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter
 from mlx_zip.engine.mlx.served import Served
@@ -89,12 +89,14 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
     0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states), and so many
     that KV caches are quantized after the same id as without a draft.
     """
-    kv = _kv_entries(cache, find_zip_state(cache))
-    if served.machines is not None or not all(type(entry) in (KVCache, QuantizedKVCache) for entry in kv):
+    kinds = set(map(type, cache)) - {ZipState}
+    if CacheList in kinds:
+        kinds = set(map(type, _kv_entries(cache, find_zip_state(cache))))
+    if served.machines is not None or not kinds <= {KVCache, QuantizedKVCache}:
         return 0
-    if served.options.kv_bits is None or type(kv[0]) is QuantizedKVCache:
+    if served.options.kv_bits is None or QuantizedKVCache in kinds:
         return MOST_PROPOSED
-    return max(0, served.options.quantized_kv_start - kv[0].offset - 2)
+    return max(0, served.options.quantized_kv_start - next(flatten_cache_lists(cache)).offset - 2)
 
 
 def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:

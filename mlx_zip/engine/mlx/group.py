@@ -176,7 +176,7 @@ class Group:
         drafter = self.requests[0].drafter if len(self.requests) == 1 else None
         if self._draft is not None or drafter is None:
             return self._draft is not None
-        return draft_room(self.served, self.cache) > 0 and drafter.expects_to_propose(self.length)
+        return drafter.expects_to_propose(self.length) and draft_room(self.served, self.cache) > 0
 
     def finish(self) -> None:
         """Chooses the next ids if `launch` did not."""
