@@ -2,6 +2,7 @@
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
 #   make test JOBS=1                runs the tests in one process instead of two
 #   make lint PYRIGHT_ARGS=--warnings  fails on warnings too, for an environment with all optional libraries
+#   make drafts TRIALS=3            measures drafts with three timed runs of each way in place of five
 #   make model DATA=DIR [OUT=DIR]   trains the bundled models anew from the stories in DATA (docs/stories.md)
 
 PYTHON ?= python3
@@ -11,6 +12,8 @@ JOBS ?= 2
 DATA ?=
 OUT ?= stories-model
 MODEL_ARGS ?= --install
+TRIALS ?= 5
+BLAS ?= libopenblas.so.0
 
 COMMA := ,
 VENV := .venv
@@ -27,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 QUICK := -m "not slow"
 PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help venv demo check test test-slow docs picture screens model lint fuzz clean
+.PHONY: help venv demo check test test-slow docs picture screens drafts model lint fuzz clean
 
 help:
 	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
@@ -38,6 +41,7 @@ help:
 	@echo "make docs    write the tables and pictures in the docs anew from the records"
 	@echo "make picture draw the answer of docs/guides/use.md anew: docs/pictures/answer.svg"
 	@echo "make screens show the app in a browser, in build/screens, and write docs/pictures/app.png anew"
+	@echo "make drafts  measure drafts for some hours on a quiet machine: bench/records, docs/reports/drafts.md"
 	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
 	@echo "make fuzz    fuzz the C code for a short while under sanitizers"
 	@echo "make clean   remove .venv and everything built"
@@ -68,6 +72,19 @@ screens: $(VENV)/.ready
 	@PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD=1 $(PIP_INSTALL) -e '.[browser]'
 	$(BIN)/python -m pytest -q tests/apps/browser/test_screens.py
 	cp build/screens/readme.png docs/pictures/app.png
+
+DRAFTS := build/drafts
+drafts: $(VENV)/.ready
+	rm -rf $(DRAFTS) && mkdir -p $(DRAFTS)
+	$(BIN)/python -m mlx_zip.bench drafts --mode passes --record $(DRAFTS)/drafts.jsonl
+	$(BIN)/python -m mlx_zip.bench drafts --mode passes --models stories --kinds story --record $(DRAFTS)/drafts.jsonl
+	$(BIN)/python -m mlx_zip.bench drafts --trials $(TRIALS) --record $(DRAFTS)/drafts-time.jsonl
+	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --trials $(TRIALS) \
+	  --record $(DRAFTS)/drafts-time.jsonl
+	LD_PRELOAD=$(BLAS) $(BIN)/python -m mlx_zip.bench drafts --float32 --trials $(TRIALS) \
+	  --record $(DRAFTS)/drafts-float32.jsonl
+	mv $(DRAFTS)/*.jsonl bench/records/
+	$(BIN)/python -m mlx_zip.bench.pages
 
 model: $(VENV)/.ready
 	@test -n "$(DATA)" || { echo "name the folder of the stories: make model DATA=DIR (docs/stories.md)" >&2; exit 1; }

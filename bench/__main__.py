@@ -21,6 +21,10 @@ BENCHES = {
         "mlx_zip.bench.generation.batch",
         "time a batch of requests against the same requests one after the other, with and without hypertokens",
     ),
+    "drafts": (
+        "mlx_zip.bench.generation.drafts",
+        "measure drafts on five kinds of text: base tokens per pass, the host's work, time by ways to draft",
+    ),
     "serve": (
         "mlx_zip.bench.serve.timing",
         "time the server: one stream, many streams, two long prompts, later turns of a chat; next to mlx-lm's server",
@@ -72,6 +76,7 @@ BENCHES = {
 TIMED = {
     "generate",
     "batch",
+    "drafts",
     "serve",
     "soak",
     "profile",

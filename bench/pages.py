@@ -23,7 +23,7 @@ from .plots import render_figure, write_bytes
 from .recording import add_record_flag
 from .records import Records, table
 from .steps import mac_steps
-from .tables import performance, smollm2
+from .tables import drafts, performance, smollm2
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance, mac_steps, smollm2, *paper_table_modules()):
+    for module in (performance, mac_steps, smollm2, drafts, *paper_table_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")

@@ -24,6 +24,8 @@ from .shape_table import Models
 class ForcedIdSampler:
     """A sampler that returns given ids in order, each after the model's own choice has been computed."""
 
+    greedy, state = False, None  # as an engine asks of a request's own sampler
+
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids, self.at = list(ids), 0
 

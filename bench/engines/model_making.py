@@ -67,13 +67,14 @@ def model_args_with_hypertokens(config: Mapping[str, Any], options: ZipOptions) 
     return ModelArgs.from_dict(config_with_hypertokens(config, options))
 
 
-def models_from_folders(model: str | None, base: str | None) -> Models:
+def models_from_folders(model: str | None, base: str | None, float32: bool = False) -> Models:
     """Loads stored models: `model` with hypertokens and the plain `base`, each a folder, hub id, bundled model or None.
 
-    Without `base` the plain model is the decoder of `model`. Raises `MlxZipError` for a model of the wrong kind and for
-    models with tokenizers of different sizes.
+    Without `base` the plain model is the decoder of `model`. float32: turn quantized weights into float32. Raises
+    `MlxZipError` for a model of the wrong kind and for models with tokenizers of different sizes.
     """
     from mlx_zip.models.loading import find_model_folder, load
+    from mlx_zip.training.pack_tuning import dequantize
 
     if model is None and base is None:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")
@@ -86,15 +87,17 @@ def models_from_folders(model: str | None, base: str | None) -> Models:
         raise MlxZipError(f"--base {base} has hypertokens; name a plain model")
     if len({len(one) for one in (tokenizer, base_tokenizer) if one is not None}) > 1:
         raise MlxZipError(f"--base {base} and --model {model} have tokenizers of different sizes")
+    if float32:
+        zipped, plain = (None if one is None else dequantize(one) for one in (zipped, plain))
     name: Any = model or base
     return Models(
         name=Path(name).name,
-        precision="as stored",
+        precision="float32" if float32 else "as stored",
         weights="trained",
         base_config=vars(plain.args) if zipped is None else zipped.args.decoder_config,
         tokenizer=tokenizer or base_tokenizer,
-        plain=decoder_copier(zipped) if plain is None else model_copier(plain, base),
-        zipped=None if zipped is None else model_copier(zipped, model),
+        plain=decoder_copier(zipped, float32) if plain is None else model_copier(plain, base, float32),
+        zipped=None if zipped is None else model_copier(zipped, model, float32),
         folder=find_model_folder(base) if base else None,
         zip_folder=find_model_folder(model) if model else None,
     )
@@ -125,17 +128,15 @@ def make_model_with_kept_rows(models: Models, ids: Any) -> Callable[[], Any]:
     return make
 
 
-def model_copier(loaded: Any, name: Any) -> Callable[[], Any]:
+def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[[], Any]:
     """Returns a function that makes new model objects over a loaded model's weights, each beginning with its pack.
 
-    name: where it was loaded from.
+    name: where it was loaded from. dequantized: whether its weights are floats whatever that folder's are.
     """
     from mlx_zip.models.loading import find_model_folder, read_model_config
 
-    weights, quantization = (
-        dict(tree_flatten(loaded.parameters())),
-        read_model_config(find_model_folder(name)).get("quantization"),
-    )
+    weights = dict(tree_flatten(loaded.parameters()))
+    quantization = None if dequantized else read_model_config(find_model_folder(name)).get("quantization")
     pack = loaded.row_source.pack if has_hypertokens(loaded) else None
 
     def make() -> Any:
@@ -147,10 +148,11 @@ def model_copier(loaded: Any, name: Any) -> Callable[[], Any]:
     return make
 
 
-def decoder_copier(zipped: Any) -> Callable[[], Any]:
+def decoder_copier(zipped: Any, dequantized: bool = False) -> Callable[[], Any]:
     config = zipped.args.decoder_config
     weights = drop_encoder_weights(dict(tree_flatten(zipped.parameters())))
-    return lambda: load_weights_into(make_plain_model(config), weights, config.get("quantization"))
+    quantization = None if dequantized else config.get("quantization")
+    return lambda: load_weights_into(make_plain_model(config), weights, quantization)
 
 
 def activation_dtype_of(precision: str) -> mx.Dtype:

@@ -85,13 +85,16 @@ class LookupSource:
 
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0
+        self._match_now: int | None = None  # of the text as it ends now, once it was asked for
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._text.append(base_ids)
+        self._match_now = None
 
     def share(self) -> float:
-        match = self._text.propose(0)[1]
-        return 0.0 if match < LEAST_MATCH else self._acceptance.share(match)
+        if self._match_now is None:
+            self._match_now = self._text.propose(0)[1]
+        return 0.0 if self._match_now < LEAST_MATCH else self._acceptance.share(self._match_now)
 
     def seconds(self) -> float:
         return 0.0

@@ -41,14 +41,19 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._times: dict[int, dict[int, dict[int, deque[float]]]] = {}  # by rows, length and width
+        self._ratios: dict[tuple[int, int], dict[int, float]] = {}  # by rows and length, those asked for since `note`
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1) -> None:
         """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted."""
         self._passes += 1
         if ids in WIDTHS:
-            times = self._times.setdefault(_exponent(rows), {}).setdefault(_bucket(held), {})
-            times.setdefault(ids, deque(maxlen=KEPT)).append(seconds)
+            lengths = self._times.setdefault(_exponent(rows), {})
+            times = lengths.setdefault(_bucket(held), {}).setdefault(ids, deque(maxlen=KEPT))
+            before = _quartile(times) if times else None
+            times.append(seconds)
+            if _quartile(times) != before:
+                self._ratios.clear()
 
     def figures(self) -> dict[Figure, float]:
         """Returns the seconds of passes, as far as they were timed."""
@@ -68,27 +73,30 @@ class PassCosts:
 
         Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
         """
+        key = _exponent(rows), _bucket(held)
+        if key not in self._ratios:
+            self._ratios[key] = self._find_ratios(*key)
+        return self._ratios[key]
+
+    def _find_ratios(self, rows: int, length: int) -> dict[int, float]:
+        """Returns `ratios`. rows, length: exponents of powers of two."""
         found: dict[int, float] = {}
-        for times in self._nearest(held, rows):
+        for times in self._nearest(rows, length):
             for width in times:
                 found.setdefault(width, _quartile(times[width]) / _quartile(times[1]))
         return found
 
-    def _nearest(self, held: int, rows: int) -> list[dict[int, deque[float]]]:
+    def _nearest(self, rows: int, length: int) -> list[dict[int, deque[float]]]:
         """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
-        lengths = self._times.get(_exponent(rows), {})
-        return [
-            lengths[length]
-            for length in sorted(lengths, key=lambda length: abs(length - _bucket(held)))
-            if 1 in lengths[length]
-        ]
+        lengths = self._times.get(rows, {})
+        return [lengths[one] for one in sorted(lengths, key=lambda one: abs(one - length)) if 1 in lengths[one]]
 
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
         """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
         ratios = self.ratios(held, rows)
         if not seconds or not ratios:
             return ratios
-        each = seconds / _quartile(self._nearest(held, rows)[0][1])
+        each = seconds / _quartile(self._nearest(_exponent(rows), _bucket(held))[0][1])
         return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
     def choose_width(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
@@ -133,7 +141,8 @@ def _untimed(ratios: dict[int, float], most: int) -> list[int]:
 
 def expected_ids(shares: Sequence[float], proposed: int) -> float:
     """Returns how many ids a pass emits per row on average if proposed ids are accepted with these probabilities."""
-    return sum(share**n for share in shares for n in range(proposed + 1)) / len(shares)
+    sums = (proposed + 1.0 if share >= 1 else (1 - share ** (proposed + 1)) / (1 - share) for share in shares)
+    return sum(sums) / len(shares)
 
 
 def _best_width(shares: Sequence[float], ratios: dict[int, float], most: int) -> int:

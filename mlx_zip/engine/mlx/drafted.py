@@ -150,12 +150,12 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
     0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states) or have
     several parts per layer, and so many that KV caches are quantized after the same id as without a draft.
     """
-    kv = _kv_entries(cache, find_zip_state(cache))
-    if served.machines is not None or not all(type(one) in (KVCache, QuantizedKVCache, BatchKVCache) for one in kv):
+    kinds = set(map(type, cache)) - {ZipState}
+    if served.machines is not None or not kinds <= {KVCache, QuantizedKVCache, BatchKVCache}:
         return 0
-    if served.options.kv_bits is None or type(kv[0]) is QuantizedKVCache:
+    if served.options.kv_bits is None or QuantizedKVCache in kinds:
         return MOST_PROPOSED
-    return max(0, served.options.quantized_kv_start - kv[0].offset - 2)
+    return max(0, served.options.quantized_kv_start - cache[0].offset - 2)
 
 
 def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:

@@ -197,7 +197,7 @@ class Group:
         drafters = [request.drafter for request in self.requests]
         if self._draft is not None or not any(drafters):
             return self._draft is not None
-        return draft_room(self.served, self.cache) > 0 and expects_draft(drafters, self.length)
+        return expects_draft(drafters, self.length) and draft_room(self.served, self.cache) > 0
 
     def finish(self) -> None:
         """Chooses the next ids if `launch` did not."""

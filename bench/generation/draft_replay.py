@@ -1,0 +1,151 @@
+"""Texts of five kinds, and the passes in which a model would write them with drafts, replayed without a model.
+
+The text's next id is taken after every pass, so a proposed id is accepted if the text has it. This gives base tokens
+per pass and the host's work, and with published costs of passes what drafts would bring on other chips.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
+from mlx_zip.bench.engines.workloads import Turn, Workload
+from mlx_zip.codec import Codebook
+from mlx_zip.engine.draft_sources import LookupSource
+from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter, choose_drafts, expects_draft
+from mlx_zip.engine.pass_costs import PassCosts
+from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.tokenizers import chat_template
+
+TEXTS = Path(__file__).parents[1] / "texts"
+KINDS = {
+    "edit": "a file with ten changed lines",
+    "document": "an answer from a document",
+    "dialogue": "a dialogue goes on",
+    "story": "a story",
+    "code": "a module goes on",
+}
+CHIPS = {  # published costs of a pass by its ids, a pass over one id being 1; beyond 8 ids in proportion if not known
+    "M4 Pro, 4 bit, cheapest": {1: 1.0, 2: 1.03, 4: 1.14, 8: 1.73, 16: 3.46},
+    "M4 Pro, 4 bit, dearest": {1: 1.0, 2: 1.25, 4: 1.57, 8: 2.69, 16: 5.38},
+    "M3 Ultra, 4 bit": {1: 1.0, 2: 1.83, 4: 3.26, 8: 6.12, 16: 12.24},
+    "M3 Ultra, bf16": {1: 1.0, 2: 2.0, 4: 2.0, 8: 2.0, 16: 2.0},
+    "M1 Ultra": {1: 1.0, **{ids: (34 + 10.9 * ids) / 37 for ids in (2, 4, 8, 16)}},
+}
+ROW_BY_ROW = {1: 1.0, 16: 16.0}  # a pass over more ids costs what as many passes cost
+
+
+def read_workloads(kinds: Sequence[str], tokenizer: Any, mode: str) -> Iterator[Workload]:
+    """Yields a workload per text of these kinds: its prompt, and its last answer to be written.
+
+    mode: "free" for a greedy answer that may be as long as the text's, else the text is replayed.
+    """
+    for kind in kinds:
+        for window, file in enumerate(sorted(TEXTS.glob(f"{kind}-*.txt"))):
+            *asked, answer = read_messages(file)
+            text = tuple(tokenizer.encode(answer["content"], add_special_tokens=False))
+            whole = "\n".join(message["content"] for message in asked)
+            prompt = tuple(encode_prompt(tokenizer, asked if chat_template(tokenizer) else whole))
+            turn = Turn(prompt, len(text), None if mode == "free" else text)
+            yield Workload(kind, mode, file.stem, (turn,), window)
+
+
+def read_messages(file: Path) -> list[dict[str, str]]:
+    """Returns the messages of a text, the last one an answer. A line `@user` or `@assistant` begins each."""
+    messages: list[dict[str, str]] = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.strip() in ("@user", "@assistant"):
+            messages.append({"role": line.strip()[1:], "content": ""})
+        else:
+            messages[-1]["content"] += line
+    return messages
+
+
+@dataclass(frozen=True)
+class ForcedText:
+    """A text in the ids of a model. prompt: ids to read. ids: those to write; pieces: the base ids of each.
+
+    book: the codebook once the prompt was read, None for a plain model.
+    """
+
+    prompt: list[int]
+    ids: list[int]
+    pieces: list[list[int]]
+    book: Codebook | None = None
+
+
+def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
+    """Returns the turn's text as a model writes it. book: a new request's codebook, None for a plain model."""
+    text = list(turn.text or ())
+    if book is None:
+        return ForcedText(list(turn.prompt), text, [[one] for one in text])
+    prompt, ids = compress_prompt_and_text(book, turn.prompt, text)
+    book = book.copy()
+    book.push(prompt)
+    whole = book.copy()
+    whole.push(ids)
+    rows, lengths = whole.logged(book.mark())
+    pieces = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    return ForcedText(prompt.tolist(), ids.tolist(), pieces, book)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The passes after the first id that wrote a text. widths: ids that each read. cost: of all passes, by the curve.
+
+    host_s: processor time of proposing and of noting what became of it.
+    """
+
+    widths: list[int]
+    cost: float
+    host_s: float
+
+
+def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mapping[int, float] | None = None) -> Replay:
+    """Replays the passes in which a model writes the turn's text, as an engine runs them for one request.
+
+    Drafts are those of `draft="lookup"`, or with a curve those of "auto" on a machine with these costs of passes by
+    their ids, linear in between. book: as in `force_text`. ahead: whether a step begins before the host has read its
+    id, unless a draft is expected; so it is for plain models.
+    """
+    forced = force_text(turn, book)
+    ids, pieces, book, limit = forced.ids, forced.pieces, forced.book, len(turn.text or ())
+    costs = None if curve is None else PassCosts()
+    curve = curve or {1: 1.0, MOST_PROPOSED + 1: 1.0}
+    cost_of = np.interp(range(MOST_PROPOSED + 2), list(curve), list(curve.values())).tolist()
+    drafter, widths = Drafter([LookupSource(turn.prompt)], costs), list[int]()
+    held, at, written, waits = len(forced.prompt), 0, len(pieces[0]), not ahead
+    begun = time.thread_time()
+    drafter.append(pieces[0])
+    while at + 1 < len(ids):
+        room = min(MOST_PROPOSED, limit - max(written, at + 1) - 1) if waits else 0
+        [(source, width)] = choose_drafts([drafter], [room], held)
+        proposed = [] if source is None else drafter.propose(source, ids[at], book, width)
+        widths.append(1 + len(proposed))
+        if proposed:
+            drafter.note_pass(len(proposed))
+        if costs is not None:
+            costs.note(widths[-1], held, cost_of[widths[-1]])
+        accepted = common_length(proposed, ids[at + 1 :])
+        end = min(at + 2 + accepted, len(ids))
+        waits = not ahead or bool(proposed) or expects_draft([drafter], held)
+        if book is not None:
+            book.push(ids[at : end - 1])
+        for piece in pieces[at + 1 : end]:
+            drafter.append(piece)
+            written += len(piece)
+        if proposed:
+            drafter.note_end(len(proposed), accepted)
+        held, at = held + end - 1 - at, end - 1
+    return Replay(widths, sum(cost_of[width] for width in widths), time.thread_time() - begun)
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns how many ids two sequences have in common at the beginning."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,266 @@
+"""Measures drafts on texts of five kinds: base tokens per pass, the host's work, and time, paired and in turns.
+
+A model writes the text's own answer (replay) or its own greedy one (free), plain and with hypertokens, with each way to
+draft. Passes that are replayed without a model give the host's work and, with published costs of passes, a calculation
+for other chips.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.interface import Run
+from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxEngine, installed_row_bytes, with_memory_row_store
+from mlx_zip.bench.engines.model_making import models_from_folders
+from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.bench.engines.workloads import Turn, Workload
+from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
+from mlx_zip.bench.tables.drafts import time_table
+from mlx_zip.codec import Codebook
+from mlx_zip.codec.ids import as_ids
+from mlx_zip.engine.drafts import MOST_PROPOSED
+from mlx_zip.engine.interface import Emitted, Event, Submission
+from mlx_zip.engine.mlx.group import Reading
+from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.request import Inline, Request
+from mlx_zip.engine.scheduler import Scheduler
+from mlx_zip.engine.sessions.store import Checkout, NoSessions
+from mlx_zip.engine.submissions import Checked
+from mlx_zip.models.rows.zip_state import find_zip_state
+from mlx_zip.named import PARTNERS
+from mlx_zip.progress import ProgressBar
+from mlx_zip.sampling.options import Sampling
+
+from .draft_replay import CHIPS, KINDS, ROW_BY_ROW, force_text, read_workloads, replay
+from .generate import PACKAGES, EngineComparison
+
+DRAFTS: dict[str, dict[str, Any]] = {  # ways to draft: fields of `RunOptions`
+    "off": {},
+    "lookup": {"draft": "lookup"},
+    "auto": {"draft": "auto"},
+}
+HOST_ROUNDS = 7  # replays of which the fastest counts
+PREFILL = 512  # ids of a prompt that are read in one call
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench drafts`."""
+    add = parser.add_argument
+    add(
+        "--models",
+        nargs="+",
+        default=["smollm2"],
+        metavar="MODEL",
+        help="models with hypertokens: smollm2, stories, or folders and hub ids, whose plain model is their decoder "
+        "(default: smollm2)",
+    )
+    add("--float32", action="store_true", help="turn quantized weights into float32 first")
+    add(
+        "--mode",
+        choices=("passes", "replay", "free"),
+        default="replay",
+        help="passes: run no model, count passes and measure the host's work; replay: time the text's own answer; "
+        "free: time the model's greedy answer, at most as long (default: replay)",
+    )
+    add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text to write (default: all)")
+    add("--drafts", nargs="+", choices=tuple(DRAFTS), default=list(DRAFTS), help="ways to draft (default: all)")
+    add(
+        "--rows",
+        nargs="+",
+        choices=("warm", "cold"),
+        default=["cold", "warm"],
+        help="what a run may reuse of earlier ones: hyper rows, and what passes cost. cold: neither (default: both "
+        "ways, in turns)",
+    )
+    add("--trials", type=int, default=5, help="number of timed runs of each way on each text (default: 5)")
+    add("--tokens", type=int, help="maximum base tokens that a timed run writes (default: the whole answer)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a JSON line per model, text and way to draft. Raises `MlxZipError` for models that cannot be used."""
+    check_at_least(args, 1, "trials")
+    if args.tokens is not None:
+        check_at_least(args, 2, "tokens")
+    args.warmup, args.draft, args.shape = int("warm" in args.rows), MOST_PROPOSED, None  # of the record
+    load_before_bench()
+    for name in args.models:
+        models = models_from_folders(name, PARTNERS.get(name), args.float32)
+        workloads = list(fitting_workloads(models, args))
+        if args.mode == "passes":
+            for record in replay_records(models, workloads):
+                print(json.dumps(record), flush=True)
+        else:
+            time_drafts(models, workloads, args)
+    return 0
+
+
+def fitting_workloads(models: Models, args: argparse.Namespace) -> Iterator[Workload]:
+    """Yields the workloads of --kinds that fit the model's context; the others are named on standard error."""
+    for workload in read_workloads(args.kinds, models.tokenizer, args.mode):
+        if models.context is None or workload.positions <= models.context:
+            yield workload
+        else:
+            why = f"it needs {workload.positions} positions, {models.name} has {models.context}"
+            print(f"{workload.data} is left out: {why}", file=sys.stderr)
+
+
+# ---- passes without a model
+
+
+def replay_records(models: Models, workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
+    """Yields a record per text, for the plain model and for the one with hypertokens."""
+    assert models.zipped is not None
+    books = {"plain": None, "zip": make_prompt_cache(models.zipped())[-1].books[0]}
+    for workload, (kind, book) in product(workloads, books.items()):
+        yield {
+            "bench": "drafts",
+            "mode": "passes",
+            "engine": kind,
+            "model": {"name": models.name, "precision": models.precision},
+            "workload": {"domain": workload.domain, "data": workload.data},
+            **replay_figures(workload.turns[0], book),
+            **environment_fields(*PACKAGES),
+        }
+
+
+def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
+    """Returns what was written after the first id and in how many passes, gains on `CHIPS`, and the host's time.
+
+    host_us: per emitted id, with "auto" where passes gain nothing, and with "lookup"; the fastest replay counts.
+    """
+    forced, ahead = force_text(turn, book), book is None
+    found, ids = replay(turn, book, ahead), len(forced.ids) - 1
+    host_s = {
+        draft: min(replay(turn, book, ahead, curve).host_s for _ in range(HOST_ROUNDS))
+        for draft, curve in (("lookup", None), ("auto", ROW_BY_ROW))
+    }
+    return {
+        "counts": {
+            "prompt_tokens": len(turn.prompt),
+            "base_tokens": sum(map(len, forced.pieces[1:])),
+            "ids": ids,
+            "passes": len(found.widths),
+            "proposed": sum(found.widths) - len(found.widths),
+        },
+        "host_us": {draft: round(1e6 * seconds / ids, 2) for draft, seconds in host_s.items()},
+        "gains": {chip: round(ids / replay(turn, book, ahead, curve).cost, 3) for chip, curve in CHIPS.items()},
+    }
+
+
+# ---- time
+
+
+def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Namespace) -> None:
+    """Runs each text with every way to draft, in turns, and prints a record per text, way and state of the rows."""
+    read: dict[Any, list[Any]] = {}
+    engines = [DraftedEngine(models, kind, draft, read) for kind, draft in product(("plain", "zip"), args.drafts)]
+    comparison = EngineComparison(args, list(product(engines, args.rows)), models)
+    plan = f"{len(workloads)} texts, {args.mode}, {args.trials} trials after {args.warmup} warm-up"
+    print_header("drafts", f"{models.name}, {models.precision}", engines[0].device, plan)
+    for workload in workloads:
+        measured = comparison.measure([shorten(workload, args.tokens)])
+        records = [{**record, "bench": "drafts"} for record in measured]
+        for record in records:
+            print(json.dumps(record), flush=True)
+        print(time_table(records), file=sys.stderr)
+        read.clear()
+
+
+def shorten(workload: Workload, tokens: int | None) -> Workload:
+    """Returns the workload with at most so many base ids to write, None for all."""
+    turn = workload.turns[0]
+    text = None if turn.text is None else turn.text[:tokens]
+    return replace(workload, turns=(Turn(turn.prompt, min(turn.tokens, tokens or turn.tokens), text),))
+
+
+class DraftedEngine(MlxEngine):
+    """Runs a model on mlx_zip's scheduler with one way to draft. A step of its `Run` is a pass of the model.
+
+    kind: "plain" or "zip". read: caches that have read a prompt but for its last id, by kind and prompt. Engines share
+    them, so that a long prompt is read once; a run goes on from a copy, as from a session.
+    """
+
+    def __init__(self, models: Models, kind: str, draft: str, read: dict[Any, list[Any]]) -> None:
+        zipped = models.zipped
+        assert zipped is not None
+        super().__init__(models, models.plain if kind == "plain" else lambda: with_memory_row_store(zipped()))
+        self.name, self._kind, self._draft, self._read = f"{kind} {draft}", kind, DRAFTS[draft], read
+
+    def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. held: the caches of a new conversation."""
+        state, eos = find_zip_state(held), frozenset(self.tokenizer.eos_token_ids) if replay is None else frozenset()
+        forced = force_text(Turn(tuple(prompt), tokens, replay and tuple(replay)), state and state.books[0])
+        cache = self._copy_of_read(tuple(prompt), forced.prompt[:-1], held)
+        ahead = True if state is None else None  # as in `stream_generate`
+        served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft))
+        checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling(), None, "", 0)
+        inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
+        run, store = Run(len(forced.prompt)), _ReadPrompt(cache)
+        scheduler = Scheduler(served, store, 1, None, lambda _: None, partial(Reading, served), raises=True)
+        scheduler.add(Request(checked, PassNotes(run, time.perf_counter()), inline))
+        while scheduler.busy:
+            scheduler.work()
+        run.text_bytes = len(self.tokenizer.decode(run.base_ids).encode())
+        run.kv_ids = cache[0].offset
+        run.row_bytes = 0 if state is None else installed_row_bytes(cache[-1])
+        return run
+
+    def _copy_of_read(self, prompt: tuple[int, ...], ids: Sequence[int], held: list[Any]) -> list[Any]:
+        """Returns a copy of the cache that has read these ids of a prompt. held: a new cache, which reads them once."""
+        if (key := (self._kind, prompt)) not in self._read:
+            with ProgressBar(len(ids), "id", "Reading a prompt") as count, mx.stream(generation_stream):
+                for at in range(0, len(ids), PREFILL):
+                    self.model(mx.array([ids[at : at + PREFILL]]), cache=held)
+                    mx.eval([entry.state for entry in (held if find_zip_state(held) is None else held[:-1])])
+                    count(len(ids[at : at + PREFILL]))
+            self._read[key] = held
+        return copy.deepcopy(self._read[key])
+
+
+class _ReadPrompt(NoSessions):
+    """In place of a store of sessions: gives the only request a cache that has read its prompt but for the last id."""
+
+    def __init__(self, cache: list[Any]) -> None:
+        self._cache = cache
+
+    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:
+        state = find_zip_state(self._cache)
+        base_tokens = len(base_ids) - 1 if state is None else state.books[0].base_length
+        return Checkout(self._cache, self._cache[0].offset, base_tokens, "")
+
+
+class PassNotes:
+    """Receives a request's events and notes passes in a `Run`. begun: when the request began, by `time.perf_counter`.
+
+    A pass ends with the first id that was not proposed to it.
+    """
+
+    def __init__(self, run: Run, begun: float) -> None:
+        self._run, self._begun, self._goes_on = run, begun, False
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Emitted):
+            return
+        run, now = self._run, time.perf_counter() - self._begun
+        if self._goes_on:
+            run.times[-1] = now
+            run.ids[-1].append(event.id)
+            run.base_ids += event.base_ids
+        else:
+            run.step(now, [event.id], event.base_ids)
+        self._goes_on = event.from_draft

@@ -1,0 +1,122 @@
+"""The tables of docs/reports/drafts.md, from records of `bench drafts`.
+
+`drafts` has passes replayed without a model, `drafts-time` timed runs of the models as stored, `drafts-float32` those
+in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from mlx_zip.bench.generation.ratios import Ratio, paired_ratio
+from mlx_zip.bench.records import Record, Records, machines_table, table
+
+PASSES, TIME, FLOAT32 = "drafts", "drafts-time", "drafts-float32"
+
+
+def passes_table(records: Records) -> str:
+    """Returns base tokens per pass without drafts and with lookup, by kind of text: all base tokens over all passes."""
+    rows = []
+    for model, kind, plain, zipped in by_kind(records.lines(PASSES)):
+        one, both = pooled(plain, "passes"), pooled(zipped, "passes")
+        alone = pooled(zipped, "ids")
+        prompt, written = (sum(line["counts"][name] for line in plain) for name in ("prompt_tokens", "base_tokens"))
+        accepted = (
+            sum(line["counts"]["ids"] - line["counts"]["passes"] for line in lines) for lines in (plain, zipped)
+        )
+        proposed = (sum(line["counts"]["proposed"] for line in lines) for lines in (plain, zipped))
+        shares = (f"{a / p:.0%}" if p else "-" for a, p in zip(accepted, proposed, strict=True))
+        figures = [f"{one:.2f}", f"{alone:.2f}", f"{both:.2f}", f"{both / max(one, alone):.2f}"]
+        rows.append([model, kind, str(len(plain)), f"{prompt:,}", f"{written:,}", *figures, *shares])
+    heads = [
+        *("model", "text", "texts", "base tokens read", "written", "plain, lookup", "zip alone", "zip, lookup"),
+        *("to the better one alone", "accepted, plain", "accepted, zip"),
+    ]
+    return table(heads, rows)
+
+
+def chips_table(records: Records) -> str:
+    """Returns steps per second with `auto` over those without drafts, computed from published costs of passes."""
+    found, rows = list(by_kind(records.lines(PASSES))), []
+    chips = list(found[0][2][0]["gains"])
+    for model, kind, *both in found:
+        for name, lines in zip(("plain", "zip"), both, strict=True):
+            rows.append([model, kind, name, *(f"{pooled_gain(lines, chip):.2f}" for chip in chips)])
+    return table(["model", "text", "", *chips], rows)
+
+
+def host_table(records: Records) -> str:
+    """Returns the host's processor time per emitted id, in us, with `auto` where drafts gain nothing and `lookup`."""
+    rows = []
+    for model, kind, *both in by_kind(records.lines(PASSES)):
+        cells = [f"{pooled_host(lines, draft):.1f}" for draft in ("auto", "lookup") for lines in both]
+        rows.append([model, kind, *cells])
+    return table(["model", "text", "auto, plain", "auto, zip", "lookup, plain", "lookup, zip"], rows)
+
+
+def by_kind(lines: Sequence[Record]) -> Iterator[tuple[str, str, list[Record], list[Record]]]:
+    """Yields (model, kind of text, records of the plain model, of the one with hypertokens) of replayed texts."""
+    found: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for line in lines:
+        both = found.setdefault((line["model"]["name"], line["workload"]["domain"]), {"plain": [], "zip": []})
+        both[line["engine"]].append(line)
+    for (model, kind), both in found.items():
+        yield model, kind, both["plain"], both["zip"]
+
+
+def pooled(lines: Sequence[Record], over: str) -> float:
+    return sum(line["counts"]["base_tokens"] for line in lines) / sum(line["counts"][over] for line in lines)
+
+
+def pooled_gain(lines: Sequence[Record], chip: str) -> float:
+    """Returns the gain over several texts: passes without drafts over what all passes cost."""
+    ids = [line["counts"]["ids"] for line in lines]
+    return sum(ids) / sum(n / line["gains"][chip] for n, line in zip(ids, lines, strict=True))
+
+
+def pooled_host(lines: Sequence[Record], draft: str) -> float:
+    ids = [line["counts"]["ids"] for line in lines]
+    return sum(n * line["host_us"][draft] for n, line in zip(ids, lines, strict=True)) / sum(ids)
+
+
+def time_table(lines: Sequence[Record]) -> str:
+    """Returns base tokens per pass and base tokens/s of timed runs, and their ratios, paired by trial."""
+    found = {time_key(line): line for line in lines}
+    rows = []
+    for (*text, engine), line in found.items():
+        kind, _, draft = engine.partition(" ")
+        speed, per_pass = (line["figures"][name] for name in ("base_tokens_per_s", "base_tokens_per_step"))
+        others = [None if engine == base else found.get((*text, base)) for base in (f"{kind} off", "plain off")]
+        ratios = ["" if other is None else str(speed_ratio(other, line)) for other in others]
+        rows.append([*text, kind, draft, f"{per_pass['median']:.2f}", f"{speed['median']:.1f}", *ratios])
+    heads = ["model", "text", "rows", "", "drafts", "base tokens per pass", "base tokens/s"]
+    return table([*heads, "to no drafts", "to plain, no drafts"], rows)
+
+
+def time_key(line: Record) -> tuple[str, ...]:
+    written = "" if line["mode"] == "replay" else f", {line['mode']}"
+    return line["model"]["name"], line["workload"]["data"] + written, line["setting"]["rows"], line["engine"]
+
+
+def speed_ratio(a: Record, b: Record) -> Ratio:
+    return paired_ratio(*(one["figures"]["base_tokens_per_s"]["samples"] for one in (a, b)))
+
+
+def recorded_machines_table(records: Records) -> str:
+    return machines_table(records, [name for name in (PASSES, TIME, FLOAT32) if name in records.files])
+
+
+def table_of_times(name: str) -> Callable[[Records], str]:
+    missing = f"Not measured yet: there is no record `{name}`."
+    return lambda records: time_table(records.lines(name)) if name in records.files else missing
+
+
+TABLES = {
+    "drafts-passes": passes_table,
+    "drafts-host": host_table,
+    "drafts-chips": chips_table,
+    "drafts-time": table_of_times(TIME),
+    "drafts-float32": table_of_times(FLOAT32),
+    "drafts-records": recorded_machines_table,
+}
+PICTURES = {}
