@@ -38,6 +38,7 @@ PASSED_FLAGS = (
     "kv_group_size",
     "quantized_kv_start",
     "draft",
+    "num_draft_tokens",
 )
 
 
@@ -100,6 +101,7 @@ def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, g
 @contextmanager
 def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_OpenedModel]:
     """Loads the model on MLX. sampling: fields of `Sampling`. group: as in `_print_answer`."""
+    from mlx_zip.engine.mlx.draft_model import load_draft_model
     from mlx_zip.engine.mlx.generate import load, stream_generate
 
     chosen, saved = chosen_packs.read_packs(args.pack), _read_saved_cache(args)
@@ -119,6 +121,9 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
         )
         if chosen is not None:
             chosen_packs.check_pack_fits(chosen, model, tokenizer)
+        draft_model = None
+        if args.draft_model is not None:
+            draft_model = load_draft_model(args.draft_model, tokenizer, args.trust_remote_code)
         if saved is not None:
             from mlx_zip.engine.sessions.mlx_caches import position_settings
 
@@ -130,6 +135,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
             prompt_cache=None if saved is None else saved.cache,
             # checked against the tokenizer above, whose fingerprint --extra-eos-token may have changed since
             pack=None if chosen is None else replace(chosen, tokenizer=None),
+            draft_model=draft_model,
             **sampling,
             **{name: getattr(args, name) for name in PASSED_FLAGS},
         )

@@ -7,14 +7,12 @@ from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.engine.drafts import DRAFTS
+from mlx_zip.engine.drafts import DRAFT_TOKENS, DRAFTS, MOST_PROPOSED
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.model_folder import is_plain_model
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
-    "draft_model": "--draft lookup needs no second model",
-    "num_draft_tokens": "--draft chooses how many ids it proposes",
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
@@ -133,7 +131,7 @@ def _add_cache_flags(add: Any) -> None:
     add_codebook_flags(add)
     add_kv_size_flag(add)
     add_kv_quantization_flags(add)
-    add_draft_flag(add)
+    add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
 
 
@@ -150,8 +148,6 @@ def _add_output_flags(add: Any) -> None:
 
 
 def _add_refused_flags(add: Any) -> None:
-    add("--draft-model", help="refused: " + REFUSED["draft_model"])
-    add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
 
@@ -213,15 +209,30 @@ def add_kv_quantization_flags(add: Any) -> None:
     )
 
 
-def add_draft_flag(add: Any) -> None:
-    """Declares --draft."""
+def add_draft_flags(add: Any) -> None:
+    """Declares the flags of drafts."""
     add(
         "--draft",
         choices=DRAFTS,
         default="off",
         help="propose several next ids, which the model checks at once; the answer stays the same. lookup: propose "
         "what followed when the same words came before, in the prompt or the answer; auto: like lookup, but only as "
-        "many ids as save time on this machine, perhaps none; off: propose nothing (default: off)",
+        "many ids as save time on this machine, perhaps none; off: propose nothing, except by --draft-model (default: "
+        "off)",
+    )
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="smaller model with the same vocabulary that proposes next ids, also without --draft: folder, hub id or "
+        "bundled model, plain or with hypertokens (default: none)",
+    )
+    add(
+        "--num-draft-tokens",
+        metavar="N",
+        type=int,
+        default=DRAFT_TOKENS,
+        help=f"ids that --draft-model proposes per pass, 1 to {MOST_PROPOSED}; --draft auto chooses the number itself "
+        f"(default: {DRAFT_TOKENS})",
     )
 
 

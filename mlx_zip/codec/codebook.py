@@ -29,6 +29,20 @@ def compress_next(book: Codebook, ids: Any) -> Uint32s:
     return whole[read:] if np.array_equal(whole[:read], book.ids) else book.compress(ids)
 
 
+def base_ids_of_next(book: Codebook, one: int) -> tuple[int, ...]:
+    """Returns the base ids of an id that a codebook may read next; it may install its own entry by being read.
+
+    Raises `CodecError` for an id that cannot be read.
+    """
+    try:
+        return book.base_ids_of(one)
+    except CodecError:
+        book = book.copy()
+        book.push(one)
+        rows, lengths = book.logged(book.mark() - 1)
+        return tuple(rows[0, : lengths[0]].tolist())
+
+
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries after the last id).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,12 @@ PRIOR, MEMORY = 4, 64  # drafted ids that these shares count as much as, and ids
 
 
 class Source(Protocol):
-    """Proposes base ids for one request. It hears of each base id that the request emits, proposed or not."""
+    """Proposes base ids for one request. It hears of each base id that the request emits, proposed or not.
+
+    width: ids per draft where not their costs decide, None for a number that follows what was accepted.
+    """
+
+    width: int | None
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
         """Appends base ids to the text."""
@@ -26,8 +31,12 @@ class Source(Protocol):
         """Returns the share of ids proposed now that would be accepted, each if those before it were; 0 for no ids."""
         ...
 
-    def propose(self, most: int) -> Sequence[int] | Uint32s:
-        """Returns up to `most` base ids that may come next."""
+    def seconds(self) -> float:
+        """Returns how long an id takes to be proposed; 0 for hardly any time."""
+        ...
+
+    def propose(self, most: int) -> Sequence[int] | Uint32s | Iterator[int]:
+        """Returns up to `most` base ids that may come next; an iterator if it saves time to take fewer of them."""
         ...
 
     def note(self, proposed: int, accepted: int) -> None:
@@ -64,6 +73,8 @@ class Lookup:
 class LookupSource:
     """Prompt lookup as a source. base_ids: what the request has so far."""
 
+    width = None
+
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0
 
@@ -73,6 +84,9 @@ class LookupSource:
     def share(self) -> float:
         match = self._text.propose(0)[1]
         return 0.0 if match < LEAST_MATCH else self._acceptance.share(match)
+
+    def seconds(self) -> float:
+        return 0.0
 
     def propose(self, most: int) -> Uint32s:
         base_ids, self._match = self._text.propose(most)
@@ -86,21 +100,33 @@ class Acceptance:
     """How many of the proposed ids are accepted, by how much the text had in common with the earlier place."""
 
     def __init__(self) -> None:
-        # accepted and refused ids per class of matches; the first numbers count as much as four drafts of one id
-        self._counts = {length: [share * PRIOR, (1 - share) * PRIOR] for length, share in FIRST_SHARES.items()}
+        self._shares = {length: Share(first) for length, first in FIRST_SHARES.items()}
 
     def share(self, match: int) -> float:
         """Returns the share of proposed ids that are accepted after a match of so many base ids."""
-        accepted, refused = self._counts[self._class_of(match)]
-        return accepted / (accepted + refused)
+        return self._shares[self._class_of(match)].value
 
     def note(self, match: int, proposed: int, accepted: int) -> None:
-        """Notes a draft; what came after its first refused id was never asked."""
-        counts = self._counts[self._class_of(match)]
-        counts[0] += accepted
-        counts[1] += accepted < proposed
-        if sum(counts) > MEMORY:
-            counts[:] = [count / 2 for count in counts]
+        """Learns from a draft after a match of so many base ids."""
+        self._shares[self._class_of(match)].note(proposed, accepted)
 
     def _class_of(self, match: int) -> int:
         return max(length for length in FIRST_SHARES if length <= max(match, LEAST_MATCH))
+
+
+class Share:
+    """The share of proposed ids that are accepted, each if those before it were. first: before any draft."""
+
+    def __init__(self, first: float) -> None:
+        self._accepted, self._refused = first * PRIOR, (1 - first) * PRIOR  # count as much as four drafts of one id
+
+    @property
+    def value(self) -> float:
+        return self._accepted / (self._accepted + self._refused)
+
+    def note(self, proposed: int, accepted: int) -> None:
+        """Learns from a draft; what came after its first refused id was never asked."""
+        self._accepted += accepted
+        self._refused += accepted < proposed
+        if self._accepted + self._refused > MEMORY:
+            self._accepted, self._refused = self._accepted / 2, self._refused / 2

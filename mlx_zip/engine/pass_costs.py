@@ -43,18 +43,31 @@ class PassCosts:
         Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
         """
         found: dict[int, float] = {}
-        for length in sorted(self._times, key=lambda one: abs(one - _bucket(held))):
-            times = self._times[length]
-            for width in times if 1 in times else ():
+        for times in self._nearest(held):
+            for width in times:
                 found.setdefault(width, _quartile(times[width]) / _quartile(times[1]))
         return found
 
-    def choose_width(self, share: float, held: int, most: int) -> int:
+    def _nearest(self, held: int) -> list[dict[int, deque[float]]]:
+        """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
+        lengths = sorted(self._times, key=lambda length: abs(length - _bucket(held)))
+        return [self._times[length] for length in lengths if 1 in self._times[length]]
+
+    def _ratios_with_proposing(self, held: int, seconds: float) -> dict[int, float]:
+        """Returns `ratios` of passes and what it takes to propose their ids. seconds: per proposed id."""
+        ratios = self.ratios(held)
+        if not seconds or not ratios:
+            return ratios
+        each = seconds / _quartile(self._nearest(held)[0][1])
+        return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
+
+    def choose_width(self, share: float, held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids to propose, 0 for none: what makes the most base tokens per second.
 
         share: of proposed ids that are accepted, each if those before it were. most: ids that may be proposed.
+        seconds: how long an id takes to be proposed.
         """
-        ratios = self.ratios(held)
+        ratios = self._ratios_with_proposing(held, seconds)
         if most < 1 or 1 not in ratios:
             return 0
         best = _best_width(share, ratios, most)
@@ -63,9 +76,9 @@ class PassCosts:
         unknown = (width for width in WIDTHS if width not in ratios and width <= best)
         return next(unknown, best) - 1  # a width that was never timed is reached step by step
 
-    def pays(self, share: float, held: int, most: int) -> bool:
+    def pays(self, share: float, held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
-        ratios = self.ratios(held)
+        ratios = self._ratios_with_proposing(held, seconds)
         return 1 in ratios and (self._is_trial_due(share, ratios, most) or _best_width(share, ratios, most) > 1)
 
     def _is_trial_due(self, share: float, ratios: dict[int, float], most: int) -> bool:

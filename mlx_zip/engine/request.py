@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.codec.codebook import base_ids_of_next
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.interface import (
     Counted,
@@ -30,7 +31,7 @@ from mlx_zip.engine.interface import (
 from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
-from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_message_line
+from mlx_zip.errors import EngineError, MlxZipError, first_message_line
 from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.sampling.penalties import PenaltyTerms
 
@@ -206,16 +207,7 @@ class Request:
 
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that has just been chosen. Raises `CodecError` for what cannot be read."""
-        book = self.book
-        if book is None:
-            return (token,)
-        try:
-            return book.base_ids_of(token)
-        except CodecError:  # perhaps a hypertoken that is installed by being read
-            book = book.copy()
-            book.push(token)
-            rows, lengths = book.logged(book.mark() - 1)
-            return tuple(rows[0, : lengths[0]].tolist())
+        return (token,) if self.book is None else base_ids_of_next(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """Returns an expansion up to an eos or the limit, and why the answer ends with it, None if it goes on."""
@@ -349,7 +341,7 @@ class Request:
         """Forgets everything that takes memory."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
-        self._entries = None
+        self._entries = self.drafter = None
 
 
 def without_frames(error: MlxZipError) -> MlxZipError:

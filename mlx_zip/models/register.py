@@ -94,7 +94,8 @@ def _patch_generation(generate_module: Any) -> None:
     ) -> Iterator[Any]:
         if _is_zip_model(model) or _is_zip_model(draft_model):
             raise GenerationError(
-                "draft_model: hypertokens cannot be verified against another model's ids: leave it out"
+                "draft_model: mlx_lm cannot check ids of one model with another one's hypertokens: use "
+                "mlx_zip.stream_generate, which takes draft_model too"
             )
         return drafted(prompt, model, draft_model, *args, **kwargs)
 

@@ -13,7 +13,7 @@ from mlx_zip.cli import colours, engine_choice, row_cache
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
     add_color_flag,
-    add_draft_flag,
+    add_draft_flags,
     add_kv_quantization_flags,
     add_kv_size_flag,
     add_prefill_flag,
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_codebook_flags(add)
     add_kv_size_flag(add)
     add_kv_quantization_flags(add)
-    add_draft_flag(add)
+    add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
     add("--pipeline", action="store_true", default=None, help="refused: " + _NO_PIPELINE)
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)

@@ -16,7 +16,7 @@ from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine, open_row_store
-from mlx_zip.cli.generation_flags import add_draft_flag, add_kv_quantization_flags, check_model_flag
+from mlx_zip.cli.generation_flags import add_draft_flags, add_kv_quantization_flags, check_model_flag
 from mlx_zip.cli.serving.opening import (
     engine_options,
     import_server_part,
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_codebook_flags(add)
     add_keep_wired_flag(add)
     add_kv_quantization_flags(add)
-    add_draft_flag(add)
+    add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
     parser.set_defaults(**_SERVE_DEFAULTS)
 
@@ -151,8 +151,8 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
 
     args: the flags as they were given, so --engine may be auto.
     """
-    own = {"adapter_path": None, "pack": None, "codebook_size": None, "canonical": None, "chat_template": None}
-    changed = argparse.Namespace(**{**vars(args), **own})
+    own = ("adapter_path", "pack", "codebook_size", "canonical", "chat_template", "draft_model")  # the main model's
+    changed = argparse.Namespace(**{**vars(args), **dict.fromkeys(own)})
     choose_engine(changed, name)
     return open_chosen_engine(None, name, **{**engine_options(changed, name, None), "sessions": None})
 

@@ -67,7 +67,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
     from mlx_zip.engine.sessions.store import SessionOptions
 
     engine_choice.check_engine_flags(args)
-    check_draft(args.draft)
+    check_draft(args.draft, args.num_draft_tokens)
     plain = (chosen is not None or args.codebook_size is not None) and is_plain_model(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
@@ -83,6 +83,8 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "quantized_kv_start": args.quantized_kv_start,
         "max_kv_size": getattr(args, "max_kv_size", None),  # the server's flags have no such one
         "draft": args.draft,
+        "draft_model": args.draft_model,
+        "num_draft_tokens": args.num_draft_tokens,
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,

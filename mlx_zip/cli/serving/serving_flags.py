@@ -10,7 +10,7 @@ from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.generation_flags import (
     add_adapter_flag,
     add_canonical_flag,
-    add_draft_flag,
+    add_draft_flags,
     add_kv_quantization_flags,
 )
 from mlx_zip.errors import GenerationError
@@ -19,8 +19,6 @@ SESSIONS = "MLX_ZIP_SESSION_CACHE"
 API_KEY = "MLX_ZIP_API_KEY"
 MOST_S = 1_000_000  # a thread can wait that long
 REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
-    "draft_model": "--draft lookup needs no second model",
-    "num_draft_tokens": "--draft chooses how many ids it proposes",
     "prompt_concurrency": "prompts are read in turns, between the steps of the answers under way",
     "pipeline": "a model on several machines is split inside its layers, not between them",
     "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
@@ -53,13 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
     add_codebook_flags(add)
     add_kv_quantization_flags(add)
-    add_draft_flag(add)
+    add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
-    for name, kind in (
-        ("draft_model", str),
-        *((one, int) for one in REFUSED if one not in ("draft_model", "pipeline")),
-    ):
-        add("--" + name.replace("_", "-"), type=kind, help="refused: " + REFUSED[name])
+    for name in ("prompt_concurrency", "prompt_cache_size"):
+        add("--" + name.replace("_", "-"), type=int, help="refused: " + REFUSED[name])
     add("--pipeline", action="store_true", default=None, help="refused: " + REFUSED["pipeline"])
 
 

@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.drafts import check_draft
+from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
@@ -67,6 +67,8 @@ class GenerateOptions(BatchOptions, total=False):
     kv_group_size: int
     quantized_kv_start: int
     draft: str
+    draft_model: Any
+    num_draft_tokens: int
     prompt_progress_callback: Callable[[int, int], None] | None
 
 
@@ -87,6 +89,8 @@ def stream_generate(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     draft: str = "off",
+    draft_model: Any = None,
+    num_draft_tokens: int = DRAFT_TOKENS,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
@@ -106,7 +110,9 @@ def stream_generate(
     read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
     cache quantization as in mlx-lm. draft: "lookup" has the model check several ids per pass that
     followed where the text was alike before; "off" for one id per pass. The ids are the same, except where two logits
-    differ by less than a pass over several ids rounds.
+    differ by less than a pass over several ids rounds. draft_model: a loaded model of the same vocabulary, plain or
+    with hypertokens, that proposes num_draft_tokens ids per pass, as in mlx-lm, or as many as save time if draft is
+    "auto". It keeps no prompt cache, so where a plain model goes on with one, it reads only the new part of the text.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.
@@ -121,15 +127,16 @@ def stream_generate(
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
     start = _checked_start(pack, tokenizer, model)
     kv = (kv_bits, kv_group_size, quantized_kv_start)
-    check_draft(draft)
+    check_draft(draft, num_draft_tokens)
     how = RunOptions(
         *kv,
         prefill_step_size,
         max_kv_size=max_kv_size,
         ahead=_begins_ahead(model),
         draft=draft,
+        num_draft_tokens=num_draft_tokens,
     )
-    served = Served(model, tokenizer, how)
+    served = Served(model, tokenizer, how, draft_model)
     cache = served.new_cache(start)
     if prompt_cache is not None:
         if max_kv_size is not None:

@@ -53,7 +53,7 @@ class Group:
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None  # of a group of one request
-        self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and when ids were read last
+        self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and since when it does
 
     # ---- one step
 
@@ -168,8 +168,12 @@ class Group:
 
     def _propose(self) -> list[int]:
         """Returns ids that may come after the id that was taken, in a group of one request."""
-        request = self.requests[0]
-        return [] if request.drafter is None else request.propose(self.tokens[0], draft_room(self.served, self.cache))
+        request, began = self.requests[0], time.perf_counter()
+        if request.drafter is None:
+            return []
+        proposed = request.propose(self.tokens[0], draft_room(self.served, self.cache))
+        self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
+        return proposed
 
     def _expects_draft(self) -> bool:
         """Returns whether the next logits may come from a draft, so that no step is to begin before its id is read."""

@@ -18,7 +18,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
 from mlx_zip.device import WiredMemory, measure_memory_speed
+from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft
 from mlx_zip.engine.interface import Ceiling, Engine
+from mlx_zip.engine.mlx.draft_model import load_draft_model
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.scoring import score_in_parts
 from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, ServedByEngine
@@ -53,6 +55,8 @@ def open_engine(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     draft: str = "off",
+    draft_model: str | Path | None = None,
+    num_draft_tokens: int = DRAFT_TOKENS,
     max_running: int = 8,
     max_waiting: int = 64,
     max_prompt_tokens: int | None = None,
@@ -68,13 +72,15 @@ def open_engine(
 
     Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
     max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps; None for
-    512, and 2048 while a request is alone. max_kv_size, draft: as in `RunOptions`. sessions: bounds
-    of the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for
-    `open_split_engine`, which takes a model on several machines.
+    512, and 2048 while a request is alone. max_kv_size, draft, num_draft_tokens: as in `RunOptions`. draft_model: a
+    model of the same vocabulary (folder, hub id or bundled model), plain or with hypertokens, that proposes ids, also
+    if `draft` is "off". sessions: bounds of the kept sessions, None to keep none. row_cache: where rows of hypertokens
+    are kept. group, make: for `open_split_engine`, which takes a model on several machines.
     """
+    check_draft(draft, num_draft_tokens)
 
-    def load_model() -> tuple[Any, Any]:
-        return load(
+    def load_model() -> tuple[Any, ...]:
+        loaded = load(
             model_name,
             adapter_path=adapter_path,
             pack=pack,
@@ -85,6 +91,9 @@ def open_engine(
             row_store=row_cache,
             group=group,
         )
+        if draft_model is None:
+            return loaded
+        return *loaded, load_draft_model(draft_model, loaded[1], trust_remote_code)
 
     run = RunOptions(
         kv_bits,
@@ -92,6 +101,7 @@ def open_engine(
         quantized_kv_start,
         max_kv_size=max_kv_size,
         draft=draft,
+        num_draft_tokens=num_draft_tokens,
     )
     if prefill_step_size is None:
         run = replace(run, alone_step_size=PREFILL_STEP_SIZE)
@@ -112,16 +122,16 @@ def _make_store(served: Served, options: SessionOptions) -> SessionStore:
 
 
 class MlxEngine(ThreadedEngine):
-    """An engine on MLX. load: returns model and tokenizer. make_store: see `open_engine`."""
+    """An engine on MLX. load: returns model, tokenizer and draft model if any. make_store: see `open_engine`."""
 
     _wired: WiredMemory | None = None  # made in the engine's thread, which computes
 
     def _make_served(self, load: Load, name: str) -> ServedByEngine:
-        model, self.tokenizer = load()
+        model, self.tokenizer, *draft_model = load()
         streams = [generation_stream, mx.default_stream(mx.default_device())]
         self._wired = WiredMemory(self._options.keep_wired_s, streams)
         self._wired.hold()
-        served = ServedByEngine(model, self.tokenizer, name, self._options.run)
+        served = ServedByEngine(model, self.tokenizer, name, self._options.run, *draft_model)
         _warn_if_large(name, served.weight_bytes)
         return served
 
@@ -165,7 +175,8 @@ class MlxEngine(ThreadedEngine):
         if not served.hyper or served.machines is not None:
             return super().without_hypertokens(name)
         plain = WithoutHypertokens(served.model)
-        return MlxEngine(lambda: (plain, self.tokenizer), name, options)
+        draft_model = () if served.draft_model is None else (served.draft_model.model,)
+        return MlxEngine(lambda: (plain, self.tokenizer, *draft_model), name, options)
 
     def ceiling(self) -> Ceiling | None:
         served = self._inbox.ask(lambda: self._scheduler.served)

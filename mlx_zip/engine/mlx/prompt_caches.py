@@ -158,12 +158,16 @@ def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, i
         raise GenerationError(CANNOT_TRIM)
     ends = _id_ends(cache)
     held = _known_base_ids(cache)
-    wanted = np.asarray(base_ids[:-1], dtype=np.int64)
-    n = min(len(held), len(wanted))
-    differ = np.flatnonzero(held[:n] != wanted[:n])
-    common = int(differ[0]) if len(differ) else n
+    common = common_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
     kept = int(np.searchsorted(ends, common, side="right"))
     return kept, int(ends[kept - 1]) if kept else 0
+
+
+def common_length(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
+    """Returns how many ids two texts have in common at their beginnings."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(one[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n
 
 
 def check_trim(cache: Sequence[Any], ids: int) -> None:

@@ -18,8 +18,9 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.device import on_gpu
-from mlx_zip.engine.draft_sources import LookupSource
+from mlx_zip.engine.draft_sources import LookupSource, Source
 from mlx_zip.engine.drafts import Drafter
+from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
@@ -46,14 +47,17 @@ class Served:
     read their ids. context, by_base, vocab_size, width: see `ModelFacts`. canonical: whether canonical decoding is on.
     long_context: positions beyond which LongRoPE uses its long factors, None for models without. never_excluded: ids
     that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row, 0 where memory has no bound.
-    weight_bytes: of all weights.
+    weight_bytes: of all weights. draft_model: a model that proposes ids, None for none.
     """
 
     kv_bytes_per_id = 0
 
-    def __init__(self, model: Any, tokenizer: Any, options: RunOptions) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: RunOptions, draft_model: Any = None) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.hyper, self.machines = has_hypertokens(model), machines_of(model)
+        if draft_model is not None and self.machines is not None:
+            raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
+        self.draft_model = None if draft_model is None else DraftModel(draft_model)
         self.ahead = on_gpu() if options.ahead is None else options.ahead
         config = decoder_config(model)
         self.context: int | None = config.get("max_position_embeddings")
@@ -115,11 +119,14 @@ class Served:
 
     def make_drafter(self, text: Callable[[], Sequence[int]]) -> Drafter | None:
         """Returns what proposes ids for a request, None for nothing. text: returns the base ids that it has so far."""
-        options = self.options
-        if options.draft == "off" or self.machines is not None:
+        options, own = self.options, self.draft_model
+        if (options.draft == "off" and own is None) or self.machines is not None:
             return None
-        costs = self.pass_costs if options.draft == "auto" else None
-        return Drafter([LookupSource(text())], costs)
+        base_ids = text()
+        sources: list[Source] = [] if options.draft == "off" else [LookupSource(base_ids)]
+        if own is not None:
+            sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
+        return Drafter(sources, self.pass_costs if options.draft == "auto" else None)
 
     @cached_property
     def pass_costs(self) -> PassCosts:
@@ -142,8 +149,8 @@ class Served:
 class ServedByEngine(Served):
     """A model that an engine serves, with what its checks and bounds need; `facts` and `info` are the engine's."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
-        super().__init__(model, tokenizer, options)
+    def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions, draft_model: Any = None) -> None:
+        super().__init__(model, tokenizer, options, draft_model)
         self.kv_bytes_per_id = self._run_one_id()
         self.facts = self._make_facts()
         self.info = engine_info(name, fingerprint_of_model(model), self.facts)

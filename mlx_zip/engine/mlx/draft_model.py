@@ -1,0 +1,227 @@
+"""`DraftModelSource`: proposes what a second, smaller model would write (speculative decoding)."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_zip.codec.codebook import base_ids_of_next
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.engine.draft_sources import Share
+from mlx_zip.engine.mlx.prompt_caches import common_length
+from mlx_zip.engine.pass_costs import SURE
+from mlx_zip.errors import EngineError, GenerationError, first_message_line
+from mlx_zip.layout import decoder_config, has_hypertokens
+from mlx_zip.models.batching import flatten_cache_lists
+from mlx_zip.models.loading import load
+from mlx_zip.models.rows.zip_state import find_zip_state
+
+CHUNK = 512  # ids of a text per call
+FIRST_PASS = 16  # unread base ids that the first pass of a draft reads
+TIMED = 15  # drafts whose times are kept
+
+
+def load_draft_model(name: str | Path, tokenizer: Any, trust_remote_code: bool = False) -> Any:
+    """Loads a model, plain or with hypertokens, that is to draft for the model of this tokenizer.
+
+    Raises `GenerationError` if its vocabulary is another one, and what `mlx_zip.load` raises.
+    """
+    model, own = load(name, trust_remote_code=trust_remote_code)
+    if own.get_vocab() != tokenizer.get_vocab():  # special ids may differ: those of a base model and its chat model do
+        raise GenerationError(
+            f"draft_model (--draft-model): {name} has another vocabulary than the model that it would draft for; "
+            "choose one with the same tokenizer"
+        )
+    return model
+
+
+class DraftModel:
+    """A model that drafts for another one, and what its drafts were worth, over all requests.
+
+    most: base tokens of a text that it can read. vocab_size: base ids that it knows. accepted: share of its proposals
+    that were accepted. Raises `GenerationError` for a model whose caches cannot be trimmed: it could not forget what
+    was refused.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = decoder_config(model)
+        self.most: float = config.get("max_position_embeddings") or math.inf
+        self.vocab_size: float = model.layout.vocab_size if has_hypertokens(model) else config["vocab_size"]
+        self.accepted = Share(SURE)
+        self._times = deque[float](maxlen=TIMED)
+        self.model, self._reader = model, _Reader(model)
+        self._owner: Callable[[], object] = lambda: None
+        if kinds := {type(entry).__name__ for entry in self._reader.kv if type(entry) is not KVCache}:
+            raise GenerationError(
+                f"draft_model (--draft-model): its caches ({', '.join(sorted(kinds))}) cannot be trimmed, "
+                "so it could not forget ids that were refused; choose another model"
+            )
+
+    def seconds(self) -> float:
+        """Returns how long an id took to be proposed, 0 as long as nothing is known."""
+        return sorted(self._times)[len(self._times) // 4] if self._times else 0.0
+
+    def note(self, proposed: int, accepted: int, seconds: float) -> None:
+        """Learns from a draft. seconds: how long it took to write."""
+        self.accepted.note(proposed, accepted)
+        self._times.append(seconds / proposed)
+
+    def reader_for(self, source: object) -> _Reader:
+        """Returns what reads the text of a source.
+
+        It is that of the last source if nobody has that one any more, because texts often begin as the last one did.
+        """
+        if self._owner() is not None:
+            return _Reader(self.model)
+        self._owner = weakref.ref(source)
+        return self._reader
+
+    def forget_text(self) -> None:
+        """Forgets what was read, after a failure."""
+        self._reader = _Reader(self.model)
+
+
+class DraftModelSource:
+    """A draft model as a source of one request.
+
+    base_ids: what the request has so far. width: ids per draft, unless what passes cost decides. vocab_size: base ids
+    that the request's model knows.
+    """
+
+    def __init__(self, draft_model: DraftModel, base_ids: Sequence[int] | Uint32s, width: int, vocab_size: int) -> None:
+        self._model, self.width, self._vocab_size = draft_model, width, vocab_size
+        self._text, self._readable = array("I"), True
+        self._reader: _Reader | None = None  # made with the first draft
+        self._took_s = 0.0
+        self.append(base_ids)
+
+    def append(self, base_ids: Sequence[int] | Uint32s) -> None:
+        self._text.extend(map(int, base_ids))
+        self._readable &= all(one < self._model.vocab_size for one in base_ids)
+
+    def share(self) -> float:
+        fits = self._readable and 0 < len(self._text) < self._model.most
+        return self._model.accepted.value if fits else 0.0
+
+    def seconds(self) -> float:
+        return self._model.seconds()
+
+    def propose(self, most: int) -> Iterator[int]:
+        """Yields up to `most` base ids that may come next; most of them take a pass of the draft model.
+
+        Raises `EngineError` if the draft model fails.
+        """
+        most = int(min(most, self._model.most - len(self._text)))
+        try:
+            reader, unread = self._catch_up()
+            began = time.perf_counter()
+            for one in islice(takewhile(lambda one: one < self._vocab_size, reader.write(unread, most)), most):
+                self._took_s = time.perf_counter() - began
+                yield one
+        except Exception as error:
+            self._model.forget_text()
+            raise EngineError(
+                f"the draft model (--draft-model) failed: {type(error).__name__}: {first_message_line(error)}"
+            ) from error
+
+    def _catch_up(self) -> tuple[_Reader, Uint32s]:
+        """Has the reader forget what was refused and read all but the last base ids; returns it, and these ids."""
+        reader = self._reader = self._reader or self._model.reader_for(self)
+        text = np.array(self._text, np.uint32)
+        held = reader.keep(min(common_length(reader.base_ids, text), len(text) - 1))
+        if len(text) - held > FIRST_PASS:
+            reader.skip(text[held:-FIRST_PASS])
+        return reader, text[len(reader.base_ids) :]
+
+    def note(self, proposed: int, accepted: int) -> None:
+        self._model.note(proposed, accepted, self._took_s)
+
+
+class _Reader:
+    """A model's cache, and the base ids that it has read. kv: its KV caches."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._cache = model, make_prompt_cache(model)
+        self._state = find_zip_state(self._cache)
+        self._plain_ids = array("I")  # those that a plain model has read: a codebook logs its own
+        self.kv = list(flatten_cache_lists(self._cache if self._state is None else self._cache[:-1]))
+
+    @property
+    def base_ids(self) -> Uint32s:
+        return np.array(self._plain_ids, np.uint32) if self._state is None else self._state.books[0].base_ids()
+
+    def keep(self, base_tokens: int) -> int:
+        """Forgets every id that does not lie within the first base tokens; returns how many base tokens are left.
+
+        Each layer ends there too, whatever an interrupt left in it.
+        """
+        if self._state is None:
+            for entry in self.kv:
+                entry.trim(entry.offset - base_tokens)
+            del self._plain_ids[base_tokens:]
+            return base_tokens
+        book = self._state.books[0]
+        ends = np.cumsum(book.logged()[1], dtype=np.int64)
+        self._model.trim_cache(self._cache, int(np.searchsorted(ends, base_tokens, side="right")))
+        return book.base_length
+
+    def skip(self, base_ids: Uint32s) -> None:
+        """Reads base ids, of which there may be many."""
+        ids = self._compress(base_ids)
+        for begin in range(0, len(ids), CHUNK):
+            part = ids[begin : begin + CHUNK]
+            self._run(mx.array(part))
+            self._note(part)
+            mx.eval([entry.state for entry in self.kv])
+            mx.clear_cache()
+
+    def write(self, unread: Uint32s, most: int) -> Iterator[int]:
+        """Reads base ids, at least one, and yields those that the model would go on with, each the likeliest one.
+
+        most: base ids that will be taken.
+        """
+        ids = self._compress(unread)
+        chosen = self._run(mx.array(ids))
+        self._note(ids)
+        return self._write_plain(chosen, most) if self._state is None else self._write_hypertokens(chosen)
+
+    def _write_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
+        """Yields base ids; the device reads one while the host takes it. chosen [1]: the first one."""
+        for left in range(most, 0, -1):
+            after = self._run(chosen) if left > 1 else chosen
+            mx.async_eval(after)
+            one = int(chosen.item())
+            if left > 1:
+                self._note([one])
+            yield one
+            chosen = after
+
+    def _write_hypertokens(self, chosen: mx.array) -> Iterator[int]:
+        """Yields the base ids of ids, of which each is read when the next one is asked for. chosen [1]: the first."""
+        assert self._state is not None
+        while True:
+            yield from base_ids_of_next(self._state.books[0], int(chosen.item()))
+            chosen = self._run(chosen)
+
+    def _compress(self, base_ids: Uint32s) -> Uint32s:
+        return base_ids if self._state is None else self._state.books[0].compress(base_ids)
+
+    def _run(self, ids: mx.array) -> mx.array:
+        """Reads ids [n] and returns the likeliest id [1] after them, not yet computed."""
+        return mx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
+
+    def _note(self, ids: Sequence[int] | Uint32s) -> None:
+        """Notes ids that were read; a codebook does so itself."""
+        if self._state is None:
+            self._plain_ids.extend(map(int, ids))
