@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,6 +41,17 @@ class Source(Protocol):
 
     def note(self, proposed: int, accepted: int) -> None:
         """Learns from what was proposed last: it was accepted whole or ended with a refused id. Both count ids."""
+        ...
+
+
+class Head(Source, Protocol):
+    """A source that follows the passes of the model, and proposes ids, hypertokens among them, in place of base ids."""
+
+    def see(self, h: Any, last: int, cache: Any) -> None:
+        """Notes the body's output h [1, 1, D] from which the id `last` was chosen, None if unknown.
+
+        cache: the request's, which has not read `last`.
+        """
         ...
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import Any
 
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.engine.draft_sources import Source
+from mlx_zip.engine.draft_sources import Head, Source
 from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import CodecError, GenerationError
 
-DRAFTS = ("off", "lookup", "auto")
+DRAFTS = ("off", "lookup", "head", "auto")
 MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
 DRAFT_TOKENS = 3  # ids that a draft model proposes per pass, as in mlx-lm
 
@@ -38,10 +39,12 @@ class Drafter:
     sources: of which the surest proposes. costs: what passes cost, by which the number of ids is chosen. None: the
     number is the source's own, or it follows what was accepted; after a refusal fewer ids are proposed, because the
     model has left the text that is looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens
-    counted once.
+    counted once. head: one more source, the model's draft head.
     """
 
-    def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None, head: Head | None = None) -> None:
+        self._head = head
+        sources = [*sources, *([] if head is None else [head])]
         self._sources, self._costs, self._width = sources, costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self.proposed = 0
@@ -50,6 +53,11 @@ class Drafter:
         """Tells the sources of base ids that were emitted."""
         for source in self._sources:
             source.append(base_ids)
+
+    def see(self, h: Any, last: int, cache: Any) -> None:
+        """Tells the head of the pass from which the id `last` was chosen; arguments as in `Head.see`."""
+        if self._head is not None:
+            self._head.see(h, last, cache)
 
     def propose(self, last: int, book: Codebook | None, held: int, room: int) -> list[int]:
         """Returns up to `room` ids that may come after the id `last`, which has been emitted and not read.
@@ -61,12 +69,12 @@ class Drafter:
         if source is None:
             return []
         self._asked = source
-        base_ids = source.propose(width if book is None else width * book.params.merge_size)
+        found = source.propose(width if book is None or source is self._head else width * book.params.merge_size)
         if book is None:
-            return list(map(int, base_ids))
+            return list(map(int, found))
         book = book.copy()
         book.push(last)
-        return _compress(book, base_ids, width)
+        return _keep_readable(book, list(found)) if source is self._head else _compress(book, found, width)
 
     def expects_to_propose(self, held: int) -> bool:
         """Returns whether ids will probably be proposed after the next one, because they would be now."""
@@ -104,6 +112,16 @@ class Drafter:
             if self._asked.width is not None:
                 return
         self._width = min(MOST_PROPOSED, 2 * self._width) if accepted == proposed else max(1, accepted + 1)
+
+
+def _keep_readable(book: Codebook, ids: list[int]) -> list[int]:
+    """Returns the ids before the first one that the codebook cannot read, because an id before it evicts an entry."""
+    for n, one in enumerate(ids):
+        try:
+            book.push(one)
+        except CodecError:
+            return ids[:n]
+    return ids
 
 
 def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int], width: int) -> list[int]:

@@ -12,6 +12,7 @@ Source of the idea: Hydra (arXiv 2402.05109), heads in sequence, here with one l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,20 +96,18 @@ def _flatten(head: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 class HeadedModel:
-    """A model whose body's output is at hand, for a head. vocab_size: number of base ids; width: that of the body.
-
-    Raises `ModelError` for a plain model that does not compute its logits from `model.model` and its output matrix.
-    """
+    """A model whose body's output is at hand, for a head. vocab_size: number of base ids; width: that of the body."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.hyper = model, has_hypertokens(model)
         config = decoder_config(model)
         self.width = config.get("hidden_size")
         self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size")
-        if not self.hyper:
-            self._check_plain_model()
 
-    def _check_plain_model(self) -> None:
+    def check(self) -> None:
+        """Raises `ModelError` for a plain model that does not compute its logits from `model.model` and its matrix."""
+        if self.hyper:
+            return
         model, ids = self.model, mx.array([[0, 1]])
         found = None
         if hasattr(model, "model") and hasattr(model.model, "embed_tokens") and isinstance(self.width, int):
@@ -163,6 +162,30 @@ class HeadedModel:
         return self.base_logits(h), h
 
 
+class LoadedHead:
+    """The head that a model was loaded with. It is no module of the model, so it is no part of its weights."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head = head
+
+
+def use_head_in_folder(folder: Path, model: Any) -> None:
+    """Gives a model the head in its folder, if there is one. Raises `ModelError` for a head of another model."""
+    path = folder / IN_FOLDER
+    if not os.path.lexists(path):  # a broken link is an error, not a missing head
+        return
+    headed = HeadedModel(model)
+    head = load_draft_head(path, headed.width, headed.vocab_size)
+    headed.check()
+    model.draft_head = LoadedHead(head)
+
+
+def make_proposer(model: Any) -> Proposer | None:
+    """Returns what proposes ids with the head that a model was loaded with, None if it has none."""
+    loaded = getattr(model, "draft_head", None)
+    return None if loaded is None else Proposer(loaded.head, HeadedModel(model))
+
+
 class Proposer:
     """A head and its model: proposes ids that may follow the last one of a request."""
 
@@ -172,14 +195,14 @@ class Proposer:
     def propose(self, h: mx.array, last: int, cache: Sequence[Any], most: int) -> tuple[list[int], list[float]]:
         """Returns `most` ids that may follow the id `last`, the likeliest first one, the likeliest after it, and so on.
 
-        Also returns how likely the head finds each id after those before it. h [1, D]: the body's output from which
+        Also returns how likely the head finds each id after those before it. h [1, 1, D]: the body's output from which
         `last` was chosen. cache: the request's, which has not read `last`. Hypertokens have a row once the codebook
         holds them; nothing is returned if `last` has none.
         """
         rows = self._rows_of_request(cache)
         if most < 1 or last >= rows.end:
             return [], []
-        state, one, ids, shares = h[None], mx.array([[last]]), [], []
+        state, one, ids, shares = h, mx.array([[last]]), [], []
         for _ in range(most):
             state = self.head(state, rows.of(one).astype(state.dtype)).astype(h.dtype)
             logits = rows.logits(state).astype(mx.float32)

@@ -31,7 +31,7 @@ class DraftedPass:
         self._add_to_cache(last)
 
     def _read(self, served: Served, ids: mx.array) -> mx.array:
-        """Returns logits [1, L, W] of ids [1, L]. Afterwards the cache ends where it did before.
+        """Returns logits [1, L, W] of ids [1, L], and notes the body's output. The cache then ends where it did before.
 
         The codebook that the request follows is not told: to whoever looks at it, it would have been rewound.
         """
@@ -39,14 +39,15 @@ class DraftedPass:
         if state is None:
             held = [(entry, entry.offset) for entry in _kv_entries(self._cache, None)]
             try:
-                return served.model(ids, cache=self._cache)
+                logits, self._h = served.read(ids, self._cache)
+                return logits
             finally:  # an interrupt may have come between two layers
                 for entry, offset in held:
                     entry.trim(entry.offset - offset)
         book, before = state.books[0], state.offset
         state.books[0] = book.copy()
         try:
-            logits = served.model(ids, cache=self._cache, causal=True)
+            logits, self._h = served.read(ids, self._cache, causal=True)
             self._encoded = state.encoded_rows()
             served.model.trim_cache(self._cache, before)
         finally:
@@ -57,6 +58,11 @@ class DraftedPass:
     def logits(self) -> mx.array:
         """The logits [1, W] after the last id that the cache holds."""
         return self._logits[:, self._taken]
+
+    @property
+    def h(self) -> mx.array | None:
+        """The body's output [1, 1, D] that `logits` come from, None if no draft head is used."""
+        return None if self._h is None else self._h[:, self._taken : self._taken + 1]
 
     def proposes(self, chosen: int) -> bool:
         """Returns whether an id is the next one that was proposed."""

@@ -53,6 +53,7 @@ class Group:
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None  # of a group of one request
+        self._h: mx.array | None = None  # [B, 1, D]: the body's output that the next ids come from, for a draft head
         self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and since when it does
 
     # ---- one step
@@ -80,10 +81,11 @@ class Group:
             return
         with mx.stream(generation_stream):
             if not served.hyper:
-                self._begun = served.model(self._choice.y[:, None], cache=self.cache)[:, -1]
+                self._begun = self._read_last(self._choice.y[:, None])
             elif served.long_context is None or len(self.requests) == 1:
                 self._ahead = self._ahead or TwoPartStep(served.model, self.cache)
                 self._begun = self._ahead.run(self._choice.y)
+                self._h = self._begun
             if self._begun is not None:
                 mx.async_eval(self._begun)
 
@@ -152,6 +154,7 @@ class Group:
     def _next_logits(self) -> mx.array:
         """Returns the logits [B, W] after the ids that were taken, from a draft that proposed them or a pass."""
         if self._draft is not None and self._draft.follow(self.tokens[0]):
+            self._h = self._draft.h
             return self._draft.logits
         if self._draft is not None:
             self._draft.end()
@@ -160,17 +163,22 @@ class Group:
             drafter = self.requests[0].drafter
             assert drafter is not None
             self._draft = DraftedPass(self.served, self.cache, drafter, self.tokens[0], proposed)
-            self._pass_ids = 1 + len(proposed)
+            self._pass_ids, self._h = 1 + len(proposed), self._draft.h
             return self._draft.logits
         self._pass_ids = 1
-        ids = mx.array(self.tokens, mx.uint32)[:, None]
-        return self.served.model(ids, cache=self.cache)[:, -1]
+        return self._read_last(mx.array(self.tokens, mx.uint32)[:, None])
+
+    def _read_last(self, ids: mx.array) -> mx.array:
+        """Returns the logits [B, W] after reading ids [B, 1]."""
+        logits, self._h = self.served.read(ids, self.cache)
+        return logits[:, -1]
 
     def _propose(self) -> list[int]:
         """Returns ids that may come after the id that was taken, in a group of one request."""
         request, began = self.requests[0], time.perf_counter()
         if request.drafter is None:
             return []
+        request.drafter.see(self._h, self.tokens[0], self.cache)
         proposed = request.propose(self.tokens[0], draft_room(self.served, self.cache))
         self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
         return proposed
@@ -259,7 +267,7 @@ class Group:
         """Takes in the rows of other groups, which must not be used any more. Ids have been read, nothing more."""
         caches = [other.cache for other in others]
         for group in (self, *others):
-            group._draft = None  # nothing of it is in a cache
+            group._draft = group._h = None  # nothing of the draft is in a cache
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -273,7 +281,7 @@ class Group:
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
-        self._draft = None  # nothing of it is in a cache
+        self._draft = self._h = None  # nothing of the draft is in a cache
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:
@@ -300,7 +308,7 @@ class Group:
         """Frees the cache and forgets the requests, after the group has failed."""
         self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
-        self._draft = None
+        self._draft = self._h = None
 
     @property
     def length(self) -> int:

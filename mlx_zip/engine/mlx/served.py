@@ -21,6 +21,7 @@ from mlx_zip.device import on_gpu
 from mlx_zip.engine.draft_sources import LookupSource, Source
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
+from mlx_zip.engine.mlx.head_source import HeadSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
@@ -28,6 +29,7 @@ from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, 
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
+from mlx_zip.models.draft_head import make_proposer
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
@@ -58,6 +60,9 @@ class Served:
         if draft_model is not None and self.machines is not None:
             raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
         self.draft_model = None if draft_model is None else DraftModel(draft_model)
+        self._head = make_proposer(model) if options.draft in ("head", "auto") else None
+        if options.draft == "head" and self._head is None:
+            raise GenerationError("draft (--draft head): this model has no draft head (mlx_zip train --draft-head)")
         self.ahead = on_gpu() if options.ahead is None else options.ahead
         config = decoder_config(model)
         self.context: int | None = config.get("max_position_embeddings")
@@ -123,10 +128,20 @@ class Served:
         if (options.draft == "off" and own is None) or self.machines is not None:
             return None
         base_ids = text()
-        sources: list[Source] = [] if options.draft == "off" else [LookupSource(base_ids)]
+        sources: list[Source] = [LookupSource(base_ids)] if options.draft in ("lookup", "auto") else []
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
-        return Drafter(sources, self.pass_costs if options.draft == "auto" else None)
+        head = None if self._head is None else HeadSource(self._head)
+        return Drafter(sources, self.pass_costs if options.draft == "auto" else None, head)
+
+    def read(self, ids: mx.array, cache: Sequence[Any], causal: bool = False) -> tuple[mx.array, mx.array | None]:
+        """Returns the logits [B, L, W] of ids [B, L] and, if a draft head is used, the body's output [B, L, D].
+
+        causal: as in `Model`, for a model with hypertokens.
+        """
+        if self._head is not None:
+            return self._head.model.read(ids, cache, causal)
+        return (self.model(ids, cache=cache, causal=True) if causal else self.model(ids, cache=cache)), None
 
     @cached_property
     def pass_costs(self) -> PassCosts:

@@ -53,6 +53,7 @@ class HeadTrainee(Trainee):
         super().__init__(model, LossWeights())
         model.freeze()
         self._headed, self._depth, self._pack = HeadedModel(model), depth, pack
+        self._headed.check()
         self.draft_head = DraftHead(self._headed.width, size)
         self.draft_head.down.weight *= 0.1  # the first guesses are hardly more than the states before them
 
