@@ -23,30 +23,31 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.errors import ModelError, failure_reason
 from mlx_zip.layout import decoder_config, has_hypertokens
+from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.rows.zip_state import Advance, ZipState, find_zip_state
 
-IN_FOLDER = "draft_head.safetensors"  # name of the file in a model's folder
 FORMAT = "mlx_zip draft head 1"
-DEPTH = 4  # ids that a head is trained to propose
+DEPTH = 3  # guesses in a row that a head is trained for; it may make more
 
 
 class DraftHead(nn.Module):
-    """Guesses the body's output at the next id: state + W_down silu(W_up [norm(state), norm(row)]).
+    """Guesses the body's output at an id: x + W_down silu(W_up x), where x = W_join [norm(state), norm(row)].
 
-    width: that of the model, D. size: that of the layer inside.
+    width: that of the model, D. size: that inside the layer.
     """
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
         self.state_norm, self.row_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.up = nn.Linear(2 * width, size, bias=False)
+        self.join = nn.Linear(2 * width, width, bias=False)
+        self.up = nn.Linear(width, size, bias=False)
         self.down = nn.Linear(size, width, bias=False)
 
     def __call__(self, state: mx.array, row: mx.array) -> mx.array:
         """Returns states [..., D] at ids, from the states [..., D] before them and their output rows [..., D]."""
-        both = mx.concatenate([self.state_norm(state), self.row_norm(row)], axis=-1)
-        return state + self.down(nn.silu(self.up(both)))
+        x = self.join(mx.concatenate([self.state_norm(state), self.row_norm(row)], axis=-1))
+        return x + self.down(nn.silu(self.up(x)))
 
 
 def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
@@ -171,7 +172,7 @@ class LoadedHead:
 
 def use_head_in_folder(folder: Path, model: Any) -> None:
     """Gives a model the head in its folder, if there is one. Raises `ModelError` for a head of another model."""
-    path = folder / IN_FOLDER
+    path = folder / DRAFT_HEAD
     if not os.path.lexists(path):  # a broken link is an error, not a missing head
         return
     headed = HeadedModel(model)

@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import ModelError, TrainingError, failure_reason
 from mlx_zip.files import expand_home
-from mlx_zip.models.draft_head import IN_FOLDER, save_draft_head
+from mlx_zip.models.draft_head import save_draft_head
+from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack, pack_in_folder
 from mlx_zip.training.pack_tuning import dequantize
@@ -98,8 +99,8 @@ def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
     places = [options.out, *([own] if own.is_dir() else [])]
     for place in places:
         try:
-            save_draft_head(place / IN_FOLDER, trainee.draft_head, trainee.vocab_size)
+            save_draft_head(place / DRAFT_HEAD, trainee.draft_head, trainee.vocab_size)
         except OSError as error:
-            raise TrainingError(f"cannot write {place / IN_FOLDER}: {failure_reason(error)}") from error
+            raise TrainingError(f"cannot write {place / DRAFT_HEAD}: {failure_reason(error)}") from error
     if len(places) == 1:
-        print(f"copy {options.out / IN_FOLDER} into the model's folder to use it", file=sys.stderr)
+        print(f"copy {options.out / DRAFT_HEAD} into the model's folder to use it", file=sys.stderr)

@@ -24,7 +24,7 @@ class HeadSource:
     `see` tells it of the model's last pass before each draft.
     """
 
-    width = DEPTH
+    width = DEPTH + 1
 
     def __init__(self, head: Proposer) -> None:
         self._head, self._accepted, self._seconds = head, Share(FIRST_SHARE), 0.0
@@ -39,7 +39,7 @@ class HeadSource:
         """Does nothing: the body's output says what came before."""
 
     def share(self) -> float:
-        return 0.0 if self._seen is None else self._accepted.value
+        return self._accepted.value
 
     def seconds(self) -> float:
         return self._seconds

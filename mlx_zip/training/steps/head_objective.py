@@ -55,7 +55,6 @@ class HeadTrainee(Trainee):
         self._headed, self._depth, self._pack = HeadedModel(model), depth, pack
         self._headed.check()
         self.draft_head = DraftHead(self._headed.width, size)
-        self.draft_head.down.weight *= 0.1  # the first guesses are hardly more than the states before them
 
     @property
     def vocab_size(self) -> int:
