@@ -51,7 +51,7 @@ class DraftHead(nn.Module):
 
 
 def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
-    """Writes a head in float16, whole or not at all. vocab_size: base ids of its model. Raises `OSError`."""
+    """Writes a head in float16, whole or not at all. vocab_size: rows of its model's embedding. Raises `OSError`."""
     weights = {name: value.astype(mx.float16) for name, value in _flatten(head)}
     partial = path.with_name(f".{path.name}.partial.safetensors")
     try:
@@ -62,7 +62,7 @@ def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
 
 
 def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
-    """Reads a head for a model of this width and number of base ids.
+    """Reads a head for a model of this width, with so many rows in its embedding.
 
     Raises `ModelError` for a file that cannot be read, is no head, or belongs to a model of another size.
     """
@@ -76,8 +76,8 @@ def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
     theirs = weights["down.weight"].shape[0], about.get("vocab_size")
     if theirs != (width, str(vocab_size)):
         raise ModelError(
-            f"{path} is the head of a model of width {theirs[0]} with {theirs[1]} base ids, this one's are {width} and "
-            f"{vocab_size}; delete it or train one (mlx_zip train --draft-head)"
+            f"{path} is the head of a model of width {theirs[0]} with an embedding of {theirs[1]} rows, this one has "
+            f"{width} and {vocab_size}; delete the file or train a head (mlx_zip train --draft-head)"
         )
     head = DraftHead(width, weights["down.weight"].shape[-1])
     try:
@@ -97,13 +97,17 @@ def _flatten(head: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 class HeadedModel:
-    """A model whose body's output is at hand, for a head. vocab_size: number of base ids; width: that of the body."""
+    """A model whose body's output is at hand, for a head.
+
+    width: that of the body. rows: those of the embedding. vocab_size: number of base ids.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.hyper = model, has_hypertokens(model)
         config = decoder_config(model)
         self.width = config.get("hidden_size")
-        self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size")
+        self.rows = config.get("vocab_size")
+        self.vocab_size = model.layout.vocab_size if self.hyper else self.rows
 
     def check(self) -> None:
         """Raises `ModelError` for a plain model that does not compute its logits from `model.model` and its matrix."""
@@ -176,7 +180,7 @@ def use_head_in_folder(folder: Path, model: Any) -> None:
     if not os.path.lexists(path):  # a broken link is an error, not a missing head
         return
     headed = HeadedModel(model)
-    head = load_draft_head(path, headed.width, headed.vocab_size)
+    head = load_draft_head(path, headed.width, headed.rows)
     headed.check()
     model.draft_head = LoadedHead(head)
 

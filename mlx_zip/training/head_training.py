@@ -99,7 +99,7 @@ def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
     places = [options.out, *([own] if own.is_dir() else [])]
     for place in places:
         try:
-            save_draft_head(place / DRAFT_HEAD, trainee.draft_head, trainee.vocab_size)
+            save_draft_head(place / DRAFT_HEAD, trainee.draft_head, trainee.embedding_rows)
         except OSError as error:
             raise TrainingError(f"cannot write {place / DRAFT_HEAD}: {failure_reason(error)}") from error
     if len(places) == 1:

@@ -14,20 +14,20 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.draft_sources import Share
 from mlx_zip.models.draft_head import DEPTH, Proposer
 
-FIRST_SHARE = 0.6  # of ids that are accepted, before any draft
+FIRST_SHARE = 0.85  # of ids that are accepted, before any draft: so much that `PassCosts` has a first one tried
 LEAST_LIKELY = 0.1  # a draft ends where the head finds all its ids together less likely
 
 
 class HeadSource:
     """A model's draft head as a source, which gives ids, hypertokens among them, and not base ids.
 
-    `see` tells it of the model's last pass before each draft.
+    `see` tells it of the model's last pass before each draft. accepted: what is known of all requests' drafts.
     """
 
     width = DEPTH + 1
 
-    def __init__(self, head: Proposer) -> None:
-        self._head, self._accepted, self._seconds = head, Share(FIRST_SHARE), 0.0
+    def __init__(self, head: Proposer, accepted: Share) -> None:
+        self._head, self._accepted, self._seconds = head, accepted, 0.0
         self._seen: tuple[mx.array, Sequence[Any]] | None = None
         self._last = 0
 

@@ -18,10 +18,10 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.device import on_gpu
-from mlx_zip.engine.draft_sources import LookupSource, Source
+from mlx_zip.engine.draft_sources import LookupSource, Share, Source
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
-from mlx_zip.engine.mlx.head_source import HeadSource
+from mlx_zip.engine.mlx.head_source import FIRST_SHARE, HeadSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
@@ -61,6 +61,7 @@ class Served:
             raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
         self.draft_model = None if draft_model is None else DraftModel(draft_model)
         self._head = make_proposer(model) if options.draft in ("head", "auto") else None
+        self._head_accepted = Share(FIRST_SHARE)
         if options.draft == "head" and self._head is None:
             raise GenerationError("draft (--draft head): this model has no draft head (mlx_zip train --draft-head)")
         self.ahead = on_gpu() if options.ahead is None else options.ahead
@@ -131,7 +132,7 @@ class Served:
         sources: list[Source] = [LookupSource(base_ids)] if options.draft in ("lookup", "auto") else []
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
-        head = None if self._head is None else HeadSource(self._head)
+        head = None if self._head is None else HeadSource(self._head, self._head_accepted)
         return Drafter(sources, self.pass_costs if options.draft == "auto" else None, head)
 
     def read(self, ids: mx.array, cache: Sequence[Any], causal: bool = False) -> tuple[mx.array, mx.array | None]:

@@ -57,9 +57,9 @@ class HeadTrainee(Trainee):
         self.draft_head = DraftHead(self._headed.width, size)
 
     @property
-    def vocab_size(self) -> int:
-        """The number of base ids of the model."""
-        return self._headed.vocab_size
+    def embedding_rows(self) -> int:
+        """The number of rows of the model's embedding."""
+        return self._headed.rows
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
