@@ -42,10 +42,18 @@ from mlx_zip.models.two_part_step import TwoPartStep
 class Group:
     """Requests with one cache. requests: one per row. cache: of one request, or of a batch if there are several.
 
-    logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already.
+    logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already. h [B, 1, D]:
+    the body's output that they come from, for a draft head, None if unknown.
     """
 
-    def __init__(self, served: Served, requests: list[Request], cache: list[Any], logits: mx.array | None) -> None:
+    def __init__(
+        self,
+        served: Served,
+        requests: list[Request],
+        cache: list[Any],
+        logits: mx.array | None,
+        h: mx.array | None = None,
+    ) -> None:
         self.served, self.requests, self.cache = served, requests, cache
         self.tokens: list[int] = []
         self._ahead: TwoPartStep | None = None
@@ -53,7 +61,7 @@ class Group:
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None  # of a group of one request
-        self._h: mx.array | None = None  # [B, 1, D]: the body's output that the next ids come from, for a draft head
+        self._h = h
         self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and since when it does
 
     # ---- one step
@@ -428,10 +436,10 @@ class Reading:
         """Reads the last id and returns the group of this request alone, with its next id chosen."""
         request, served = self.request, self.served
         assert request.cache is not None
-        logits = served.model(self._ids[None, last:], cache=request.cache)[:, -1]
+        logits, h = served.read(self._ids[None, last:], request.cache)
         request.note_read(self._next[last:])
         served.quantize(request.cache)
-        group = Group(served, [request], request.cache, logits)
+        group = Group(served, [request], request.cache, logits[:, -1], h)
         group.choose()
         if request.error is not None:
             raise request.error
