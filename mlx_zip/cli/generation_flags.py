@@ -218,8 +218,9 @@ def add_draft_flags(add: Any) -> None:
         choices=DRAFTS,
         default="off",
         help="propose several next ids, which the model checks at once; the answer stays the same. lookup: propose "
-        "what followed when the same words came before, in the prompt or the answer; auto: like lookup, but only as "
-        "many ids as save time on this machine, perhaps none; off: propose nothing, except by --draft-model (default: "
+        "what followed when the same words came before, in the prompt or the answer; head: propose what the model's "
+        "draft head guesses, if it has one; auto: like lookup and head, but only as many ids as save time on this "
+        "machine, perhaps none; off: propose nothing, except by --draft-model (default: "
         "off)",
     )
     add(

@@ -161,6 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
         load_matplotlib()  # fails now rather than after the run
     from mlx_zip.models.machines import is_first_machine
+    from mlx_zip.models.model_folder import DRAFT_HEAD
     from mlx_zip.training.run import train
 
     outcome = train(options, settings)
@@ -171,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     if outcome.stopped_by is not None:
         return report_stop(outcome.progress.step, outcome.stopped_by)
     if is_first_machine():
-        print(options.out / options.save)
+        print(options.out / (DRAFT_HEAD if settings.draft_head else options.save))
     return 0
 
 

@@ -41,7 +41,7 @@ from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
-from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.errors import ConfigError, GenerationError, ModelError
 from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -129,6 +129,8 @@ def open_cuda_engine(
         return model, tokenizer_with_options(model, tokenizer_config or {}, trust_remote_code)
 
     check_draft(draft)
+    if draft == "head":
+        raise GenerationError("draft (--draft head): only MLX has draft heads")
     run = RunOptions(draft=draft)
     run = run if prefill_step_size is None else replace(run, prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -49,6 +49,17 @@ class Source(Protocol):
 
     def note(self, proposed: int, accepted: int) -> None:
         """Learns from what was proposed last: it was accepted whole or ended with a refused id. Both count ids."""
+        ...
+
+
+class Head(Source, Protocol):
+    """A source that follows the passes of the model, and proposes ids, hypertokens among them, in place of base ids."""
+
+    def see(self, h: Any, last: int | None, cache: Any) -> None:
+        """Notes the body's output h [1, 1, D] from which the id `last` is chosen, None if unknown.
+
+        last: None as long as it is being chosen. cache: the request's, which has not read `last`.
+        """
         ...
 
 

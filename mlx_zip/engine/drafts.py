@@ -8,15 +8,15 @@ alone. A proposed id that is not the one chosen ends the draft.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.engine.draft_sources import Source
+from mlx_zip.engine.draft_sources import Head, Source
 from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import CodecError, GenerationError
 
-DRAFTS = ("off", "lookup", "auto")
+DRAFTS = ("off", "lookup", "head", "auto")
 MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
 DRAFT_TOKENS = 3  # ids that a draft model proposes per pass, as in mlx-lm
 
@@ -45,12 +45,13 @@ class Drafter:
 
     costs: what passes cost, by which the number of ids is chosen. None: the number is the source's own or `own_width`,
     which follows what was accepted; after a refusal fewer ids are proposed, because the model has left the text that is
-    looked up, after a draft that was accepted whole, more. proposed: ids, hypertokens counted once; proposed_tokens:
-    their base tokens.
+    looked up, after a draft that was accepted whole, more. head: one more source, the model's draft head. proposed:
+    ids, hypertokens counted once; proposed_tokens: their base tokens.
     """
 
-    def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None) -> None:
-        self._sources, self.costs, self.own_width = sources, costs, MOST_PROPOSED // 2
+    def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None, head: Head | None = None) -> None:
+        self._sources, self._head = [*sources, *([] if head is None else [head])], head
+        self.costs, self.own_width = costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self._asked_tokens = 0  # base tokens of the last draft
         self.proposed = self.proposed_tokens = 0
@@ -59,6 +60,11 @@ class Drafter:
         """Tells the sources of base ids that were emitted."""
         for source in self._sources:
             source.append(base_ids)
+
+    def see(self, h: Any, last: int | None, cache: Any) -> None:
+        """Tells the head of the pass from which the id `last` is chosen; arguments as in `Head.see`."""
+        if self._head is not None:
+            self._head.see(h, last, cache)
 
     def surest(self, at_once: bool = False) -> Offer | None:
         """Returns the offer that is likeliest to be accepted, None for none.
@@ -76,15 +82,19 @@ class Drafter:
         model. Hypertokens that the draft itself would install may be among the ids.
         """
         self._asked = source
-        base_ids = source.propose(most if book is None else most * book.params.merge_size)
+        found = source.propose(most if book is None or source is self._head else most * book.params.merge_size)
         if book is None:
-            ids = list(map(int, base_ids))
+            ids = list(map(int, found))
             self._asked_tokens = len(ids)
             return ids
         book = book.copy()
         book.push(last)
-        ids, before = _compress(book, base_ids, most), book.base_length
-        book.push(ids)
+        before = book.base_length
+        if source is self._head:
+            ids = _push_readable(book, list(found))
+        else:
+            ids = _compress(book, found, most)
+            book.push(ids)
         self._asked_tokens = book.base_length - before
         return ids
 
@@ -100,6 +110,16 @@ class Drafter:
         self._asked.note(proposed, accepted)
         if self._asked.width is None:
             self.own_width = min(MOST_PROPOSED, 2 * self.own_width) if accepted == proposed else max(1, accepted + 1)
+
+
+def _push_readable(book: Codebook, ids: list[int]) -> list[int]:
+    """Pushes the ids before the first one that the codebook cannot read, because an id before it evicts an entry."""
+    for n, one in enumerate(ids):
+        try:
+            book.push(one)
+        except CodecError:
+            return ids[:n]
+    return ids
 
 
 def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int], width: int) -> list[int]:

@@ -20,6 +20,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.files import expand_home
 from mlx_zip.layout import MODEL_TYPE, has_hypertokens
+from mlx_zip.models.draft_head import use_head_in_folder
 from mlx_zip.models.machines import (
     Group,
     raise_unless_machines_agree,
@@ -131,6 +132,8 @@ def _load_on_this_machine(
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None:
         pack.check_made_for(loaded[1], "the pack (--pack)")
+    if group is None:
+        use_head_in_folder(folder, model)
     if has_hypertokens(model):
         if fingerprint:
             model.row_source.keep_fingerprint(model, fingerprint)

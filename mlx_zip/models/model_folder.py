@@ -20,7 +20,8 @@ from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
 
 UPSTREAM_CONFIG_NAME = "zip2zip_config.json"
-_MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, "*.jsonl")
+DRAFT_HEAD = "draft_head.safetensors"  # name of a draft head's file in its model's folder
+_MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, DRAFT_HEAD, "*.jsonl")
 
 
 def find_model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:

@@ -111,8 +111,16 @@ class Model(nn.Module):
         position; give `needs_long_factors` of a whole prompt that is read in several calls. Raises `CodecError` for an
         illegal id and `ModelError` for a cache that does not fit, before anything changes.
         """
+        if cache is None:
+            raise_unless_ids_shape(ids)
+            cache = self.make_cache(left_padding=[0] * len(ids))
+        return self.read(ids, cache, causal=causal, long=long)[0]
+
+    def read(
+        self, ids: mx.array, cache: Sequence[Any], *, causal: bool = False, long: bool | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Returns what `__call__` does, and the body's output [B, L, D] that the logits come from."""
         raise_unless_ids_shape(ids)
-        cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
         host_ids, before = read_ids_on_host(ids, state), state.offset
         self.row_source.settle_unsubmitted()
@@ -120,7 +128,8 @@ class Model(nn.Module):
         try:
             advance = state.advance(host_ids)
             self.fill_outputs(state)  # first, so that new rows can be encoded while the rest of the call is built
-            return self.joint_head(self.hidden(kv, state, host_ids, long), state, advance, causal)
+            h = self.hidden(kv, state, host_ids, long)
+            return self.joint_head(h, state, advance, causal), h
         except BaseException:  # after an interrupt, for example, codebook and KV caches must still agree
             self.trim_cache(cache, before)
             raise

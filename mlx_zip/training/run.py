@@ -20,10 +20,19 @@ from mlx_zip.errors import DataError, TrainingError, missing_library_error
 from mlx_zip.files import expand_home
 from mlx_zip.models.loading import find_model_folder
 from mlx_zip.models.machines import raise_unless_machines_agree, run_on_all_machines, sum_over_machines
+from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.checkpoints import hash_trained_weights, list_checkpoints, load_trained_weights
+from mlx_zip.training.head_training import (
+    HeadTrainer,
+    check_data_fits,
+    check_head_options,
+    freeze_model,
+    make_head_trainee,
+    save_head,
+)
 from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run_data import (
     JoinedFolders,
@@ -51,6 +60,7 @@ from mlx_zip.training.starting_model import (
     make_starting_model,
     recompute_activations,
 )
+from mlx_zip.training.steps.head_objective import HeadTrainee
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
 from mlx_zip.training.steps.stepper import Stepper
 from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples
@@ -89,23 +99,28 @@ def _train_and_save(
     observe = services.send if services else lambda line: None
     mark, quiet = start.run_fingerprint, quiet or not first
     steps = choose_stepper(options.engine, start.config)
-    trainer = Trainer(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
+    kind = HeadTrainer if settings.draft_head else Trainer
+    trainer = kind(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
     if not quiet:
-        what = f"{options.model or options.scratch} ({settings.fine_tune_type})"
+        trained = "a draft head" if settings.draft_head else settings.fine_tune_type
+        what = f"{options.model or options.scratch} ({trained})"
         print(*header_lines(trainer, what), sep="\n", file=sys.stderr)
-    if trainer.valid is not None and not trainer.progress.step and options.scratch is None:
+    from_model = trainer.loss_is_of_text and options.scratch is None
+    if trainer.valid is not None and not trainer.progress.step and from_model:
         line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
         run_on_all_machines(group, lambda: trainer.log_once(line))
     unfinished = trainer.progress.step < settings.iters
     outcome = trainer.train()
     if outcome.progress.step >= settings.iters and first:
-        if unfinished and not quiet:
+        if unfinished and not quiet and trainer.loss_is_of_text:
             print(*summary_lines(trainer, options), sep="\n", file=sys.stderr)
         _save_result(options, settings, start, outcome, trainee)
     return outcome
 
 
 def _make_trainee(start: _RunInputs, settings: TrainSettings) -> Trainee:
+    if settings.draft_head:
+        return make_head_trainee(start.model, start.folder, start.data.params, settings)
     if settings.pack_rows:
         return PackAndModelTrainee(start.model, len(start.data.params.start or ()))
     return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
@@ -159,6 +174,8 @@ class _RunInputs:
 def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) -> _RunInputs:
     """Loads and checks all that a run begins with. first: whether this machine is the one that writes files."""
     options.check()
+    if settings.draft_head:
+        check_head_options(options)
     check_report_services(options.report_to)
     check_prepared(options)
     data = JoinedFolders(options.data)
@@ -175,6 +192,8 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
         _check_same_tokenizer(part, tokenizer, tokenizer_folder)
     mx.random.seed(settings.seed)
     scratch = None if options.scratch is None else read_json_object(options.scratch)
+    if settings.draft_head and folder is not None:
+        check_data_fits(is_plain_model(folder), data.params)
     model, config = make_starting_model(folder, scratch, data.params, options.encoder, options.canonical)
     _check_vocabulary_and_context(config, data, len(tokenizer))
     if settings.pack_rows:
@@ -182,7 +201,10 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
     if options.save == ADAPTER:
         check_adapter_savable(model, config, settings, from_scratch=folder is None)
     dtype = options.save_dtype or default_save_dtype(model)
-    freeze_and_add_lora(model, settings)
+    if settings.draft_head:
+        model = freeze_model(model, settings)
+    else:
+        freeze_and_add_lora(model, settings)
     check_enough_samples(data, valid, settings)
     begun = read_begun_run(options.out)
     record = _make_run_record(options, settings, data, begun)
@@ -247,6 +269,9 @@ def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Pa
 def _save_result(
     options: RunOptions, settings: TrainSettings, start: _RunInputs, outcome: Outcome, trainee: Trainee
 ) -> None:
+    if isinstance(trainee, HeadTrainee):
+        save_head(options, trainee)
+        return
     rows: dict[str, mx.array] = {}
     if isinstance(trainee, PackAndModelTrainee):
         rows = trainee.trained_pack_rows(start.data.params.start or (), start.data.params)

@@ -39,6 +39,8 @@ ADDED_LATER = (
     "encoder_learning_rate",
     "pack_rows",
     "pack_learning_rate",
+    "draft_head",
+    "head_size",
 )  # recorded only if set, so that runs begun by older versions can be continued
 LARGEST_INTEGER = 2**63 - 1  # largest integer that MLX counts with
 VALUE_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
@@ -106,6 +108,14 @@ class TrainSettings:
         "peak learning rate of the rows that --pack-rows trains, usually above --learning-rate",
         shown="--learning-rate",
     )
+    draft_head: bool = declare_setting(
+        False,
+        "train no weight of the model, but a small layer that proposes the ids which come next, for faster generation "
+        "(--draft head)",
+    )
+    head_size: int = declare_setting(
+        0, "width inside the layer that --draft-head trains", least=0, shown="twice the model's"
+    )
     muon_learning_rate: float = declare_setting(
         0.02, "peak learning rate of the matrices that --optimizer muon trains with Muon"
     )
@@ -167,6 +177,10 @@ class TrainSettings:
             raise TrainingError("grad_checkpoint would drop other values in its second pass: leave out lora_dropout")
         if self.pack_rows and (self.reconstruction or self.token_type):
             raise TrainingError("pack_rows is trained with the cross entropy alone: leave out the other losses")
+        if self.draft_head and (self.pack_rows or self.reconstruction or self.token_type):
+            raise TrainingError("draft_head is trained alone: leave out pack_rows and the other losses")
+        if self.head_size and not self.draft_head:
+            raise TrainingError("head_size is for draft_head, which is off")
         for name in ("encoder_learning_rate", "pack_learning_rate"):
             if getattr(self, name) and self.optimizer == "muon":
                 raise TrainingError(f"{name} is for one optimizer; muon has rates of its own")

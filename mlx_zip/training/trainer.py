@@ -73,6 +73,8 @@ class Trainer:
     interface and takes the same arguments.
     """
 
+    loss_is_of_text = True  # so that it can be given as bits per byte
+
     def __init__(
         self,
         trainee: Trainee,
@@ -239,9 +241,12 @@ class Trainer:
         line["peak_mlx_bytes"] = mx.get_peak_memory()
         if is_compiled(self.settings):
             line["traces"] = self.stepper.traces  # since the process began
+        if not self.loss_is_of_text:
+            del line["bits_per_byte"]
         self._report_sums = _ReportSums(self.progress)
         self._log_line(line)
-        bits = f", {line['bits_per_byte']:.3f} bits per byte" if self.progress.seen_bytes else ""
+        shown = self.loss_is_of_text and self.progress.seen_bytes
+        bits = f", {line['bits_per_byte']:.3f} bits per byte" if shown else ""
         return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
     def _log_line(self, line: dict[str, Any]) -> None:
@@ -259,21 +264,29 @@ class Trainer:
 
     def measure_validation(self) -> dict[str, float]:
         """Measures the model on `validation_batches`: loss in nats per id, bits per byte, base tokens per step."""
-        nats, count, n_bytes, base_ids, ids = 0.0, 0.0, 0, 0, 0
+        sums = self.sum_validation()
+        return {
+            "val_loss": sums["nats"] / max(sums["count"], 1),
+            "val_bits_per_byte": sums["nats"] / math.log(2) / max(sums["n_bytes"], 1),
+            "val_base_tokens_per_step": sums["base_ids"] / max(sums["ids"], 1),
+        }
+
+    def sum_validation(self) -> dict[str, float]:
+        """Returns the sums of the losses over `validation_batches`, and of `n_bytes`, `ids` and `base_ids`.
+
+        Each sample's first id is read, not predicted, and its base id is not counted.
+        """
+        sums: dict[str, float] = {}
         self.trainee.eval()
         assert self.valid is not None
         for indices in self.validation_batches_with_progress("Validating"):
             batch = self._make_batch(self.valid, indices)
-            sums = self.stepper.measure_losses(batch, self.needs_long_factors(batch))
+            found = self.stepper.measure_losses(batch, self.needs_long_factors(batch))
             free_cached_memory()
-            nats, count = nats + sums["nats"], count + sums["count"]
-            n_bytes, base_ids, ids = n_bytes + batch.n_bytes, base_ids + batch.base_ids - len(indices), ids + batch.ids
+            found |= {"n_bytes": batch.n_bytes, "ids": batch.ids, "base_ids": batch.base_ids - len(indices)}
+            sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
         self.trainee.train()
-        return {
-            "val_loss": nats / max(count, 1),
-            "val_bits_per_byte": nats / math.log(2) / max(n_bytes, 1),
-            "val_base_tokens_per_step": base_ids / max(ids, 1),  # each sample's first id is read, not predicted
-        }
+        return sums
 
     def validation_batches_with_progress(self, task: str) -> Iterator[np.ndarray]:
         """Yields what `validation_batches` does, and shows how many batches are done."""

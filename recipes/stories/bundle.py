@@ -18,6 +18,7 @@ from .settings import Settings
 from .texts import SOURCES
 
 RECORD = "recipe.json"  # file with the settings, in the folder of all results and in the bundle
+HEAD = f"bundle/{named.DEFAULT}/draft_head.safetensors"
 QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN_PACK}-tuned.npz"
 
 
@@ -61,6 +62,18 @@ def make_bundle(recipe: Recipe) -> None:
                 (folder / name / extra).unlink(missing_ok=True)
         (folder / "README.md").write_text(make_model_card(recipe.settings, recipe.check), encoding="utf-8")
         shutil.copy(recipe.out / RECORD, folder / RECORD)
+
+
+def train_head(recipe: Recipe) -> None:
+    """Adds a draft head to the bundled zip2zip model, trained on the texts of the model's last training run."""
+    settings, model = recipe.settings, f"bundle/{named.DEFAULT}"
+    last = f"{packs.TEXTS}/{settings.packs.rounds[-1].prefix}{packs.OWN_PACK}.jsonl"
+    for name, text in (("head", last), ("head-valid", "texts/valid.jsonl")):
+        fixed = {"context": settings.long, "no_fill_windows": True, "workers": settings.workers}
+        recipe.run_mlx_zip("prepare", {"model": model, "data": text, **fixed, "out": f"head-windows/{name}"})
+    windows = {"data": "head-windows/head", "valid": "head-windows/head-valid"}
+    fixed = {"draft_head": True, "model": model, "out": "runs/head", "seed": settings.seed}
+    recipe.run_mlx_zip("train", {**fixed, **windows, **settings.head})
 
 
 def make_model_card(settings: Settings, checked: bool) -> str:

@@ -17,6 +17,7 @@
     quantized       both models with fewer bits per weight
     tuned           the rows of the bundled pack, tuned for the quantized model
     bundle          both models and the pack
+    head            a draft head for the bundled zip2zip model
     measure         bits per byte and rates of all models
 
 A stage whose results exist is skipped, so the same command continues where the last one stopped.
@@ -78,6 +79,7 @@ STAGES: dict[str, Stage] = {
     ),
     "tuned": Stage(bundle.tune_pack, lambda _: [bundle.TUNED]),
     "bundle": Stage(bundle.make_bundle, lambda _: [f"bundle/{bundle.RECORD}"]),
+    "head": Stage(bundle.train_head, lambda _: [bundle.HEAD]),
     "measure": Stage(
         bundle.measure_models,
         lambda recipe: [f"figures/{name}.json" for name, _ in bundle.list_measurements(recipe.settings)],

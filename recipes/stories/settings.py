@@ -71,7 +71,8 @@ class Settings:
     several turns. requests: number of test requests. test_turns: number of the turn that is measured besides the first.
     codec: codec flags of the zip2zip model. base, chat: flags of `mlx_zip train` for the base's first and second stage.
     extra: flags for the training of the zip2zip model and of its control; encoder: flags of the hyper-encoder. packs:
-    the further training of the two with packs. bits: bits per bundled weight. validation: number of stories on which
+    the further training of the two with packs. head: flags of `mlx_zip train --draft-head`, which trains the bundled
+    model's draft head. bits: bits per bundled weight. validation: number of stories on which
     bits per byte are measured during training. measure: flags of `mlx_zip evaluate`. protect: which tokens are never
     merged. shard_samples: samples per file of prepared data. workers: processes of `mlx_zip prepare`; None: its
     default. temperatures: of the measured generation. bundled: the training run of each bundled model.
@@ -92,6 +93,7 @@ class Settings:
     extra: Flags
     encoder: Flags
     packs: PackSettings
+    head: Flags
     bits: int
     validation: int
     measure: Flags
@@ -244,6 +246,18 @@ FULL = Settings(
             "save_dtype": "float16",
         },
     ),
+    head={
+        "iters": 200,
+        "batch_size": 16,
+        "optimizer": "muon",
+        "muon_learning_rate": 0.02,
+        "learning_rate": 3e-3,
+        "min_learning_rate": 1e-4,
+        "warmup": 8,
+        "steps_per_eval": 50,
+        "val_batches": 3,
+        "save_every": 10,
+    },
     bits=8,
     validation=200,
     measure={"batch_size": 16, "max_tokens": 320},
@@ -306,6 +320,7 @@ TINY = replace(
         ),
         tune={**FULL.packs.tune, "iters": 4, "batch_size": 2, "warmup": 1, "context": 96},
     ),
+    head={**FULL.head, **_FEW},
     measure={"batch_size": 4, "max_tokens": 12},
 )
 

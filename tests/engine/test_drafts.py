@@ -457,8 +457,8 @@ def test_passes_of_an_answer_are_timed_by_their_width(oracle):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"draft": "magic"}, "draft (--draft) must be one of off, lookup, auto, got 'magic'"),
-        ({"draft": None}, "draft (--draft) must be one of off, lookup, auto, got None"),
+        ({"draft": "magic"}, "draft (--draft) must be one of off, lookup, head, auto, got 'magic'"),
+        ({"draft": None}, "draft (--draft) must be one of off, lookup, head, auto, got None"),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(options, said):

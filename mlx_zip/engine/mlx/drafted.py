@@ -51,7 +51,7 @@ class DraftedPass:
             self._add_to_cache(row, one)
 
     def _read(self, served: Served, ids: mx.array) -> mx.array:
-        """Returns logits [B, L, W] of ids [B, L]. Afterwards the cache ends where it did before.
+        """Returns logits [B, L, W] of ids [B, L], and notes the body's output. The cache then ends where it did before.
 
         The codebooks that the requests follow are not told: to whoever looks at them, they would have been rewound.
         """
@@ -59,14 +59,15 @@ class DraftedPass:
         if state is None:
             held = [(entry, kv_length(entry)) for entry in _kv_entries(self._cache, None)]
             try:
-                return served.model(ids, cache=self._cache)
+                logits, self._h = served.read(ids, self._cache)
+                return logits
             finally:  # an interrupt may have come between two layers
                 for entry, length in held:
                     entry.trim(kv_length(entry) - length)
         books, before = list(state.books), state.offset
         state.books[:] = [book.copy() for book in books]
         try:
-            logits = served.model(ids, cache=self._cache, causal=True, long=state.long_rope)
+            logits, self._h = served.read(ids, self._cache, causal=True, long=state.long_rope)
             self._encoded = state.encoded_rows() if len(books) == 1 else None
             served.model.trim_cache(self._cache, before)
         finally:
@@ -82,6 +83,12 @@ class DraftedPass:
     def logits(self) -> mx.array:
         """The logits [rows, W] after the last id of each of `rows`."""
         return self._at_columns(self._logits)
+
+    @property
+    def h(self) -> mx.array | None:
+        """The body's output [1, 1, D] that the `logits` of a request alone come from, None if unknown."""
+        taken = self._taken
+        return None if self._h is None or len(taken) > 1 else self._h[:, taken[0] : taken[0] + 1]
 
     def _at_columns(self, values: mx.array) -> mx.array:
         """Returns those of values [B, L, W] that each of `rows` has at its column, [rows, W]."""

@@ -43,10 +43,18 @@ from mlx_zip.models.two_part_step import TwoPartStep
 class Group:
     """Requests with one cache. requests: one per row. cache: of one request, or of a batch if there are several.
 
-    logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already.
+    logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already. h [B, 1, D]:
+    the body's output that they come from, for a draft head, None if unknown.
     """
 
-    def __init__(self, served: Served, requests: list[Request], cache: list[Any], logits: mx.array | None) -> None:
+    def __init__(
+        self,
+        served: Served,
+        requests: list[Request],
+        cache: list[Any],
+        logits: mx.array | None,
+        h: mx.array | None = None,
+    ) -> None:
         self.served, self.requests, self.cache = served, requests, cache
         self.tokens: list[int] = []
         self._ahead: TwoPartStep | None = None
@@ -54,6 +62,7 @@ class Group:
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None
+        self._h = h
         self._rows = list(range(len(requests)))  # those that the next ids are chosen for; others wait for the next pass
         self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and since when it does
 
@@ -83,10 +92,10 @@ class Group:
             return
         with mx.stream(generation_stream):
             if not served.hyper:
-                self._begun = served.model(self._choice.y[:, None], cache=self.cache)[:, -1]
+                self._begun = self._read_last(self._choice.y[:, None])
             elif served.long_context is None or len(self.requests) == 1:
                 self._ahead = self._ahead or TwoPartStep(served.model, self.cache)
-                self._begun = self._ahead.run(self._choice.y)
+                self._h = self._begun = self._ahead.run(self._choice.y)
             if self._begun is not None:
                 mx.async_eval(self._begun)
 
@@ -166,25 +175,36 @@ class Group:
         read their last id in the next pass.
         """
         if self._draft is not None and (rows := self._draft.follow([self.tokens[row] for row in self._rows])):
-            self._rows = rows
+            self._rows, self._h = rows, self._draft.h
             return self._draft.logits
         self._close_draft()
         if any(proposed := self._propose()):
             self._draft = DraftedPass(self.served, self.requests, self.cache, self.tokens, proposed)
-            self._pass_ids = self._draft.width
+            self._pass_ids, self._h = self._draft.width, self._draft.h
             return self._draft.logits
         self._pass_ids = 1
-        ids = mx.array(self.tokens, mx.uint32)[:, None]
-        return self.served.model(ids, cache=self.cache)[:, -1]
+        return self._read_last(mx.array(self.tokens, mx.uint32)[:, None])
+
+    def _read_last(self, ids: mx.array) -> mx.array:
+        """Returns the logits [B, W] after reading ids [B, 1]."""
+        logits, self._h = self.served.read(ids, self.cache)
+        return logits[:, -1]
 
     def _propose(self) -> list[Draft | None]:
         """Returns per request the ids that may come after the one it took last."""
         if not any(request.drafter for request in self.requests):
             return []
         began, room = time.perf_counter(), draft_room(self.served, self.cache)
+        self._show_state(self.tokens)
         proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
         self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
         return proposed
+
+    def _show_state(self, last: Sequence[int | None]) -> None:
+        """Shows draft heads the body's output that ids are chosen from. last: these ids, None for one not yet known."""
+        for request, one in zip(self.requests, last, strict=True):
+            if request.drafter is not None:
+                request.drafter.see(self._h if len(self.requests) == 1 else None, one, self.cache)
 
     def _close_draft(self) -> None:
         """Ends a draft in the middle or at its end: the cache holds what was taken, and all rows go on together."""
@@ -197,6 +217,7 @@ class Group:
         drafters = [request.drafter for request in self.requests]
         if self._draft is not None or not any(drafters):
             return self._draft is not None
+        self._show_state([None] * len(self.requests))
         return expects_draft(drafters, self.length) and draft_room(self.served, self.cache) > 0
 
     def finish(self) -> None:
@@ -277,6 +298,7 @@ class Group:
         caches = [other.cache for other in others]
         for group in (self, *others):
             group._close_draft()
+        self._h = None
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -291,6 +313,7 @@ class Group:
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
         self._close_draft()
+        self._h = None
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:
@@ -318,7 +341,7 @@ class Group:
         """Frees the cache and forgets the requests, after the group has failed."""
         self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
-        self._draft, self._rows = None, []
+        self._draft, self._h, self._rows = None, None, []
 
     @property
     def length(self) -> int:
@@ -438,10 +461,10 @@ class Reading:
         """Reads the last id and returns the group of this request alone, with its next id chosen."""
         request, served = self.request, self.served
         assert request.cache is not None
-        logits = served.model(self._ids[None, last:], cache=request.cache)[:, -1]
+        logits, h = served.read(self._ids[None, last:], request.cache)
         request.note_read(self._next[last:])
         served.quantize(request.cache)
-        group = Group(served, [request], request.cache, logits)
+        group = Group(served, [request], request.cache, logits[:, -1], h)
         group.choose()
         if request.error is not None:
             raise request.error

@@ -175,6 +175,8 @@ class MlxEngine(ThreadedEngine):
         if not served.hyper or served.machines is not None:
             return super().without_hypertokens(name)
         plain = WithoutHypertokens(served.model)
+        if options.run.draft == "head":  # it is the other model's
+            options = replace(options, run=replace(options.run, draft="off"))
         draft_model = () if served.draft_model is None else (served.draft_model.model,)
         return MlxEngine(lambda: (plain, self.tokenizer, *draft_model), name, options)
 

@@ -20,9 +20,10 @@ from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.device import on_gpu
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
-from mlx_zip.engine.draft_sources import text_sources
+from mlx_zip.engine.draft_sources import Share, text_sources
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
+from mlx_zip.engine.mlx.head_source import FIRST_SHARE, HeadSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
@@ -30,6 +31,7 @@ from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, 
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
+from mlx_zip.models.draft_head import make_proposer
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
@@ -60,6 +62,10 @@ class Served:
         if draft_model is not None and self.machines is not None:
             raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
         self.draft_model = None if draft_model is None else DraftModel(draft_model)
+        self._head = make_proposer(model) if options.draft in ("head", "auto") else None
+        self._head_accepted = Share(FIRST_SHARE)
+        if options.draft == "head" and self._head is None:
+            raise GenerationError("draft (--draft head): this model has no draft head (mlx_zip train --draft-head)")
         self.ahead = on_gpu() if options.ahead is None else options.ahead
         config = decoder_config(model)
         self.context: int | None = config.get("max_position_embeddings")
@@ -131,10 +137,20 @@ class Served:
             return None
         self._cost_file.save(SAVE_EVERY_S)
         base_ids = text()
-        sources = [] if options.draft == "off" else text_sources(base_ids, prediction)
+        sources = text_sources(base_ids, prediction) if options.draft in ("lookup", "auto") else []
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
-        return Drafter(sources, self.pass_costs if options.draft == "auto" else None)
+        head = None if self._head is None else HeadSource(self._head, self._head_accepted)
+        return Drafter(sources, self.pass_costs if options.draft == "auto" else None, head)
+
+    def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array | None]:
+        """Returns the logits [B, L, W] of ids [B, L] and, if a draft head is used, the body's output [B, L, D].
+
+        options: of a model with hypertokens.
+        """
+        if self._head is not None:
+            return self._head.model.read(ids, cache, **options)
+        return self.model(ids, cache=cache, **options), None
 
     @property
     def pass_costs(self) -> PassCosts:

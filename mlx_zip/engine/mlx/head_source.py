@@ -1,0 +1,59 @@
+"""`HeadSource`: proposes what a model's draft head guesses (`mlx_zip.models.draft_head`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+from operator import mul
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.engine.draft_sources import Share
+from mlx_zip.models.draft_head import DEPTH, Proposer
+
+FIRST_SHARE = 0.85  # of ids that are accepted, before any draft: so much that `PassCosts` has a first one tried
+LEAST_LIKELY = 0.1  # a draft ends where the head finds all its ids together less likely
+
+
+class HeadSource:
+    """A model's draft head as a source, which gives ids, hypertokens among them, and not base ids.
+
+    `see` tells it of the model's last pass before each draft. accepted: what is known of all requests' drafts.
+    """
+
+    width = DEPTH + 1
+
+    def __init__(self, head: Proposer, accepted: Share) -> None:
+        self._head, self._accepted, self._seconds = head, accepted, 0.0
+        self._seen: tuple[mx.array, Sequence[Any]] | None = None
+        self._last: int | None = None
+
+    def see(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
+        """Notes what the model's last pass gave, see `Head.see`."""
+        self._seen, self._last = None if h is None else (h, cache), last
+
+    def append(self, base_ids: Sequence[int] | Uint32s) -> None:
+        """Does nothing: the body's output says what came before."""
+
+    def share(self) -> float:
+        return 0.0 if self._seen is None else self._accepted.value
+
+    def seconds(self) -> float:
+        return self._seconds
+
+    def propose(self, most: int) -> list[int]:
+        """Returns up to `most` ids that may come after the last one."""
+        assert self._seen is not None
+        assert self._last is not None
+        began = time.perf_counter()
+        ids, shares = self._head.propose(self._seen[0], self._last, self._seen[1], most)
+        if ids:
+            self._seconds = (time.perf_counter() - began) / len(ids)
+        likely = takewhile(lambda share: share >= LEAST_LIKELY, accumulate(shares, mul))
+        return [one for one, _ in zip(ids, likely, strict=False)]
+
+    def note(self, proposed: int, accepted: int) -> None:
+        self._accepted.note(proposed, accepted)

@@ -1,0 +1,249 @@
+"""`DraftHead`: one small trained layer that proposes the ids which may come next, and its file in the model's folder.
+
+The body's output at an id and the output row of the id that was chosen there give a guess at the body's output at the
+chosen id, without running the body. The model's own output matrix and hyper rows turn the guess into an id, and so on.
+So hypertokens are proposed as any other id, also those that the head was not trained with.
+
+A head belongs to the model that it was trained with. What it proposes is checked by the model, so a wrong head costs
+time and changes no answer.
+
+Source of the idea: Hydra (arXiv 2402.05109), heads in sequence, here with one layer for all depths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_zip.errors import ModelError, failure_reason
+from mlx_zip.layout import decoder_config, has_hypertokens
+from mlx_zip.models.model_folder import DRAFT_HEAD
+from mlx_zip.models.rows.encoders import matrix_rows
+from mlx_zip.models.rows.zip_state import Advance, ZipState, find_zip_state
+
+FORMAT = "mlx_zip draft head 1"
+DEPTH = 3  # guesses in a row that a head is trained for; it may make more
+
+
+class DraftHead(nn.Module):
+    """Guesses the body's output at an id: x + W_down silu(W_up x), where x = W_join [norm(state), norm(row)].
+
+    width: that of the model, D. size: that inside the layer.
+    """
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.state_norm, self.row_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.join = nn.Linear(2 * width, width, bias=False)
+        self.up = nn.Linear(width, size, bias=False)
+        self.down = nn.Linear(size, width, bias=False)
+
+    def __call__(self, state: mx.array, row: mx.array) -> mx.array:
+        """Returns states [..., D] at ids, from the states [..., D] before them and their output rows [..., D]."""
+        x = self.join(mx.concatenate([self.state_norm(state), self.row_norm(row)], axis=-1))
+        return x + self.down(nn.silu(self.up(x)))
+
+
+def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
+    """Writes a head in float16, whole or not at all. vocab_size: rows of its model's embedding. Raises `OSError`."""
+    weights = {name: value.astype(mx.float16) for name, value in _flatten(head)}
+    partial = path.with_name(f".{path.name}.partial.safetensors")
+    try:
+        mx.save_safetensors(str(partial), weights, {"format": FORMAT, "vocab_size": str(vocab_size)})
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
+    """Reads a head for a model of this width, with so many rows in its embedding.
+
+    Raises `ModelError` for a file that cannot be read, is no head, or belongs to a model of another size.
+    """
+    try:
+        weights, about = mx.load(str(path), return_metadata=True)
+        mx.eval(weights)  # reads the file
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{path} cannot be read: {failure_reason(error)}") from error
+    if about.get("format") != FORMAT or "down.weight" not in weights:
+        raise ModelError(f"{path} is no draft head that this version knows; delete it to go on without")
+    theirs = weights["down.weight"].shape[0], about.get("vocab_size")
+    if theirs != (width, str(vocab_size)):
+        raise ModelError(
+            f"{path} is the head of a model of width {theirs[0]} with an embedding of {theirs[1]} rows, this one has "
+            f"{width} and {vocab_size}; delete the file or train a head (mlx_zip train --draft-head)"
+        )
+    head = DraftHead(width, weights["down.weight"].shape[-1])
+    try:
+        head.load_weights(list(weights.items()))
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+    head.freeze()
+    return head
+
+
+def _flatten(head: nn.Module) -> list[tuple[str, mx.array]]:
+    found: Any = tree_flatten(head.parameters())
+    return found
+
+
+# ---- a model's body and output
+
+
+class HeadedModel:
+    """A model whose body's output is at hand, for a head.
+
+    width: that of the body. rows: those of the embedding. vocab_size: number of base ids.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.hyper = model, has_hypertokens(model)
+        config = decoder_config(model)
+        self.width = config.get("hidden_size")
+        self.rows = config.get("vocab_size")
+        self.vocab_size = model.layout.vocab_size if self.hyper else self.rows
+
+    def check(self) -> None:
+        """Raises `ModelError` for a plain model that does not compute its logits from `model.model` and its matrix."""
+        if self.hyper:
+            return
+        model, ids = self.model, mx.array([[0, 1]])
+        found = None
+        if hasattr(model, "model") and hasattr(model.model, "embed_tokens") and isinstance(self.width, int):
+            found = self.base_logits(model.model(ids))
+        logits = model(ids)
+        if found is None or found.shape != logits.shape or not mx.allclose(found, logits, atol=1e-3).item():
+            raise ModelError("draft heads are not for this kind of model: its logits are not its body's output rows")
+
+    @property
+    def matrix(self) -> Any:
+        """The module whose rows are the output rows of base ids."""
+        return self.model.lm_head if "lm_head" in self.model else self.model.model.embed_tokens
+
+    @property
+    def _is_embedding(self) -> bool:
+        return "lm_head" not in self.model
+
+    def base_logits(self, h: mx.array) -> mx.array:
+        """Returns logits [..., V or more] of the body's output h [..., D]."""
+        return self.model.base_logits(h) if self.hyper else self.products(h)
+
+    def products(self, h: mx.array) -> mx.array:
+        """Returns the products [..., V or more] of h [..., D] with the output rows: logits without a soft cap."""
+        return self.matrix.as_linear(h) if self._is_embedding else self.matrix(h)
+
+    def mean_base_row(self, shares: mx.array) -> mx.array:
+        """Returns the mean output row [..., D] of base ids, weighted with shares [..., V]."""
+        matrix, v = self.matrix, shares.shape[-1]
+        if "scales" not in matrix:
+            return shares @ matrix["weight"][:v]
+        biases = matrix.get("biases")
+        return mx.quantized_matmul(
+            shares,
+            matrix["weight"][:v],
+            matrix["scales"][:v],
+            None if biases is None else biases[:v],
+            transpose=False,
+            group_size=matrix.group_size,
+            bits=matrix.bits,
+            mode=matrix.mode,
+        )
+
+    def base_rows(self, ids: mx.array) -> mx.array:
+        """Returns the output rows [..., D] of base ids [...]."""
+        return matrix_rows(self.matrix, ids)
+
+    def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array]:
+        """Returns the logits [B, L, W] of ids [B, L], as the model itself does, and the body's output [B, L, D].
+
+        options: of a model with hypertokens.
+        """
+        if self.hyper:
+            return self.model.read(ids, cache, **options)
+        h = self.model.model(ids, cache=cache)
+        return self.base_logits(h), h
+
+
+class LoadedHead:
+    """The head that a model was loaded with. It is no module of the model, so it is no part of its weights."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head = head
+
+
+def use_head_in_folder(folder: Path, model: Any) -> None:
+    """Gives a model the head in its folder, if there is one. Raises `ModelError` for a head of another model."""
+    path = folder / DRAFT_HEAD
+    if not os.path.lexists(path):  # a broken link is an error, not a missing head
+        return
+    headed = HeadedModel(model)
+    head = load_draft_head(path, headed.width, headed.rows)
+    headed.check()
+    model.draft_head = LoadedHead(head)
+
+
+def make_proposer(model: Any) -> Proposer | None:
+    """Returns what proposes ids with the head that a model was loaded with, None if it has none."""
+    loaded = getattr(model, "draft_head", None)
+    return None if loaded is None else Proposer(loaded.head, HeadedModel(model))
+
+
+class Proposer:
+    """A head and its model: proposes ids that may follow the last one of a request."""
+
+    def __init__(self, head: DraftHead, model: HeadedModel) -> None:
+        self.head, self.model = head, model
+
+    def propose(self, h: mx.array, last: int, cache: Sequence[Any], most: int) -> tuple[list[int], list[float]]:
+        """Returns `most` ids that may follow the id `last`, the likeliest first one, the likeliest after it, and so on.
+
+        Also returns how likely the head finds each id after those before it. h [1, 1, D]: the body's output from which
+        `last` was chosen. cache: the request's, which has not read `last`. Hypertokens have a row once the codebook
+        holds them; nothing is returned if `last` has none.
+        """
+        rows = self._rows_of_request(cache)
+        if most < 1 or last >= rows.end:
+            return [], []
+        state, one, ids, shares = h, mx.array([[last]]), [], []
+        for _ in range(most):
+            state = self.head(state, rows.of(one).astype(state.dtype)).astype(h.dtype)
+            logits = rows.logits(state).astype(mx.float32)
+            one = mx.argmax(logits, axis=-1)
+            ids.append(one)
+            shares.append(mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)))
+        mx.eval(ids, shares)
+        return [int(one.item()) for one in ids], [float(share.item()) for share in shares]
+
+    def _rows_of_request(self, cache: Sequence[Any]) -> _OutputRows:
+        return _OutputRows(self.model, find_zip_state(cache))
+
+
+class _OutputRows:
+    """The output rows of the ids that a request can choose. end: its ids are below. state: None for a plain model."""
+
+    def __init__(self, model: HeadedModel, state: ZipState | None) -> None:
+        self._model, self._state = model, state
+        self._slots = 0 if state is None or state.outputs.array is None else state.encoded_outputs[0]
+        self.end = model.vocab_size + self._slots
+
+    def of(self, ids: mx.array) -> mx.array:
+        """Returns the rows [1, 1, D] of ids [1, 1]."""
+        vocab = self._model.vocab_size
+        base = self._model.base_rows(mx.minimum(ids, vocab - 1))
+        if not self._slots:
+            return base
+        assert self._state is not None
+        hyper = self._state.outputs.take(mx.clip(ids - vocab, 0, self._slots - 1))
+        return mx.where((ids < vocab)[..., None], base, hyper.astype(base.dtype))
+
+    def logits(self, h: mx.array) -> mx.array:
+        """Returns logits [1, 1, end or more] of states h [1, 1, D]; the column is the id."""
+        if self._state is None:
+            return self._model.base_logits(h)
+        return self._model.model.joint_head(h, self._state, Advance(self._slots, self._slots), causal=False)
