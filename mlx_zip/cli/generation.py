@@ -38,6 +38,7 @@ PASSED_FLAGS = (
     "kv_group_size",
     "quantized_kv_start",
     "draft",
+    "draft_exact",
 )
 
 

@@ -214,7 +214,7 @@ def add_kv_quantization_flags(add: Any) -> None:
 
 
 def add_draft_flag(add: Any) -> None:
-    """Declares --draft."""
+    """Declares --draft and --draft-exact."""
     add(
         "--draft",
         choices=DRAFTS,
@@ -222,6 +222,12 @@ def add_draft_flag(add: Any) -> None:
         help="propose several next ids, which the model checks at once; the answer stays the same. lookup: propose "
         "what followed when the same words came before, in the prompt or the answer; auto: like lookup, but only as "
         "many ids as save time on this machine, perhaps none; off: propose nothing (default: off)",
+    )
+    add(
+        "--draft-exact",
+        action="store_true",
+        help="where --draft finds two next ids almost equally likely, choose again from a pass over one id, because a "
+        "pass over several ids rounds differently (default: off)",
     )
 
 

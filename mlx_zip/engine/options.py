@@ -14,7 +14,8 @@ class RunOptions:
     prefill_step_size: ids of prompts per round. alone_step_size: the same while one request is alone, None for no other
     number. max_kv_size: bound on a plain model's ids in the KV cache of a request, None for none. ahead: whether a step
     begins before the host has read its id; None for on a GPU only. draft: where
-    proposed ids come from, one of `mlx_zip.engine.drafts.DRAFTS`.
+    proposed ids come from, one of `mlx_zip.engine.drafts.DRAFTS`. draft_exact: whether an id is chosen again, from a
+    pass over one id, where a pass over several may choose another one because it rounds otherwise.
     """
 
     kv_bits: int | None = None
@@ -25,6 +26,7 @@ class RunOptions:
     max_kv_size: int | None = None
     ahead: bool | None = None
     draft: str = "off"
+    draft_exact: bool = False
 
 
 @dataclass(frozen=True)

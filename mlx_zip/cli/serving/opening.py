@@ -83,6 +83,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "quantized_kv_start": args.quantized_kv_start,
         "max_kv_size": getattr(args, "max_kv_size", None),  # the server's flags have no such one
         "draft": args.draft,
+        "draft_exact": args.draft_exact,
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,

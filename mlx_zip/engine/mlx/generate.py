@@ -67,6 +67,7 @@ class GenerateOptions(BatchOptions, total=False):
     kv_group_size: int
     quantized_kv_start: int
     draft: str
+    draft_exact: bool
     prompt_progress_callback: Callable[[int, int], None] | None
 
 
@@ -87,6 +88,7 @@ def stream_generate(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     draft: str = "off",
+    draft_exact: bool = False,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
@@ -106,7 +108,8 @@ def stream_generate(
     read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
     cache quantization as in mlx-lm. draft: "lookup" has the model check several ids per pass that
     followed where the text was alike before; "off" for one id per pass. The ids are the same, except where two logits
-    differ by less than a pass over several ids rounds.
+    differ by less than a pass over several ids rounds. draft_exact: as in `RunOptions`; processors and samplers may be
+    called again for one id then.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.
@@ -128,6 +131,7 @@ def stream_generate(
         max_kv_size=max_kv_size,
         ahead=_begins_ahead(model),
         draft=draft,
+        draft_exact=draft_exact,
     )
     served = Served(model, tokenizer, how)
     cache = served.new_cache(start)
@@ -339,10 +343,18 @@ class _CallersCache(NoSessions):
 class _Sampler:
     """In place of `Draws`: one sampler of several requests, which draws from MLX's own random state."""
 
-    state = None
-
     def __init__(self, sampler: Sampler, greedy: bool) -> None:
         self._sampler, self.greedy = sampler, greedy
+
+    @property
+    def state(self) -> mx.array:
+        """MLX's random state."""
+        return mx.random.state[0]
+
+    @state.setter
+    def state(self, state: mx.array) -> None:
+        high, low = np.array(state).tolist()
+        mx.random.seed(high << 32 | low)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns ids [B] of log-probabilities [B, W]."""

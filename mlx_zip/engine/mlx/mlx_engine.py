@@ -53,6 +53,7 @@ def open_engine(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     draft: str = "off",
+    draft_exact: bool = False,
     max_running: int = 8,
     max_waiting: int = 64,
     max_prompt_tokens: int | None = None,
@@ -68,7 +69,7 @@ def open_engine(
 
     Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
     max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps; None for
-    512, and 2048 while a request is alone. max_kv_size, draft: as in `RunOptions`. sessions: bounds
+    512, and 2048 while a request is alone. max_kv_size, draft, draft_exact: as in `RunOptions`. sessions: bounds
     of the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for
     `open_split_engine`, which takes a model on several machines.
     """
@@ -92,6 +93,7 @@ def open_engine(
         quantized_kv_start,
         max_kv_size=max_kv_size,
         draft=draft,
+        draft_exact=draft_exact,
     )
     if prefill_step_size is None:
         run = replace(run, alone_step_size=PREFILL_STEP_SIZE)
