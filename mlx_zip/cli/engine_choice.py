@@ -31,6 +31,7 @@ REFUSED = {  # flags that PyTorch has no use for, and what to do
     "kv_group_size": "its KV caches are not quantized",
     "quantized_kv_start": "its KV caches are not quantized",
     "draft_model": "only MLX has draft models",
+    "draft_exact": "only MLX chooses near-ties again",
     "prompt_cache_file": "its prompt caches are not kept in files",
     "row_cache": "its rows are kept in memory only",
     "row_cache_bytes": "its rows are kept in memory only",
@@ -42,6 +43,7 @@ _NEUTRAL_VALUES = {
     "keep_cache": False,
     "kv_group_size": 64,
     "quantized_kv_start": 5000,
+    "draft_exact": False,
 }  # values that ask for nothing
 
 
@@ -150,6 +152,7 @@ def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
         "quantized_kv_start",
         "draft_model",
         "num_draft_tokens",
+        "draft_exact",
         "row_cache",
         "keep_wired_s",
         "max_kv_size",

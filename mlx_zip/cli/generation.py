@@ -39,6 +39,7 @@ PASSED_FLAGS = (
     "quantized_kv_start",
     "draft",
     "num_draft_tokens",
+    "draft_exact",
 )
 
 

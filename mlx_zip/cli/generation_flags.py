@@ -237,6 +237,12 @@ def add_draft_flags(add: Any) -> None:
         help=f"ids that --draft-model proposes per pass, 1 to {MOST_PROPOSED}; --draft auto chooses the number itself "
         f"(default: {DRAFT_TOKENS})",
     )
+    add(
+        "--draft-exact",
+        action="store_true",
+        help="where --draft finds two next ids almost equally likely, choose again from a pass over one id, because a "
+        "pass over several ids rounds differently (default: off)",
+    )
 
 
 def add_kv_size_flag(add: Any) -> None:

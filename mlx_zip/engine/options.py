@@ -15,7 +15,8 @@ class RunOptions:
     number. max_kv_size: bound on a plain model's ids in the KV cache of a request, None for none. ahead: whether a step
     begins before the host has read its id; None for on a GPU only. draft: where
     proposed ids come from, one of `mlx_zip.engine.drafts.DRAFTS`. num_draft_tokens: ids that a draft model proposes per
-    pass, unless draft is "auto".
+    pass, unless draft is "auto". draft_exact: whether an id is chosen again, from a pass over one id, where a pass over
+    several may choose another one because it rounds otherwise; then only requests that are alone get drafts.
     """
 
     kv_bits: int | None = None
@@ -27,6 +28,7 @@ class RunOptions:
     ahead: bool | None = None
     draft: str = "off"
     num_draft_tokens: int = 3
+    draft_exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Exclusions:
 class CanonicalIds:
     """Finds, for one sequence, which ids cannot follow what its codebook has read.
 
-    Ask once after the prompt and once after each emitted id. Nothing is excluded right after a prompt, because the
+    Ask after the prompt and after each emitted id. Nothing is excluded right after a prompt, because the
     prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read since the
     last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a new
     object for each request.)
@@ -139,7 +139,9 @@ class CanonicalIds:
 
     def __init__(self, book: Codebook) -> None:
         # _installed: entries at the last call. _next: the codebook's (mark, rewinds) if one emitted id follows.
+        # _excluded: what the last call returned.
         self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
+        self._excluded: list[int] = []
 
     def bind(self, book: Codebook) -> None:
         """Follows `book` from now on, which must have read the same ids: the old one, or a copy of it."""
@@ -150,14 +152,16 @@ class CanonicalIds:
             self._exclusions.book = book
 
     def excluded(self) -> list[int]:
-        """Returns the ids that cannot follow what the codebook has read. Call it once for each id."""
+        """Returns the ids that cannot follow what the codebook has read. Call it for each id, once or again."""
         mark, rewinds = self.book.mark(), self.book.rewinds
+        if self._exclusions is not None and (mark + 1, rewinds) == self._next:
+            return self._excluded
         if self._exclusions is None or (mark, rewinds) != self._next:
-            self._exclusions, excluded = Exclusions(self.book), []
+            self._exclusions, self._excluded = Exclusions(self.book), []
         else:
-            excluded = self._exclusions.excluded_after(self.book.last, self._installed)
+            self._excluded = self._exclusions.excluded_after(self.book.last, self._installed)
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
-        return excluded
+        return self._excluded
 
 
 def find_excluded_ids(

@@ -85,6 +85,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "draft": args.draft,
         "draft_model": args.draft_model,
         "num_draft_tokens": args.num_draft_tokens,
+        "draft_exact": args.draft_exact,
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,

@@ -155,10 +155,12 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
     """Returns how many ids may be proposed to a model on this cache.
 
     0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states) or have
-    several parts per layer, and so many that KV caches are quantized after the same id as without a draft.
+    several parts per layer, for batches if near-ties are chosen again, and so many that KV caches are quantized after
+    the same id as without a draft.
     """
     kinds = set(map(type, cache)) - {ZipState}
-    if served.machines is not None or not kinds <= {KVCache, QuantizedKVCache, BatchKVCache}:
+    trimmed = {KVCache, QuantizedKVCache} if served.options.draft_exact else {KVCache, QuantizedKVCache, BatchKVCache}
+    if served.machines is not None or not kinds <= trimmed:
         return 0
     if served.options.kv_bits is None or QuantizedKVCache in kinds:
         return MOST_PROPOSED

@@ -69,6 +69,7 @@ class GenerateOptions(BatchOptions, total=False):
     draft: str
     draft_model: Any
     num_draft_tokens: int
+    draft_exact: bool
     prompt_progress_callback: Callable[[int, int], None] | None
 
 
@@ -91,6 +92,7 @@ def stream_generate(
     draft: str = "off",
     draft_model: Any = None,
     num_draft_tokens: int = DRAFT_TOKENS,
+    draft_exact: bool = False,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
@@ -110,10 +112,11 @@ def stream_generate(
     read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
     cache quantization as in mlx-lm. draft: "lookup" has the model check several ids per pass that
     followed where the text was alike before; "head" those that the model's draft head proposes; "off" for one id per
-    pass. The ids are the same, except where two logits
-    differ by less than a pass over several ids rounds. draft_model: a loaded model of the same vocabulary, plain or
-    with hypertokens, that proposes num_draft_tokens ids per pass, as in mlx-lm, or as many as save time if draft is
-    "auto". It keeps no prompt cache, so where a plain model goes on with one, it reads only the new part of the text.
+    pass. The ids are the same, except where two logits differ by less than a pass over several ids rounds. draft_exact:
+    as in `RunOptions`; processors and samplers may be called again for one id then. draft_model: a loaded model of the
+    same vocabulary, plain or with hypertokens, that proposes num_draft_tokens ids per pass, as in mlx-lm, or as many as
+    save time if draft is "auto". It keeps no prompt cache, so where a plain model goes on with one, it reads only the
+    new part of the text.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.
@@ -136,6 +139,7 @@ def stream_generate(
         ahead=_begins_ahead(model),
         draft=draft,
         num_draft_tokens=num_draft_tokens,
+        draft_exact=draft_exact,
     )
     served = Served(model, tokenizer, how, draft_model)
     cache = served.new_cache(start)
@@ -347,10 +351,18 @@ class _CallersCache(NoSessions):
 class _Sampler:
     """In place of `Draws`: one sampler of several requests, which draws from MLX's own random state."""
 
-    state = None
-
     def __init__(self, sampler: Sampler, greedy: bool) -> None:
         self._sampler, self.greedy = sampler, greedy
+
+    @property
+    def state(self) -> mx.array:
+        """MLX's random state."""
+        return mx.random.state[0]
+
+    @state.setter
+    def state(self, state: mx.array) -> None:
+        high, low = np.array(state).tolist()
+        mx.random.seed(high << 32 | low)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns ids [B] of log-probabilities [B, W]."""

@@ -11,8 +11,9 @@ A request joins after `Reading` has read its prompt, in chunks, so that other re
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
+from mlx_zip.engine.mlx.near_ties import choose_exactly, read_last_again
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request, propose_together
 from mlx_zip.errors import MachineError
@@ -75,10 +77,22 @@ class Group:
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
-            best = None if self._draft is None else self._draft.choose_best()
-            self._choice = best or choose(self._choosing, self._logits, end, pad_id, served.machines)
+            pick = partial(choose, end=end, pad_id=pad_id, machines=served.machines)
+            if self._draft is not None and served.options.draft_exact:
+                self._choice = self._choose_exactly(pick)
+            else:
+                best = None if self._draft is None else self._draft.choose_best()
+                self._choice = best or pick(self._choosing, self._logits)
             self._choice.start(*(served.model.row_source.submit_rows() if served.hyper else ()))
         self._logits = None
+
+    def _choose_exactly(self, pick: Callable[..., Choice]) -> Choice:
+        """Returns the next choice from a draft's logits, or from a pass over one id, which ends the draft."""
+        read_again = partial(read_last_again, self.served, self.cache, self.tokens[0])
+        choice, again = choose_exactly(self.requests, self._logits, pick, read_again)
+        if again:
+            self._draft, self._pass_ids = None, 0
+        return choice
 
     def begin(self) -> None:
         """Enqueues the next step over ids that are still on the device, where that is possible."""

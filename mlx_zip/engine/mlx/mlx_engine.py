@@ -57,6 +57,7 @@ def open_engine(
     draft: str = "off",
     draft_model: str | Path | None = None,
     num_draft_tokens: int = DRAFT_TOKENS,
+    draft_exact: bool = False,
     max_running: int = 8,
     max_waiting: int = 64,
     max_prompt_tokens: int | None = None,
@@ -72,10 +73,10 @@ def open_engine(
 
     Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
     max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps; None for
-    512, and 2048 while a request is alone. max_kv_size, draft, num_draft_tokens: as in `RunOptions`. draft_model: a
-    model of the same vocabulary (folder, hub id or bundled model), plain or with hypertokens, that proposes ids, also
-    if `draft` is "off". sessions: bounds of the kept sessions, None to keep none. row_cache: where rows of hypertokens
-    are kept. group, make: for `open_split_engine`, which takes a model on several machines.
+    512, and 2048 while a request is alone. max_kv_size, draft, draft_exact, num_draft_tokens: as in `RunOptions`.
+    draft_model: a model of the same vocabulary (folder, hub id or bundled model), plain or with hypertokens, that
+    proposes ids, also if `draft` is "off". sessions: bounds of the kept sessions, None to keep none. row_cache: where
+    rows of hypertokens are kept. group, make: for `open_split_engine`, which takes a model on several machines.
     """
     check_draft(draft, num_draft_tokens)
 
@@ -102,6 +103,7 @@ def open_engine(
         max_kv_size=max_kv_size,
         draft=draft,
         num_draft_tokens=num_draft_tokens,
+        draft_exact=draft_exact,
     )
     if prefill_step_size is None:
         run = replace(run, alone_step_size=PREFILL_STEP_SIZE)
