@@ -8,6 +8,7 @@ from support.fake_engine import FakeEngine, Script, tokenizer
 
 STORY = "Once upon a time there was a boat. The boat was small and the sea was calm."
 DRAFTED = (3, 4, 5, 8, 9)
+MARKED = "[data-testid=message-text] .tok.drafted"  # not the samples of the legends
 DECORATION = "one => getComputedStyle(one).textDecorationLine + ' ' + getComputedStyle(one).textDecorationStyle"
 
 
@@ -32,22 +33,22 @@ def told(drafted, open_tab):
     """A tab with the answer that has drafts."""
     tab = open_tab(drafted)
     tab["conversation-link"].get_by_text("With drafts.").click()
-    tab.page.locator(".tok.drafted").first.wait_for()
+    tab.page.locator(MARKED).first.wait_for()
     return tab
 
 
 def test_drafted_tokens_are_marked_beside_hypertokens_and_after_a_reload_too(told):
     for _ in range(2):
-        marked = told.page.locator("[data-testid=message-text] .tok.drafted")
+        marked = told.page.locator(MARKED)
         assert [int(one.get_attribute("data-t")) for one in marked.all()] == list(DRAFTED)
         assert told.page.locator(".tok.l2:not(.drafted):visible").count() >= 1
         assert marked.first.evaluate(DECORATION) == "underline dotted"
         assert "l2" in marked.first.get_attribute("class")
         assert "l1" in marked.last.get_attribute("class")
         told.page.reload()
-        told.ready().page.locator(".tok.drafted").first.wait_for()
+        told.ready().page.locator(MARKED).first.wait_for()
     told["tint-toggle"].click()
-    assert told.page.locator("[data-testid=message-text] .drafted").first.evaluate(DECORATION).startswith("none")
+    assert told.page.locator(MARKED).first.evaluate(DECORATION).startswith("none")
     told["tint-toggle"].click()
 
 
@@ -77,7 +78,7 @@ def test_the_line_of_figures_and_the_panel_count_drafts(told):
 
 def test_an_answer_without_drafts_says_nothing_of_them(told):
     told["conversation-link"].get_by_text("Without drafts.").click()
-    told.page.locator(".tok.drafted").first.wait_for(state="detached")
+    told.page.locator(MARKED).first.wait_for(state="detached")
     assert told["live-per-step"].is_visible()
     assert not any(told[f"live-{name}"].is_visible() for name in ("per-pass", "accepted", "wasted"))
     told["vocabulary-open"].click()
