@@ -12,7 +12,7 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -136,7 +136,7 @@ def read_answer(
         while len(logits) < BLOCK:
             logits += read_ids(model, cache, block[-1:])
             scores = logits[-1] + (mx.random.gumbel(logits[-1].shape) if at < DRAWN else 0)
-            block.append(int(mx.argmax(scores).item()))
+            block.append(cast(int, mx.argmax(scores).item()))
         last = block.pop()
         others = {
             str(width): [one for i in range(0, BLOCK, width) for one in read_ids(model, own, block[i : i + width])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -94,7 +94,7 @@ def models_from_folders(model: str | None, base: str | None, float32: bool = Fal
         name=Path(name).name,
         precision="float32" if float32 else "as stored",
         weights="trained",
-        base_config=vars(plain.args) if zipped is None else zipped.args.decoder_config,
+        base_config=vars(cast(Any, plain).args) if zipped is None else zipped.args.decoder_config,
         tokenizer=tokenizer or base_tokenizer,
         plain=decoder_copier(zipped, float32) if plain is None else model_copier(plain, base, float32),
         zipped=None if zipped is None else model_copier(zipped, model, float32),

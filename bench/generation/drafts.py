@@ -204,7 +204,9 @@ class DraftedEngine(MlxEngine):
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. held: the caches of a new conversation."""
         state, eos = find_zip_state(held), frozenset(self.tokenizer.eos_token_ids) if replay is None else frozenset()
-        forced = force_text(Turn(tuple(prompt), tokens, replay and tuple(replay)), state and state.books[0])
+        forced = force_text(
+            Turn(tuple(prompt), tokens, None if replay is None else tuple(replay)), state and state.books[0]
+        )
         cache = self._copy_of_read(tuple(prompt), forced.prompt[:-1], held)
         ahead = True if state is None else None  # as in `stream_generate`
         served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft))

@@ -125,7 +125,7 @@ class PredictionSource:
     places at the next one, because an edited text goes on behind what was changed.
     """
 
-    width = None
+    width: int | None = None
 
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._ids, self._acceptance = as_ids(base_ids), Acceptance()

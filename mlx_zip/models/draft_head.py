@@ -67,7 +67,8 @@ def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
     Raises `ModelError` for a file that cannot be read, is no head, or belongs to a model of another size.
     """
     try:
-        weights, about = mx.load(str(path), return_metadata=True)
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        weights, about = loaded
         mx.eval(weights)  # reads the file
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {failure_reason(error)}") from error
@@ -105,9 +106,9 @@ class HeadedModel:
     def __init__(self, model: Any) -> None:
         self.model, self.hyper = model, has_hypertokens(model)
         config = decoder_config(model)
-        self.width = config.get("hidden_size")
-        self.rows = config.get("vocab_size")
-        self.vocab_size = model.layout.vocab_size if self.hyper else self.rows
+        self.width: Any = config.get("hidden_size")
+        self.rows: Any = config.get("vocab_size")
+        self.vocab_size: Any = model.layout.vocab_size if self.hyper else self.rows
 
     def check(self) -> None:
         """Raises `ModelError` for a plain model that does not compute its logits from `model.model` and its matrix."""

@@ -140,6 +140,7 @@ class DraftedPass:
                 self._state.push_to_row(row, one)
             return
         if self._state is not None:
+            assert self._encoded is not None
             self._state.advance(one)
             self._state.mark_encoded_again(self._encoded)
         for entry in _kv_entries(self._cache, self._state):

@@ -357,7 +357,8 @@ class _Sampler:
     @property
     def state(self) -> mx.array:
         """MLX's random state."""
-        return mx.random.state[0]
+        states: Any = mx.random.state
+        return states[0]
 
     @state.setter
     def state(self, state: mx.array) -> None:

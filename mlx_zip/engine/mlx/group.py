@@ -79,17 +79,17 @@ class Group:
             pad_id = served.model.config.pad_id if served.hyper else 0
             pick = partial(choose, end=end, pad_id=pad_id, machines=served.machines)
             if self._draft is not None and served.options.draft_exact:
-                self._choice = self._choose_exactly(pick)
+                self._choice = self._choose_exactly(pick, self._logits)
             else:
                 best = None if self._draft is None else self._draft.choose_best()
                 self._choice = best or pick(self._choosing, self._logits)
             self._choice.start(*(served.model.row_source.submit_rows() if served.hyper else ()))
         self._logits = None
 
-    def _choose_exactly(self, pick: Callable[..., Choice]) -> Choice:
+    def _choose_exactly(self, pick: Callable[..., Choice], logits: mx.array) -> Choice:
         """Returns the next choice from a draft's logits, or from a pass over one id, which ends the draft."""
         read_again = partial(read_last_again, self.served, self.cache, self.tokens[0])
-        choice, again = choose_exactly(self.requests, self._logits, pick, read_again)
+        choice, again = choose_exactly(self.requests, logits, pick, read_again)
         if again:
             self._draft, self._pass_ids = None, 0
         return choice

@@ -24,7 +24,7 @@ class HeadSource:
     `see` tells it of the model's last pass before each draft. accepted: what is known of all requests' drafts.
     """
 
-    width = DEPTH + 1
+    width: int | None = DEPTH + 1
 
     def __init__(self, head: Proposer, accepted: Share) -> None:
         self._head, self._accepted, self._seconds = head, accepted, 0.0
