@@ -7,6 +7,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from importlib.metadata import version
 from numbers import Integral
 from typing import Any, cast
 
@@ -207,7 +208,7 @@ def _cost_key(model: Any) -> dict[str, str]:
         "model": fingerprint_of_model(model),
         "device": str(device),
         "chip": str(mx.device_info(device).get("device_name")),
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
         "preloaded": os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", "")),
     }
 
