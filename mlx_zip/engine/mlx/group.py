@@ -88,7 +88,6 @@ class Group:
 
     def _choose_exactly(self, pick: Callable[..., Choice], logits: mx.array) -> Choice:
         """Returns the next choice from a draft's logits, or from a pass over one id, which ends the draft."""
-        assert self._logits is not None
         read_again = partial(read_last_again, self.served, self.cache, self.tokens[0])
         choice, again = choose_exactly(self.requests, logits, pick, read_again)
         if again:
