@@ -104,7 +104,7 @@ class HeadedModel:
 
     def __init__(self, model: Any) -> None:
         self.model, self.hyper = model, has_hypertokens(model)
-        config = decoder_config(model)
+        config: Any = decoder_config(model)
         self.width = config.get("hidden_size")
         self.rows = config.get("vocab_size")
         self.vocab_size = model.layout.vocab_size if self.hyper else self.rows

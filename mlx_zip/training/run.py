@@ -193,7 +193,7 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
     mx.random.seed(settings.seed)
     scratch = None if options.scratch is None else read_json_object(options.scratch)
     if settings.draft_head and folder is not None:
-        check_data_fits(is_plain_model(folder), data.params)
+        check_data_fits(is_plain_model(str(folder)), data.params)
     model, config = make_starting_model(folder, scratch, data.params, options.encoder, options.canonical)
     _check_vocabulary_and_context(config, data, len(tokenizer))
     if settings.pack_rows:
