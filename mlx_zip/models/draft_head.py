@@ -105,10 +105,10 @@ class HeadedModel:
 
     def __init__(self, model: Any) -> None:
         self.model, self.hyper = model, has_hypertokens(model)
-        config = decoder_config(model)
-        self.width: Any = config.get("hidden_size")
-        self.rows: Any = config.get("vocab_size")
-        self.vocab_size: Any = model.layout.vocab_size if self.hyper else self.rows
+        config: Any = decoder_config(model)
+        self.width = config.get("hidden_size")
+        self.rows = config.get("vocab_size")
+        self.vocab_size = model.layout.vocab_size if self.hyper else self.rows
 
     def check(self) -> None:
         """Raises `ModelError` for a plain model that does not compute its logits from `model.model` and its matrix."""
