@@ -260,7 +260,7 @@ class StepParts:
 
 # ---- steps of both engines on one model, and the machine's own matrix products beside them, in one run
 
-PRODUCT, PRODUCTS = 2048, 2  # rows and columns of the matrices whose product tells the machine's rate, and products
+PRODUCT = 2048  # rows and columns of the matrices whose product tells the machine's rate
 PASSES = 4  # operations per weight and id of LoRA training: 2 in the forward pass, 2 for gradients of activations
 
 
@@ -315,7 +315,7 @@ def measure_engines(
     }
 
 
-def matrix_product_gflops(dtype: str) -> float:
+def matrix_product_gflops(dtype: str, trials: int = 2) -> float:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -326,9 +326,9 @@ def matrix_product_gflops(dtype: str) -> float:
 
     multiply()
     began = time.perf_counter()
-    for _ in range(PRODUCTS):
+    for _ in range(trials):
         multiply()
-    return 2 * PRODUCT**3 * PRODUCTS / (time.perf_counter() - began) / 1e9
+    return 2 * PRODUCT**3 * trials / (time.perf_counter() - began) / 1e9
 
 
 def make_trained_stepper(engine: str, model: Any, config: dict[str, Any], settings: TrainSettings) -> Any:

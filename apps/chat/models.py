@@ -49,12 +49,13 @@ class Models:
                 self._refusals[name] = await core.run_in_thread(_system_refusal, core)
             yield core
 
-    def check_system(self, system: str) -> None:
+    def check_system(self, system: str, name: str | None = None) -> None:
         """Raises `GenerationError` for a system prompt that the main model's chat template cannot render.
 
-        An empty one is no system prompt.
+        name: the conversation's model. A system prompt for another model than the main one passes: its template is not
+        known here. "" is no system prompt.
         """
-        if system:
+        if system and name in (None, self.main.model):
             check_system_message(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:

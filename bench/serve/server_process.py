@@ -24,11 +24,11 @@ START_S, END_S = 180.0, 30.0  # longest time for a server to start, and to end
 class ServerProcess:
     """A server in a process of its own, from entering the `with` statement to leaving it.
 
-    words: the command after `python -m`, without host and port.
+    words: the command after `python -m`, without host and port. health: a path that answers when the server is ready.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
+    def __init__(self, words: Sequence[str], health: str = "/health") -> None:
+        self.words, self.health = list(words), health
         self.port = free_port()
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,7 +58,7 @@ class ServerProcess:
             if self.process.poll() is not None:
                 raise MlxZipError(f"the server {' '.join(self.words)} ended at once: {self.last_line()}")
             try:
-                if asyncio.run(send_request(self.port, "/health", timeout_s=5)).status == 200:
+                if asyncio.run(send_request(self.port, self.health, timeout_s=5)).status == 200:
                     return
             except MlxZipError:  # it does not listen yet
                 time.sleep(0.1)

@@ -199,10 +199,10 @@ def parse_arguments(text: str, param: str) -> dict[str, Any]:
     return value
 
 
-def check_tools(names: Sequence[str], choice: str) -> None:
+def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None:
     """Raises `BodyError` for two tools of one name, and for a choice of a tool that is not there."""
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise BodyError(f"there are two tools named {twice[0]!r}", "tools")
+        raise BodyError(f"there are two tools named {twice[0]!r}", param)
     if choice == "required" and not names:
         raise BodyError("a tool must be called, but no tools are given", "tool_choice")
     if choice not in ("auto", "none", "required", *names):

@@ -48,15 +48,14 @@ _OPTIMIZER_OPTIONS = {  # fixed options of our optimizers; an optimizer_config m
     "muon": {"momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5},
 }
 _LORA_NAMES = {"rank": "lora_rank", "scale": "lora_scale", "dropout": "lora_dropout", "keys": "lora_keys"}
-_ITERS = 1000  # mlx-lm's number of steps where none is given
 _SCHEDULE_KEYS = {"name", "warmup", "warmup_init", "arguments"}
 
 
-def translate_names(values: Mapping[str, Any]) -> Values:
+def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
     """Returns the settings under our names; other names than mlx-lm's stay, and None counts as not given.
 
-    Raises `TrainingError` for a setting that has no counterpart here, saying what to use instead, and for a setting
-    that is given by two names.
+    iters: the run's steps if `values` does not say. Raises `TrainingError` for a setting that has no counterpart here,
+    saying what to use instead, and for a setting that is given by two names.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name, reason in _REFUSED.items():
@@ -70,7 +69,7 @@ def translate_names(values: Mapping[str, Any]) -> Values:
         found["val_batches"] = 0
     for name, rule in _RULES.items():
         if name in found:
-            _add_translated(found, name, rule(found.pop(name), found))
+            _add_translated(found, name, rule(found.pop(name), found, iters))
     return found
 
 
@@ -84,19 +83,19 @@ def _add_translated(found: Values, name: str, ours: Values) -> None:
 # ---- one function per name of mlx-lm: value, settings given and steps of the run -> settings under our names
 
 
-def _translate_num_layers(value: Any, found: Values) -> Values:
+def _translate_num_layers(value: Any, found: Values, iters: int) -> Values:
     if found.get("fine_tune_type") == "full" and value != -1:
         raise TrainingError("num_layers of mlx-lm: fine_tune_type full trains all blocks; leave it out")
     return {"lora_layers": value}
 
 
-def _translate_adapter_path(value: Any, found: Values) -> Values:
+def _translate_adapter_path(value: Any, found: Values, iters: int) -> Values:
     if "save" in found:
         return {"out": value}
     return {"out": value, "save": "model" if found.get("fine_tune_type") == "full" else "adapter"}
 
 
-def _translate_lora_parameters(value: Any, found: Values) -> Values:
+def _translate_lora_parameters(value: Any, found: Values, iters: int) -> Values:
     given = _check_mapping("lora_parameters", value, set(_LORA_NAMES))
     if isinstance(given.get("keys"), list | tuple):
         given["keys"] = ",".join(map(str, given["keys"]))  # without a key: as if not given
@@ -107,7 +106,7 @@ def _translate_lora_parameters(value: Any, found: Values) -> Values:
     }
 
 
-def _translate_optimizer_config(value: Any, found: Values) -> Values:
+def _translate_optimizer_config(value: Any, found: Values, iters: int) -> Values:
     if not isinstance(value, Mapping):
         raise TrainingError(f"optimizer_config of mlx-lm must map optimizers to their options, got {value!r}")
     chosen = found.get("optimizer", "adamw")
@@ -128,7 +127,7 @@ def _translate_optimizer_config(value: Any, found: Values) -> Values:
     return ours
 
 
-def _translate_lr_schedule(value: Any, found: Values) -> Values:
+def _translate_lr_schedule(value: Any, found: Values, iters: int) -> Values:
     given = _check_mapping("lr_schedule", value, _SCHEDULE_KEYS)
     arguments = given.get("arguments")
     if given.get("name") != "cosine_decay" or not isinstance(arguments, list) or len(arguments) not in (2, 3):
@@ -138,7 +137,7 @@ def _translate_lr_schedule(value: Any, found: Values) -> Values:
         )
     if given.get("warmup_init"):
         raise TrainingError("lr_schedule of mlx-lm: warmup_init is always 0 here; leave it out")
-    warmup, total = given.get("warmup") or 0, found.get("iters", _ITERS)
+    warmup, total = given.get("warmup") or 0, found.get("iters", iters)
     if not isinstance(warmup, int):
         raise TrainingError(f"lr_schedule of mlx-lm: warmup must be a whole number, got {warmup!r}")
     if not isinstance(total, int):

@@ -54,13 +54,14 @@ def declare_setting(
     choices: Sequence[str] | None = None,
     least: int | None = None,
     shown: str | None = None,
+    metavar: str | None = None,
 ) -> Any:
     """Returns a dataclass field whose metadata also declares a command-line flag.
 
     text: the flag's help. choices: the texts that are allowed. least: the smallest whole number that is allowed. shown:
-    the default in words, for the help.
+    the default in words, for the help. metavar: the placeholder for the value in the help.
     """
-    about = {"help": text, "choices": choices, "least": least, "shown": shown}
+    about = {"help": text, "choices": choices, "least": least, "shown": shown, "metavar": metavar}
     return field(default=default, metadata=about)
 
 

@@ -236,4 +236,5 @@ def test_unknown_methods_and_fronts_are_refused(head):
 def test_of_added_tokens_the_longest_is_found():
     front = Front("gpt2", (AddedToken("<a>", 1), AddedToken("<a><b>", 2), AddedToken("<b>", 3)))
     assert list(front.parts("x<a><b><b><a>y")) == [b"x", 2, 3, 1, b"y"]
+    assert list(front.parts("x<a>", with_added=False)) == [b"x<a>"]
     assert spelled_to_bytes("Ġx") == b" x"

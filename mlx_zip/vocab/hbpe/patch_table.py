@@ -222,14 +222,14 @@ def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes
     return [piece for a, b in pairwise(cuts) for piece in _cut_long_patch(data[a:b])]
 
 
-def number_patches(documents: Sequence[Iterable[bytes]]) -> tuple[list[list[int]], PatchTable]:
+def number_patches(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
     """Gives distinct patches ids in order of appearance -> (ids of each document, table of the patches).
 
-    documents: the patches of each document, of at most `_LONGEST` bytes. The table has no merges.
+    documents: the patches of each document, of at most `longest` bytes. The table has no merges.
     """
     known: dict[bytes, int] = {}
     ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
-    return ids, PatchTable.build(Merges(_LONGEST + 1, ()), list(known))
+    return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
 
 
 def _cut_long_patch(data: bytes) -> list[bytes]:
