@@ -335,7 +335,11 @@ class Batch:
         together = drafts and self.model.decoder.takes_rows_of_any_length
         ahead = [row for row in rest if together or row in drafts]
         if ahead:
-            self._read_drafts(ahead, drafts)
+            try:
+                self._read_drafts(ahead, drafts)
+            except RuntimeError as error:
+                for row in ahead:
+                    self._record_error(row, self.book(row).mark() - 1, error, errors)
         if stepping := [row for row in rest if row not in ahead]:
             self._send_steps([int(row in stepping) for row in range(self.max_sequences)])
             self._run_body_of_stepping()

@@ -285,7 +285,12 @@ class CudaServed:
         device = self.model.device
         chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
         return CostFile(
-            {"model": self.model.fingerprint, "device": device.type, "chip": chip, "torch": torch.__version__}
+            {
+                "model": f"{self.model.fingerprint} {self.model.dtype}",
+                "device": device.type,
+                "chip": chip,
+                "torch": torch.__version__,
+            }
         )
 
     def free(self, cache: RowHandle) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping
 from hashlib import sha256
@@ -18,6 +17,7 @@ from mlx_zip.files import cache_folder, make_private, write_json
 log = logging.getLogger(__name__)
 SAVE_EVERY_S = 60.0  # least time between two writings of a file, while requests come
 VERSION = 1  # of the file's format
+MOST_SECONDS = 1e6  # of a pass: a greater number in a file is damage
 LONGEST = 1 << 32  # ids of a cache: a greater number in a file is damage
 
 
@@ -81,13 +81,20 @@ def _from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
     if data["version"] != VERSION or data["key"] != key:
         raise ValueError("the file is of another version or of another key")
     return {
-        Figure(*(_checked(one[name], LONGEST) for name in Figure._fields)): _checked(one["seconds"], math.inf)
+        Figure(*(_checked_int(one[name]) for name in Figure._fields)): _checked_seconds(one["seconds"])
         for one in data["passes"]
     }
 
 
-def _checked(number: Any, most: float) -> Any:
-    """Returns a positive number below `most`. Raises `ValueError` or `TypeError` for anything else."""
-    if isinstance(number, bool) or not 0 < number < most:
-        raise ValueError(f"{number!r:.80} is not a number of a pass")
+def _checked_int(number: Any) -> int:
+    """Returns a positive integer. Raises `ValueError` for anything else."""
+    if type(number) is not int or not 0 < number < LONGEST:
+        raise ValueError(f"{number!r:.80} is not a number of ids or rows")
     return number
+
+
+def _checked_seconds(number: Any) -> float:
+    """Returns a positive number. Raises `ValueError` for anything else."""
+    if type(number) not in (int, float) or not 0 < number < MOST_SECONDS:
+        raise ValueError(f"{number!r:.80} is not the time of a pass")
+    return float(number)

@@ -169,24 +169,28 @@ def choose_drafts(
 ) -> list[tuple[Source | None, int]]:
     """Returns for each row of a pass which source proposes, and how many ids; None and 0 for no draft.
 
-    The surest sources propose; if they are not worth their time, those that take none.
+    The surest sources propose, or those that take no time, if these give more base tokens per second.
 
     drafters: per row, None for a request without. limits: per row, the most that may be proposed. held: ids per row
     that the cache holds.
     """
+    chosen: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
+    costs, most = _costs_of(drafters), 0.0
     for offers in _offers_to_weigh(drafters, limits):
         widths = _choose_widths(drafters, offers, limits, held)
-        if any(widths):
-            return [
-                (offer.source, width) if offer and width else (None, 0)
-                for offer, width in zip(offers, widths, strict=True)
+        shares, width = _shares(offers), max(widths)
+        gain = 1.0 if costs is None or not width else costs.gain(shares, held, width, _seconds(offers))
+        if width and gain > most:
+            most = gain
+            chosen = [
+                (offer.source, ids) if offer and ids else (None, 0) for offer, ids in zip(offers, widths, strict=True)
             ]
-    return [(None, 0)] * len(drafters)
+    return chosen
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     """Returns whether ids will probably be proposed after the next ones, because they would be now."""
-    costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
+    costs = _costs_of(drafters)
     return any(
         costs is None or costs.pays(_shares(offers), held, MOST_PROPOSED, _seconds(offers))
         for offers in _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
@@ -210,7 +214,7 @@ def _choose_widths(
     drafters: Sequence[Drafter | None], offers: Sequence[Offer | None], limits: Sequence[int], held: int
 ) -> list[int]:
     """Returns how many ids to propose per row. offers: per row, None for a row without a draft."""
-    costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
+    costs = _costs_of(drafters)
     width = None if costs is None else costs.choose_width(_shares(offers), held, max(limits), _seconds(offers))
     return [
         0
@@ -218,6 +222,11 @@ def _choose_widths(
         else min(limit, (offer.source.width or drafter.own_width) if width is None else width)
         for drafter, offer, limit in zip(drafters, offers, limits, strict=True)
     ]
+
+
+def _costs_of(drafters: Sequence[Drafter | None]) -> PassCosts | None:
+    """Returns what passes cost, which all drafters of an engine share."""
+    return next((drafter.costs for drafter in drafters if drafter is not None), None)
 
 
 def _shares(offers: Sequence[Offer | None]) -> list[float]:

@@ -59,9 +59,9 @@ class PassCosts:
         """Returns the seconds of passes, as far as they were timed."""
         return {
             Figure(width, 1 << length, 1 << rows): _quartile(seconds)
-            for rows, lengths in self._times.items()
-            for length, times in lengths.items()
-            for width, seconds in times.items()
+            for rows, lengths in list(self._times.items())  # another thread may note a pass meanwhile
+            for length, times in list(lengths.items())
+            for width, seconds in list(times.items())
         }
 
     def note_figure(self, figure: Figure, seconds: float) -> None:
@@ -112,6 +112,11 @@ class PassCosts:
             return self._try(shares, ratios, most)
         unknown = (width for width in WIDTHS if width not in ratios and width <= best)
         return next(unknown, best) - 1  # a width that was never timed is reached step by step
+
+    def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
+        """Returns the base tokens per second with so many proposed ids; a pass over one id has 1."""
+        ratios = self._ratios_with_proposing(held, len(shares), seconds)
+        return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""

@@ -223,6 +223,8 @@ class Scheduler:
 
     def _deliver_emitted(self, request: Request) -> None:
         """Delivers the id that a request has just taken, if there is one, and counts it."""
+        if request.ended:
+            return
         self.totals.proposed += request.newly_proposed()
         if request.emitted_base_tokens:
             self.totals.accepted += request.emitted_from_draft

@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_zip.errors import ModelError, failure_reason
+from mlx_zip.errors import ModelError, failure_reason, first_message_line
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.encoders import matrix_rows
@@ -72,7 +72,7 @@ def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
         mx.eval(weights)  # reads the file
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {failure_reason(error)}") from error
-    if about.get("format") != FORMAT or "down.weight" not in weights:
+    if about.get("format") != FORMAT or not _are_matrices_and_vectors(weights):
         raise ModelError(f"{path} is no draft head that this version knows; delete it to go on without")
     theirs = weights["down.weight"].shape[0], about.get("vocab_size")
     if theirs != (width, str(vocab_size)):
@@ -84,9 +84,15 @@ def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
     try:
         head.load_weights(list(weights.items()))
     except ValueError as error:
-        raise ModelError(f"{path} is damaged: {error}") from error
+        raise ModelError(f"{path} is damaged: {first_message_line(error)}; delete it to go on without") from error
     head.freeze()
     return head
+
+
+def _are_matrices_and_vectors(weights: dict[str, mx.array]) -> bool:
+    """Returns whether tensors could be those of a head: floating-point numbers, of which `down.weight` is a matrix."""
+    floats = all(mx.issubdtype(one.dtype, mx.floating) and one.size for one in weights.values())
+    return floats and "down.weight" in weights and weights["down.weight"].ndim == 2
 
 
 def _flatten(head: nn.Module) -> list[tuple[str, mx.array]]:

@@ -154,8 +154,8 @@ def answer_max_tokens(core: Core, given: int | None, tools: bool = False) -> int
 def usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
     """Returns the usage of an answer in base tokens, those of a hypertoken counted one by one.
 
-    Accepted prediction tokens are those of the answer that a draft had proposed, from the request's prediction or from
-    text that was looked up. Rejected ones were proposed too and are not in the answer; they are no completion tokens.
+    Accepted prediction tokens are those of the answer that a draft had proposed, from the request's prediction or any
+    other source. Rejected ones were proposed too and are not in the answer; they are no completion tokens.
     """
     return {
         "prompt_tokens": counts.prompt_tokens,

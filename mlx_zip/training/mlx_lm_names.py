@@ -169,7 +169,7 @@ def _check_mapping(name: str, value: Any, known: set[str]) -> Values:
     return dict(value)
 
 
-_RULES: dict[str, Callable[[Any, Values], Values]] = {
+_RULES: dict[str, Callable[[Any, Values, int], Values]] = {
     "num_layers": _translate_num_layers,
     "adapter_path": _translate_adapter_path,
     "lora_parameters": _translate_lora_parameters,

@@ -18,6 +18,7 @@ from mlx_zip.errors import ConfigError, TrainingError
 OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "adafactor")
 FINE_TUNE_TYPES = ("lora", "full", "encoders")
 DTYPES = ("float32", "bfloat16")
+MOST_HEAD_SIZE = 1 << 20
 COMPILE = ("auto", "on", "off")
 ENGINES = ("mlx", "torch")
 MODEL, ADAPTER = "model", "adapter"
@@ -182,6 +183,8 @@ class TrainSettings:
             raise TrainingError("draft_head is trained alone: leave out pack_rows and the other losses")
         if self.head_size and not self.draft_head:
             raise TrainingError("head_size is for draft_head, which is off")
+        if self.head_size > MOST_HEAD_SIZE:
+            raise TrainingError(f"head_size must be at most {MOST_HEAD_SIZE}, got {self.head_size}")
         for name in ("encoder_learning_rate", "pack_learning_rate"):
             if getattr(self, name) and self.optimizer == "muon":
                 raise TrainingError(f"{name} is for one optimizer; muon has rates of its own")

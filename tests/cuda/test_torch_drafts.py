@@ -376,5 +376,5 @@ def test_auto_proposes_by_what_passes_cost_to_requests_alone_and_in_company(open
 
 
 def test_ways_to_draft_that_there_are_not_are_refused(tmp_path):
-    with pytest.raises(GenerationError, match=r"draft \(--draft\) must be one of off, lookup, auto, got 'magic'"):
+    with pytest.raises(GenerationError, match=r"draft \(--draft\) must be one of off, lookup, head, auto, got 'magic'"):
         open_cuda_engine(tmp_path, device="cpu", draft="magic")

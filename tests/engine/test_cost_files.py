@@ -71,6 +71,8 @@ def test_other_models_chips_and_versions_have_other_files(folder):
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": "1"}]}).encode(),
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": 0}]}).encode(),
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "held": 10**300}]}).encode(),
+        lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "rows": 0.5}]}).encode(),
+        lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": 10**400}]}).encode(),
     ],
 )
 def test_a_file_that_cannot_be_used_counts_as_none_and_is_replaced(damage):

@@ -351,6 +351,12 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_is_serve
         load_draft_model(name, tiny_text.byte_level())
 
 
+@pytest.mark.parametrize("given", ["stories-base", 3, ENDLESS])
+def test_what_is_no_loaded_model_is_refused_as_a_draft_model(given):
+    with pytest.raises(GenerationError, match="draft_model must be a loaded model"):
+        answer_of(plain_model(), draft_model=given)
+
+
 def test_a_draft_model_whose_caches_cannot_be_trimmed_is_refused(monkeypatch):
     from mlx_lm.models.cache import RotatingKVCache
 

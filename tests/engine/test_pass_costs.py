@@ -145,3 +145,23 @@ def test_rows_without_a_draft_pay_for_the_pass_too():
     widths = [costs.choose_width([0.9] * n + [0.0] * (4 - n), 100, 15) for n in range(5)]
     assert widths == sorted(widths)
     assert (widths[0], widths[4]) == (0, timed(M4_PRO).choose_width([0.9], 100, 15))
+
+
+def test_what_takes_no_time_proposes_where_it_gives_more_tokens_per_second():
+    class Slow(LookupSource):
+        def share(self):
+            return 0.85
+
+        def seconds(self):
+            return 0.3
+
+    costs, text = PassCosts(), (1, 2, 3, 4, 5, 6, 7, 8) * 3
+    for width, seconds in {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5}.items():
+        costs.note(width, 100, seconds)
+    lookup, slow = LookupSource(text), Slow([1, 2, 3])
+    for _ in range(4):
+        lookup.propose(1)
+        lookup.note(4, 3)
+    assert 0.6 < lookup.share() < slow.share()
+    assert choose_drafts([Drafter([lookup, slow], costs)], [100], 100)[0][0] is lookup
+    assert choose_drafts([Drafter([LookupSource([1, 2, 3]), slow], costs)], [100], 100)[0][0] is slow

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -48,20 +49,21 @@ def load_draft_model(name: str | Path, tokenizer: Any, trust_remote_code: bool =
 
 
 class DraftModel:
-    """A model that drafts for another one, and what its drafts were worth, over all requests.
+    """A model that drafts for another one, and how long that takes, over all requests.
 
-    most: base tokens of a text that it can read. vocab_size: base ids that it knows. accepted: share of its proposals
-    that were accepted; before any it is so high that `PassCosts` tries what they cost. Raises `GenerationError` for a
+    most: base tokens of a text that it can read. vocab_size: base ids that it knows. Raises `GenerationError` for a
     model whose caches cannot be trimmed: it could not forget what was refused.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, loaded: object) -> None:
+        if not isinstance(loaded, nn.Module):
+            raise GenerationError(f"draft_model must be a loaded model (mlx_zip.load), got {loaded!r:.80}")
+        model: Any = loaded
         config = decoder_config(model)
         self.most: float = config.get("max_position_embeddings") or math.inf
         self.vocab_size: float = (
             model.layout.vocab_size if has_hypertokens(model) else config.get("vocab_size") or math.inf
         )
-        self.accepted = Share(SURE)
         self._times = deque[float](maxlen=TIMED)
         self.model, self._reader = model, _Reader(model)
         self._owner: Callable[[], object] = lambda: None
@@ -75,9 +77,8 @@ class DraftModel:
         """Returns how long an id takes to be proposed, 0 as long as nothing is known."""
         return median(self._times) if self._times else 0.0
 
-    def note(self, proposed: int, accepted: int, seconds: float) -> None:
-        """Learns from a draft. seconds: how long it took to write."""
-        self.accepted.note(proposed, accepted)
+    def note_time(self, proposed: int, seconds: float) -> None:
+        """Notes a draft of so many ids. seconds: how long it took to write."""
         self._times.append(seconds / proposed)
 
     def reader_for(self, source: object) -> _Reader:
@@ -107,6 +108,7 @@ class DraftModelSource:
         self.width: int | None = width
         self._text, self._readable = array("I"), True
         self._reader: _Reader | None = None  # made with the first draft
+        self._accepted = Share(SURE)  # so high before any draft that `PassCosts` tries what one costs
         self._took_s = 0.0
         self.append(base_ids)
 
@@ -116,7 +118,7 @@ class DraftModelSource:
 
     def share(self) -> float:
         fits = self._readable and 0 < len(self._text) < self._model.most
-        return self._model.accepted.value if fits else 0.0
+        return self._accepted.value if fits else 0.0
 
     def seconds(self) -> float:
         return self._model.seconds()
@@ -141,7 +143,8 @@ class DraftModelSource:
             ) from error
 
     def note(self, proposed: int, accepted: int) -> None:
-        self._model.note(proposed, accepted, self._took_s)
+        self._accepted.note(proposed, accepted)
+        self._model.note_time(proposed, self._took_s)
 
 
 class _Reader:

@@ -111,12 +111,12 @@ def stream_generate(
     with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
     read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
     cache quantization as in mlx-lm. draft: "lookup" has the model check several ids per pass that
-    followed where the text was alike before; "head" those that the model's draft head proposes; "off" for one id per
-    pass. The ids are the same, except where two logits differ by less than a pass over several ids rounds. draft_exact:
-    as in `RunOptions`; processors and samplers may be called again for one id then. draft_model: a loaded model of the
-    same vocabulary, plain or with hypertokens, that proposes num_draft_tokens ids per pass, as in mlx-lm, or as many as
-    save time if draft is "auto". It keeps no prompt cache, so where a plain model goes on with one, it reads only the
-    new part of the text.
+    followed where the text was alike before; "head" those that the model's draft head proposes; "auto" either, as many
+    as save time; "off" neither. The ids are the same, except where two logits differ by less than a pass over several
+    ids rounds. draft_exact: as in `RunOptions`; processors and samplers may be called again for one id then.
+    draft_model: a loaded model of the same vocabulary, plain or with hypertokens, that proposes num_draft_tokens ids
+    per pass, as in mlx-lm, or as many as save time if draft is "auto". It keeps no prompt cache, so where a plain model
+    goes on with one, it reads only the new part of the text.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.

@@ -21,13 +21,13 @@ LEAST_LIKELY = 0.1  # a draft ends where the head finds all its ids together les
 class HeadSource:
     """A model's draft head as a source, which gives ids, hypertokens among them, and not base ids.
 
-    `see` tells it of the model's last pass before each draft. accepted: what is known of all requests' drafts.
+    `see` tells it of the model's last pass before each draft.
     """
 
     width: int | None = DEPTH + 1
 
-    def __init__(self, head: Proposer, accepted: Share) -> None:
-        self._head, self._accepted, self._seconds = head, accepted, 0.0
+    def __init__(self, head: Proposer) -> None:
+        self._head, self._accepted, self._seconds = head, Share(FIRST_SHARE), 0.0
         self._seen: tuple[mx.array, Sequence[Any]] | None = None
         self._last: int | None = None
 
@@ -49,11 +49,14 @@ class HeadSource:
         assert self._seen is not None
         assert self._last is not None
         began = time.perf_counter()
-        ids, shares = self._head.propose(self._seen[0], self._last, self._seen[1], most)
+        guesses, shares = self._head.propose(self._seen[0], self._last, self._seen[1], min(most, DEPTH + 1))
+        likely = takewhile(lambda share: share >= LEAST_LIKELY, accumulate(shares, mul))
+        ids = [one for one, _ in zip(guesses, likely, strict=False)]
         if ids:
             self._seconds = (time.perf_counter() - began) / len(ids)
-        likely = takewhile(lambda share: share >= LEAST_LIKELY, accumulate(shares, mul))
-        return [one for one, _ in zip(ids, likely, strict=False)]
+        else:
+            self._accepted.note(1, 0)  # asked in vain
+        return ids
 
     def note(self, proposed: int, accepted: int) -> None:
         self._accepted.note(proposed, accepted)

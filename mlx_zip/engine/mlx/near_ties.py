@@ -37,15 +37,20 @@ def choose_exactly(
 
     choose: chooses from logits. read_again: returns logits [B, W] of a pass over one id. Waits for the first choice.
     """
-    states = [request.draws.state for request in requests]
+    before = [request.draws.state for request in requests]
     choice = choose(requests, logits)
     if any(request.error is not None for request in requests):
         return choice, False
+    after = [request.draws.state for request in requests]
     for lowered in _rounded_otherwise(logits, choice.y):
-        _set_random_states(requests, states)
-        if not mx.array_equal(choice.y, choose(requests, lowered).y).item():
-            _set_random_states(requests, states)
+        _set_random_states(requests, before)
+        other = choose(requests, lowered)
+        for request in requests:
+            request.error = None  # of a choice that is not taken
+        if not mx.array_equal(choice.y, other.y).item():
+            _set_random_states(requests, before)
             return choose(requests, read_again()), True
+    _set_random_states(requests, after)
     return choice, False
 
 

@@ -21,10 +21,10 @@ from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.device import on_gpu
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
-from mlx_zip.engine.draft_sources import Share, text_sources
+from mlx_zip.engine.draft_sources import text_sources
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
-from mlx_zip.engine.mlx.head_source import FIRST_SHARE, HeadSource
+from mlx_zip.engine.mlx.head_source import HeadSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
@@ -64,7 +64,6 @@ class Served:
             raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
         self.draft_model = None if draft_model is None else DraftModel(draft_model)
         self._head = make_proposer(model) if options.draft in ("head", "auto") else None
-        self._head_accepted = Share(FIRST_SHARE)
         if options.draft == "head" and self._head is None:
             raise GenerationError("draft (--draft head): this model has no draft head (mlx_zip train --draft-head)")
         self.ahead = on_gpu() if options.ahead is None else options.ahead
@@ -141,7 +140,7 @@ class Served:
         sources = text_sources(base_ids, prediction) if options.draft in ("lookup", "auto") else []
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
-        head = None if self._head is None else HeadSource(self._head, self._head_accepted)
+        head = None if self._head is None else HeadSource(self._head)
         return Drafter(sources, self.pass_costs if options.draft == "auto" else None, head)
 
     def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array | None]:
@@ -174,6 +173,8 @@ class Served:
         """Has the store of hyper rows keep what the last call encoded, which only the calling thread can evaluate."""
         if self.hyper:
             self.model.row_source.settle()
+        if self.options.draft != "off":
+            self._cost_file.save()
 
 
 class ServedByEngine(Served):

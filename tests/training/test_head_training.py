@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip import load
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import ModelError, TrainingError
-from mlx_zip.models.draft_head import DraftHead, HeadedModel, load_draft_head
+from mlx_zip.models.draft_head import DraftHead, HeadedModel, load_draft_head, save_draft_head
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
@@ -210,3 +210,23 @@ def test_a_file_that_is_no_head_is_refused(tmp_path):
     path.write_bytes(b"nonsense")
     with pytest.raises(ModelError, match="cannot be read"):
         load_draft_head(path, 16, 40)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"down.weight": mx.array(1.0)},
+        {"down.weight": mx.zeros((16, 0)), "up.weight": mx.zeros((0, 16))},
+        {"down.weight": mx.zeros((16, 32), mx.complex64)},
+        {"down.weight": mx.zeros((16, 32), mx.int8)},
+        {"more": mx.zeros(3)},
+    ],
+)
+def test_a_head_of_odd_tensors_is_refused_in_one_line(tmp_path, changes):
+    path, head = tmp_path / DRAFT_HEAD, DraftHead(16, 32)
+    save_draft_head(path, head, 40)
+    weights, about = mx.load(str(path), return_metadata=True)
+    mx.save_safetensors(str(path), weights | changes, about)
+    with pytest.raises(ModelError) as caught:
+        load_draft_head(path, 16, 40)
+    assert "\n" not in str(caught.value)
