@@ -35,6 +35,12 @@ def recorded_models(records: Any, recipe: str | None) -> list[Line]:
     return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
 
 
+def models_table(records: Any, recipe: str, columns: Columns) -> str:
+    if found := recorded_models(records, recipe):
+        return column_table(found, columns)
+    return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
+
+
 def gflops_cell(name: str) -> Cell:
     return lambda line: f"{line[name] / 1e9:.0f}"
 
@@ -149,9 +155,9 @@ def _training_flops(line: Line, point: Line) -> float:
 
 TABLES = {
     "hbpe-codec": make_column_table(CODEC, CODEC_COLUMNS, gpt2_lines),
-    "hbpe-kinds": lambda records: column_table(recorded_models(records, "table2"), KIND_COLUMNS),
-    "hbpe-chinese": lambda records: column_table(recorded_models(records, "table3"), CHINESE_COLUMNS),
-    "hbpe-sizes": lambda records: column_table(recorded_models(records, "figure7"), SIZE_COLUMNS),
+    "hbpe-kinds": lambda records: models_table(records, "table2", KIND_COLUMNS),
+    "hbpe-chinese": lambda records: models_table(records, "table3", CHINESE_COLUMNS),
+    "hbpe-sizes": lambda records: models_table(records, "figure7", SIZE_COLUMNS),
     "hbpe-cuts": make_column_table(CODEC, TEXT_COLUMNS, lines_with_text),
     "hbpe-flops": make_column_table(CODEC, FLOPS_COLUMNS, gpt2_lines),
     "hbpe-machines": lambda records: machines_table(records, (CODEC, MODELS)),
