@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from mlx_zip.bench.generation.ratios import Ratio, paired_ratio
 from mlx_zip.bench.records import Record, Records, machines_table, table
 
+from .performance import table_once_recorded
+
 PASSES, TIME, FLOAT32 = "drafts", "drafts-time", "drafts-float32"
 
 
@@ -107,8 +109,7 @@ def recorded_machines_table(records: Records) -> str:
 
 
 def table_of_times(name: str) -> Callable[[Records], str]:
-    missing = f"Not measured yet: there is no record `{name}`."
-    return lambda records: time_table(records.lines(name)) if name in records.files else missing
+    return table_once_recorded(name, lambda records: time_table(records.lines(name)))
 
 
 TABLES = {
