@@ -25,8 +25,8 @@ from mlx_zip.cuda.graphs import Graphs, graph_size
 from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.reader import SequenceReader
 from mlx_zip.cuda.sequence import ReadDraft, SequenceStart, SequenceState, Snapshot
+from mlx_zip.cuda.sequence_reader import SequenceReader
 from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
 from mlx_zip.engine.drafts import Draft
 from mlx_zip.errors import CodecError, ModelError
@@ -276,10 +276,10 @@ class Batch:
     def update_codebooks(self, ids: Sequence[int], drafts: Mapping[int, Draft] | None = None) -> dict[int, Exception]:
         """Reads the chosen ids into the codebooks and makes the rows of new entries. Returns errors by row.
 
-        drafts: by row, what the body reads behind the chosen id, after `start_body` with `wait`; not for sequences
-        whose draft goes on with that id. A sequence with an error has not read its id, and cannot choose until it has
-        read again. The others go on. Errors are a `CodecError` for an illegal id, and PyTorch's, for example of too
-        little memory.
+        drafts: by row, the proposed ids that the body reads after the chosen id; `start_body` was called with `wait`
+        then. A sequence whose draft goes on with the chosen id must have none. A sequence with an error has not read
+        its id, and cannot choose until it has read again. The others go on. Errors are a `CodecError` for an illegal
+        id, and PyTorch's, for example of too little memory.
         """
         errors: dict[int, Exception] = {}
         new: list[tuple[int, Installed]] = []
@@ -327,7 +327,7 @@ class Batch:
                 self._record_error(row, self.book(row).mark() - 1, error, errors)
 
     def _run_postponed(self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]) -> None:
-        """Runs the body over the last ids of these sequences, and over the drafts behind these ids."""
+        """Runs the body over the last ids of these sequences, and over the ids that drafts propose after them."""
         switching = [row for row in rows if self._has_switched_frequencies(self._sequences[row])]
         for row in switching:
             self._rerun_body(row, errors)
@@ -376,9 +376,9 @@ class Batch:
         return None if ahead is None else ahead.draft
 
     def draft_room(self, row: int) -> int:
-        """Returns how many ids may be proposed behind a sequence's next id, none if that may make LongRoPE switch.
+        """Returns how many ids may be proposed after a sequence's next id, none if that may make LongRoPE switch.
 
-        One place stays free behind the draft: steps of other sequences write there.
+        One place of the KV cache stays free after the draft, because steps of other sequences write to it.
         """
         return 0 if self._may_switch_frequencies(self._sequences[row]) else max(0, self.room_left(row) - 2)
 

@@ -58,8 +58,8 @@ def make_sequence_start(
 class ReadDraft:
     """A draft that the body has read. outputs [K + 1, D]: after the id before its K ids, and after each of them.
 
-    Its keys and values are in the caches behind those of the log, which the cache's length includes as long as the
-    draft goes on, so that no step of other sequences writes there.
+    Its keys and values follow those of the sequence's own ids in the KV cache. They count in the cache's length as long
+    as the draft goes on, so that no step of other sequences overwrites them.
     """
 
     draft: Draft

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.codec.lookup import Lookup
 
 LEAST_MATCH = 3  # base ids that a text must have in common with an earlier place
 FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # of accepted ids by length of the match, before any draft
@@ -61,32 +61,6 @@ class Head(Source, Protocol):
         last: None as long as it is being chosen. cache: the request's, which has not read `last`.
         """
         ...
-
-
-class Lookup:
-    """Proposes what followed the last time that the text ended as it does now (prompt lookup).
-
-    The text is all that a request has read and emitted, in base ids: its prompt with the earlier turns, and its answer.
-    """
-
-    def __init__(self, base_ids: Sequence[int] | Uint32s = ()) -> None:
-        made = lib.mlxzip_lookup_new()
-        if made == ffi.NULL:
-            raise MemoryError("no memory for an index of the text")
-        self._index = ffi.gc(made, lib.mlxzip_lookup_free)
-        self.append(base_ids)
-
-    def append(self, base_ids: Sequence[int] | Uint32s) -> None:
-        """Appends base ids to the text. Raises `MemoryError`."""
-        ids = as_ids(base_ids)
-        if lib.mlxzip_lookup_append(self._index, ffi.from_buffer("uint32_t[]", ids), len(ids)):
-            raise MemoryError("no memory for an index of the text")
-
-    def propose(self, most: int) -> tuple[Uint32s, int]:
-        """Returns base ids that may come next, `most` or none, and how many base ids the text has in common there."""
-        out = np.empty(most, np.uint32)
-        match = lib.mlxzip_lookup_propose(self._index, ffi.from_buffer("uint32_t[]", out), most)
-        return (out if match else out[:0]), int(match)
 
 
 class LookupSource:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.draft_sources import Head, Source
+from mlx_zip.engine.options import DRAFT_TOKENS
 from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
 from mlx_zip.errors import CodecError, GenerationError
 
 DRAFTS = ("off", "lookup", "head", "auto")
 MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
-DRAFT_TOKENS = 3  # ids that a draft model proposes per pass, as in mlx-lm
 
 
 def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:

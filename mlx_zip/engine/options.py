@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 KEEP_WIRED_S = 600.0
+DRAFT_TOKENS = 3  # ids that a draft model proposes per pass, as in mlx-lm
 
 
 @dataclass(frozen=True)
@@ -13,10 +14,10 @@ class RunOptions:
 
     prefill_step_size: ids of prompts per round. alone_step_size: the same while one request is alone, None for no other
     number. max_kv_size: bound on a plain model's ids in the KV cache of a request, None for none. ahead: whether a step
-    begins before the host has read its id; None for on a GPU only. draft: where
-    proposed ids come from, one of `mlx_zip.engine.drafts.DRAFTS`. num_draft_tokens: ids that a draft model proposes per
-    pass, unless draft is "auto". draft_exact: whether an id is chosen again, from a pass over one id, where a pass over
-    several may choose another one because it rounds otherwise; then only requests that are alone get drafts.
+    begins before the host has read its id; None for on a GPU only. draft: where proposed ids come from, one of
+    `mlx_zip.engine.drafts.DRAFTS`. num_draft_tokens: ids that a draft model proposes per pass, unless draft is "auto".
+    draft_exact: whether an id is chosen again, from a pass over one id, where a pass over several may choose another
+    one because it rounds otherwise; then only requests that are alone get drafts.
     """
 
     kv_bits: int | None = None
@@ -27,7 +28,7 @@ class RunOptions:
     max_kv_size: int | None = None
     ahead: bool | None = None
     draft: str = "off"
-    num_draft_tokens: int = 3
+    num_draft_tokens: int = DRAFT_TOKENS
     draft_exact: bool = False
 
 

@@ -403,9 +403,8 @@ class Reading:
     def read(self, at_most: int, others: Sequence[Reading] = ()) -> tuple[int, Group | None]:
         """Reads up to `at_most` ids, and the last id alone. Returns the ids read, and the group at the end.
 
-        others: readings of the same `key`; all prompts are read whole then,
-        in one call, whatever `at_most` is. Raises what the model raises, and what
-        the request's own processors raise.
+        others: readings of the same `key`; all prompts are read whole then, in one call, whatever `at_most` is. Raises
+        what the model raises, and what the request's own processors raise.
         """
         if others:
             return self._read_together([self, *others])

@@ -57,10 +57,10 @@ class SequenceReader:
         sequence.frequency_set, self._used[row] = frequency_set, used
 
     def read_ahead(self, parts: Mapping[int, tuple[SequenceState, Sequence[int]]]) -> dict[int, torch.Tensor]:
-        """Runs the body over the last ids of sequences and ids behind them. Returns outputs [1 + K, D] by row.
+        """Runs the body over the last id of each sequence and the ids proposed after it. Returns outputs [1 + K, D].
 
-        parts: by row the sequence and the K ids, which it does not hold. Rows of entries that they install are in the
-        store afterwards, so that they are at hand when one of these ids is chosen.
+        parts: by row the sequence and the K proposed ids, which are not in its log. The outputs are by row too. Rows of
+        entries that the ids install are in the store afterwards, at hand when one of these ids is chosen.
         """
         spans, installed = dict[int, _Span](), dict[int, list[int]]()
         for row, (sequence, ids) in parts.items():
