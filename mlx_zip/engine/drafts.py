@@ -71,9 +71,12 @@ class Drafter:
 
         at_once: only of sources that take no time.
         """
-        offers = [Offer(source, source.share(), source.seconds()) for source in self._sources]
-        fitting = [offer for offer in offers if offer.share > 0 and not (at_once and offer.seconds)]
-        return max(fitting, key=lambda offer: offer.share, default=None)
+        best: Offer | None = None
+        for source in self._sources:
+            share, seconds = source.share(), source.seconds()
+            if share > (0.0 if best is None else best.share) and not (at_once and seconds):
+                best = Offer(source, share, seconds)
+        return best
 
     def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> list[int]:
         """Returns up to `most` ids of a source that may come after the id `last`, which was emitted and not read.
@@ -174,65 +177,72 @@ def choose_drafts(
     drafters: per row, None for a request without. limits: per row, the most that may be proposed. held: ids per row
     that the cache holds.
     """
-    chosen: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
-    costs, most = _costs_of(drafters), 0.0
-    for offers in _offers_to_weigh(drafters, limits):
-        widths = _choose_widths(drafters, offers, limits, held)
-        shares, width = _shares(offers), max(widths)
-        gain = 1.0 if costs is None or not width else costs.gain(shares, held, width, _seconds(offers))
-        if width and gain > most:
-            most = gain
-            chosen = [
-                (offer.source, ids) if offer and ids else (None, 0) for offer, ids in zip(offers, widths, strict=True)
-            ]
-    return chosen
+    costs = _costs_of(drafters)
+    weighed = [
+        (offers, widths)
+        for offers in _offers_to_weigh(drafters, limits)
+        if any(widths := _choose_widths(drafters, offers, limits, held))
+    ]
+    if not weighed:
+        return [(None, 0)] * len(drafters)
+    offers, widths = weighed[0]
+    if costs is not None and len(weighed) > 1:
+        offers, widths = max(
+            weighed, key=lambda one: costs.gain(one[0].shares, held, max(one[1]), seconds=one[0].seconds)
+        )
+    return [(offer.source, ids) if offer and ids else (None, 0) for offer, ids in zip(offers.rows, widths, strict=True)]
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     """Returns whether ids will probably be proposed after the next ones, because they would be now."""
     costs = _costs_of(drafters)
     return any(
-        costs is None or costs.pays(_shares(offers), held, MOST_PROPOSED, _seconds(offers))
+        costs is None or costs.pays(offers.shares, held, MOST_PROPOSED, offers.seconds)
         for offers in _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
     )
 
 
-def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> Iterator[list[Offer | None]]:
-    """Yields what may be proposed, per row an offer or None: the surest ones, and then those that take no time."""
+class _Offers(NamedTuple):
+    """What may be proposed to the rows of a pass. rows: per row an offer or None. shares: theirs, 0 for None.
+
+    seconds: how long it takes to propose one id to each row, one row after the other.
+    """
+
+    rows: list[Offer | None]
+    shares: list[float]
+    seconds: float
+
+
+def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> Iterator[_Offers]:
+    """Yields the surest offers, if there are any, and then those of sources that take no time, if the former do."""
     for at_once in (False, True):
-        offers = [
-            drafter.surest(at_once) if drafter is not None and limit > 0 else None
-            for drafter, limit in zip(drafters, limits, strict=True)
-        ]
-        if any(offers):
-            yield offers
-        if not _seconds(offers):
+        rows, shares, seconds = list[Offer | None](), list[float](), 0.0
+        for drafter, limit in zip(drafters, limits, strict=True):
+            offer = drafter.surest(at_once) if drafter is not None and limit > 0 else None
+            rows.append(offer)
+            shares.append(0.0 if offer is None else offer.share)
+            seconds += 0.0 if offer is None else offer.seconds
+        if any(shares):
+            yield _Offers(rows, shares, seconds)
+        if not seconds:
             return
 
 
-def _choose_widths(
-    drafters: Sequence[Drafter | None], offers: Sequence[Offer | None], limits: Sequence[int], held: int
-) -> list[int]:
-    """Returns how many ids to propose per row. offers: per row, None for a row without a draft."""
+def _choose_widths(drafters: Sequence[Drafter | None], offers: _Offers, limits: Sequence[int], held: int) -> list[int]:
+    """Returns how many ids to propose per row."""
     costs = _costs_of(drafters)
-    width = None if costs is None else costs.choose_width(_shares(offers), held, max(limits), _seconds(offers))
+    width = None if costs is None else costs.choose_width(offers.shares, held, max(limits), offers.seconds)
     return [
         0
         if drafter is None or offer is None
         else min(limit, (offer.source.width or drafter.own_width) if width is None else width)
-        for drafter, offer, limit in zip(drafters, offers, limits, strict=True)
+        for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True)
     ]
 
 
 def _costs_of(drafters: Sequence[Drafter | None]) -> PassCosts | None:
     """Returns what passes cost, which all drafters of an engine share."""
-    return next((drafter.costs for drafter in drafters if drafter is not None), None)
-
-
-def _shares(offers: Sequence[Offer | None]) -> list[float]:
-    return [0.0 if offer is None else offer.share for offer in offers]
-
-
-def _seconds(offers: Sequence[Offer | None]) -> float:
-    """Returns how long it takes to propose one id to each row, one row after the other."""
-    return sum(offer.seconds for offer in offers if offer is not None)
+    for drafter in drafters:
+        if drafter is not None:
+            return drafter.costs
+    return None

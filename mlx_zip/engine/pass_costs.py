@@ -124,8 +124,10 @@ class PassCosts:
         return 1 in ratios and (self._is_trial_due(shares, ratios, most) or _best_width(shares, ratios, most) > 1)
 
     def _is_trial_due(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> bool:
-        every = TRY_EVERY if _untimed(ratios, most) else TRY_AGAIN_EVERY
-        return sum(shares) >= SURE * len(shares) and self._passes - self._tried >= every
+        waited = self._passes - self._tried
+        if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
+            return False
+        return waited >= TRY_AGAIN_EVERY or bool(_untimed(ratios, most))
 
     def _try(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
         """Returns how many ids to propose to learn what their pass costs, 0 as long as it is not the time for it.
@@ -146,15 +148,19 @@ def _untimed(ratios: dict[int, float], most: int) -> list[int]:
 
 def expected_ids(shares: Sequence[float], proposed: int) -> float:
     """Returns how many ids a pass emits per row on average if proposed ids are accepted with these probabilities."""
-    sums = (proposed + 1.0 if share >= 1 else (1 - share ** (proposed + 1)) / (1 - share) for share in shares)
-    return sum(sums) / len(shares)
+    ids = 0.0
+    for share in shares:
+        ids += proposed + 1.0 if share >= 1 else (1 - share ** (proposed + 1)) / (1 - share)
+    return ids / len(shares)
 
 
 def _best_width(shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
     """Returns the width with the most ids per second, 1 if no other gains enough or nothing is known of two ids."""
     best, gain = 1, LEAST_GAIN
-    for width in (width for width in WIDTHS[1:] if width <= most + 1 and 2 in ratios):
-        if (found := expected_ids(shares, width - 1) / _ratio_at(ratios, width)) > gain:
+    if 2 not in ratios:
+        return best
+    for width in WIDTHS[1:]:
+        if width <= most + 1 and (found := expected_ids(shares, width - 1) / _ratio_at(ratios, width)) > gain:
             best, gain = width, found
     return best
 
