@@ -62,16 +62,19 @@ class Records:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """Returns the JSON lines of a file. Raises `MlxZipError` with its name if it is no file of JSON lines."""
+    """Returns the JSON lines of a file. Raises `MlxZipError` with its name if it is no file of JSON objects."""
     try:
         check_regular_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError, DataError) as error:
         raise MlxZipError(f"{path} cannot be read: {failure_reason(error)}") from error
     try:
-        return [json.loads(line, parse_constant=refuse_json_constant) for line in lines if line]
+        found = [json.loads(line, parse_constant=refuse_json_constant) for line in lines if line]
     except (ValueError, RecursionError) as error:
         raise MlxZipError(f"{path}: not JSON lines: {error}") from error
+    if not all(isinstance(line, dict) for line in found):
+        raise MlxZipError(f"{path}: not JSON lines: each must be an object")
+    return found
 
 
 def refuse_json_constant(text: str) -> float:

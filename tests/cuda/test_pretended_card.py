@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from threading import Event, Thread
@@ -309,11 +310,12 @@ def test_a_batch_is_used_again_with_the_graphs_that_it_has(card, tmp_path, monke
     assert len(captured) == 4
 
 
-def answers(folder: Any, device: Any, draft: str = "off") -> tuple[list[Any], list[float], int]:
+def answers(folder: Any, device: Any, predictions: Sequence[list[int]] = ()) -> tuple[list[Any], list[float], int]:
     """What an engine answers to requests of all kinds that run together, and to one that goes on with a session.
 
-    Returns ids of each, with the number of ids that the session gave, the log-probabilities of the third's, and how
-    many ids were proposed.
+    predictions: base ids that each of the four answers will probably have, which are proposed; empty for no drafts.
+    Returns per request its ids and its base ids, behind them the number of ids that the session gave; the
+    log-probabilities of the third answer; and how many ids were accepted.
     """
     drawn = {"temp": 0.9, "top_p": 0.9, "top_k": 9, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.05}
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {9: 2.0}}
@@ -321,27 +323,31 @@ def answers(folder: Any, device: Any, draft: str = "off") -> tuple[list[Any], li
         {},
         {"sampling": {**drawn, "seed": 1}},
         {"sampling": {"temp": 0.8, "seed": 3, **penalties}, "top_logprobs": 2},
+        {"max_tokens": 9},
     ]
+    for one, prediction in zip(asked, predictions, strict=False):
+        one["prediction"] = prediction
     options, store = (
-        ServeOptions(max_running=2, run=RunOptions(draft=draft)),
+        ServeOptions(max_running=2, run=RunOptions(draft="lookup" if predictions else "off")),
         partial(make_session_store, options=SessionOptions()),
     )
     with CudaEngine(lambda: (opened(folder, device), ENDLESS), "tiny", options, store) as engine:
-        watches = [ask(engine, base_ids(20, at), max_tokens=16, **one)[1] for at, one in enumerate(asked)]
-        found: list[Any] = [watch.wait().ids for watch in watches]
+        watches = [ask(engine, base_ids(20, at), **{"max_tokens": 16, **one})[1] for at, one in enumerate(asked[:3])]
+        found: list[Any] = [(watch.wait().ids, watch.base_ids) for watch in watches]
         likely = [one.logprob or 0.0 for one in watches[2].emitted]
         again = base_ids(20, 0) + watches[0].base_ids + [4, 5]
-        watch = ask(engine, again, max_tokens=9)[1].wait()
-        proposed = sum(one.end.counts.proposed for one in (*watches, watch))
-        return [*found, watch.ids, watch.events[0].cached_tokens], likely, proposed
+        watch = ask(engine, again, **asked[3])[1].wait()
+        accepted = sum(one.end.counts.accepted for one in (*watches, watch))
+        return [*found, (watch.ids, watch.base_ids), watch.events[0].cached_tokens], likely, accepted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["off", "lookup"])
-def test_an_engine_answers_requests_of_all_kinds_as_on_the_cpu(card, tmp_path, draft):
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_engine_answers_requests_of_all_kinds_as_on_the_cpu(card, tmp_path, drafted):
     folder = save(tiny_model(encoder=ENCODER), tmp_path / "m")
-    (ours, likely, proposed), (expected, on_cpu, _) = answers(folder, CARD, draft), answers(folder, "cpu")
-    assert (proposed > 0) == (draft == "lookup")
+    expected, on_cpu, _ = answers(folder, "cpu")
+    ours, likely, accepted = answers(folder, CARD, [base for _, base in expected[:4]] if drafted else ())
+    assert (accepted > 10) == drafted
     assert ours == expected
     assert ours[-1] > 20
     assert likely == pytest.approx(on_cpu, abs=1e-5)

@@ -173,7 +173,7 @@ def test_a_line_that_can_be_no_label_is_named(data, line):
 @pytest.mark.parametrize("line", ["[1]", "3", "[" * 100_000])
 def test_a_record_of_no_lines_of_a_run_is_refused(data, line):
     (data / "record.jsonl").write_text(f"{{}}\n{line}\n")
-    with pytest.raises(DataError, match=r"record\.jsonl cannot be read as a record"):
+    with pytest.raises(MlxZipError, match=r"record\.jsonl: not JSON lines"):
         classify.read_lines(data / "record.jsonl")
 
 
