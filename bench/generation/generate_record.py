@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.engines.interface import Run
-from mlx_zip.bench.records import read_lines
+from mlx_zip.bench.records import Record, read_lines
 from mlx_zip.errors import MlxZipError
 
 SCHEMA = 1
@@ -138,12 +138,12 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
     return found
 
 
-def _is_record(line: Any, name: str | Path) -> bool:
+def _is_record(line: Record, name: str | Path) -> bool:
     """Whether a line is a record of `bench generate`.
 
     Raises `MlxZipError` for a record that is incomplete, and for a line that is no record of a bench.
     """
-    if not isinstance(line, dict) or "bench" not in line:
+    if "bench" not in line:
         raise MlxZipError(f"{name}: a line is not a record of a bench")
     if line["bench"] != "generate":
         return False

@@ -112,7 +112,8 @@ def damaged(change):
     ("line", "message"),
     [
         ("{", "not JSON lines"),
-        ("[]", "not a record of a bench"),
+        ("[]", "not JSON lines: each must be an object"),
+        ('{"engine": "hf"}', "not a record of a bench"),
         (damaged(lambda r: r.update(schema=99)), "schema 99, this version reads 1"),
         (damaged(lambda r: r.pop("commit")), "a record lacks commit"),
         (damaged(lambda r: r["figures"].pop("ttft_ms")), "a record lacks ttft_ms"),
