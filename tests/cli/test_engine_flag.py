@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlx_zip.cli import engine_choice
+from mlx_zip.cli import engine_choice, main
 from support.serving import MISSING
 from support.slow_cases import slow_but
 
@@ -34,21 +34,33 @@ def run(*args, missing=(), device="cpu", typed="", **environment):
     return done
 
 
+@pytest.fixture
+def said_with_mlx(capfd, monkeypatch):
+    """Gives a function that runs a command with MLX in this process -> (exit status, standard output and error)."""
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "cpu")
+
+    def said(*words):
+        status = main(list(words))
+        return status, *capfd.readouterr()
+
+    return said
+
+
 @pytest.mark.slow
 @needs_torch
-def test_a_machine_without_mlx_generates_the_same_text():
-    expected = run(*SHORT)
+def test_a_machine_without_mlx_generates_the_same_text(said_with_mlx):
+    expected = said_with_mlx(*SHORT)
     got = run(*SHORT, "--engine", "cuda", missing=WITHOUT_MLX)
-    assert (got.returncode, got.stdout) == (0, expected.stdout)
+    assert (got.returncode, got.stdout) == expected[:2]
     assert len(got.stdout) > 20
 
 
 @pytest.mark.slow
 @needs_torch
-def test_without_mlx_the_other_engine_is_taken_and_named():
-    expected = run(*SHORT)
+def test_without_mlx_the_other_engine_is_taken_and_named(said_with_mlx):
+    expected = said_with_mlx(*SHORT)
     got = run(*SHORT, missing=WITHOUT_MLX)
-    assert (got.returncode, got.stdout) == (0, expected.stdout)
+    assert (got.returncode, got.stdout) == expected[:2]
     assert got.stderr == "engine: torch, because MLX is not installed\n"
 
 
@@ -106,8 +118,9 @@ def test_a_card_may_be_asked_for_by_name_where_mlx_has_no_gpu():
 
 @pytest.mark.slow
 @needs_torch
-def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx():
-    expected, got = (json.loads(run(*SHORT, "--json", "--engine", name).stdout) for name in ("mlx", "cuda"))
+def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx(said_with_mlx):
+    expected = json.loads(said_with_mlx(*SHORT, "--json", "--engine", "mlx")[1])
+    got = json.loads(run(*SHORT, "--json", "--engine", "cuda").stdout)
     for key in ("text", "codebook_size", "codebook_fingerprint", "hypertokens"):
         assert got[key] == expected[key]
     assert got["peak_memory_gb"] > 0.05  # of the process: PyTorch alone is larger
@@ -116,11 +129,11 @@ def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx():
 @pytest.mark.slow
 @needs_torch
 @pytest.mark.parametrize("entries", [[[300, 301]], [[300] * 9], [[i, 300] for i in range(300, 4500)]])
-def test_packs_without_rows_are_used_or_refused_as_with_mlx(tmp_path, entries):
+def test_packs_without_rows_are_used_or_refused_as_with_mlx(tmp_path, said_with_mlx, entries):
     (tmp_path / "some.json").write_text(json.dumps(entries))
     flags = (*SHORT, "--model", "stories", "--pack", str(tmp_path / "some.json"))
-    expected, got = (run(*flags, "--engine", name) for name in ("mlx", "cuda"))
-    assert (got.returncode, got.stdout, got.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+    expected, got = said_with_mlx(*flags, "--engine", "mlx"), run(*flags, "--engine", "cuda")
+    assert (got.returncode, got.stdout, got.stderr) == expected
     assert got.returncode == (0 if entries == [[300, 301]] else 2)
 
 
