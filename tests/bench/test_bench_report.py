@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 
 import pytest
@@ -86,12 +85,6 @@ def test_an_engine_that_ran_in_turns_with_the_base_has_ratios_with_intervals(tmp
     row = printed(capsys, *two_machines(tmp_path)).splitlines()[3]
     assert "| mlx-zip |" in row
     assert "| 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 3 |" in row
-
-
-def test_tables_come_as_csv_too(tmp_path, capsys):
-    rows = list(csv.reader(printed(capsys, *two_machines(tmp_path), "--format", "csv").splitlines()))
-    assert len({len(row) for row in rows}) == 1
-    assert [row[4] for row in rows[1:]] == ["mlx-lm", "mlx-zip", "mlx-lm", "hf", "zip2zip"]
 
 
 # ---- reading

@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokenizer",
-        "--base",
-        dest="base",
         required=True,
         metavar="FILE",
         help="tokenizer to adapt, of any kind that `mlx_zip vocab adapt learn` reads",
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     train, test = join_texts(args.train), join_texts(args.test)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
-    base = read_base(args.base)
+    base = read_base(args.tokenizer)
     if base.front.pieces not in PIECES:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:

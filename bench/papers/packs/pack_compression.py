@@ -67,12 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--merge-size", type=int, default=4, help="largest number of base ids in an entry (default: 4)")
     add("--window", type=int, default=256, help="compress every N base ids separately (default: 256)", metavar="N")
-    add(
-        "--disabled",
-        choices=("none", "digits"),
-        default="none",
-        help="tokens that are never merged: none, or all with a digit (default: none)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
     if untested := train.keys() - test.keys():
         raise MlxZipError(f"{min(untested)} has texts to learn from but none to try packs on: add it to --test")
-    disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
-    params = CodecParams(vocabulary.size, GROWTH + max(args.sizes), args.merge_size, disabled)
+    params = CodecParams(vocabulary.size, GROWTH + max(args.sizes), args.merge_size)
     held_out = {
         domain: cut_windows(tokenize_documents(vocabulary, corpus), args.window) for domain, corpus in test.items()
     }
@@ -97,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
         "merge_size": args.merge_size,
         "window": args.window,
         "growth": GROWTH,
-        "disabled": args.disabled,
         "tests": {domain: held_out_record(params, test[domain], windows) for domain, windows in held_out.items()},
     }
     for domain, corpus in train.items():
