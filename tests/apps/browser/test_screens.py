@@ -1,4 +1,4 @@
-"""Pictures of the page for people to look at, in build/screens, light and wide or dark and narrow; one is the README's."""
+"""Pictures of the page for people to look at, in build/screens, light and wide, dark and narrow; one for the README."""
 
 import pytest
 
