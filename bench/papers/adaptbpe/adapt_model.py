@@ -40,7 +40,6 @@ from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_voc
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 
 CONTEXT = 1024
-TARGET = 0.01  # most that bits per byte should grow, as a fraction, with half of the merges on the model's kind of text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +202,6 @@ class AdaptedModels:
             "bits_per_byte": round(found.bits_per_byte, 5),
             "standard_error": None if found.standard_error is None else round(found.standard_error, 5),
             "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
-            "target": TARGET,
             "utility": round(1 - found.tokens / found.n_bytes, 5),
             "tokens": found.tokens,
             "ids": found.ids,
