@@ -200,11 +200,7 @@ def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], 
         if theirs:
             other.append(mean_call_seconds(theirs) / count * 1e9)
     record = {"what": what, "unit": "ns per id", "ids": count, "ours": summarize_samples(mine)}
-    return {**record, "upstream": summarize_samples(other) if other else None, **data_source_note()}
-
-
-def data_source_note() -> dict[str, str]:
-    return {} if upstream else {"note": "zip2zip-compression is not installed"}
+    return {**record, "upstream": summarize_samples(other) if other else None}
 
 
 def mean_call_seconds(call: Callable[[], Any]) -> float:
@@ -236,11 +232,7 @@ def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], tria
             "calls": sum(map(len, calls)),
             "ours": summarize_call_times(calls),
         }
-        yield {
-            **record,
-            "upstream": summarize_call_times(theirs) if what == "push_one" and theirs else None,
-            **data_source_note(),
-        }
+        yield {**record, "upstream": summarize_call_times(theirs) if what == "push_one" and theirs else None}
 
 
 def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
-from mlx_zip.files import check_regular_file
+from mlx_zip.files import atomic_file, check_regular_file
 
 PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
@@ -73,6 +73,15 @@ def read_lines(path: Path) -> list[Record]:
     if not all(isinstance(line, dict) for line in found):
         raise MlxZipError(f"{path}: not JSON lines: each must be an object")
     return found
+
+
+def write_whole(path: Path, data: str | bytes, what: str = "") -> None:
+    """Writes a file, whole or not at all. Raises `MlxZipError`. what: the flag that names the file, for the message."""
+    try:
+        with atomic_file(path) as partial:
+            partial.write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise MlxZipError(f"{what} {path} cannot be written: {failure_reason(error)}".strip()) from error
 
 
 def refuse_json_constant(text: str) -> float:
