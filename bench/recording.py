@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from functools import cache
@@ -50,6 +51,11 @@ def environment_fields(*packages: str) -> dict[str, Any]:
         "preloaded": preloaded_libraries(),
         "blas": blas_libraries(),
     }
+
+
+def print_record(record: Mapping[str, Any], *packages: str) -> None:
+    """Prints a record as a JSON line, with what `environment_fields` returns."""
+    print(json.dumps({**record, **environment_fields(*packages)}), flush=True)
 
 
 @cache

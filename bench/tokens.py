@@ -8,7 +8,6 @@ numbers depend only on text, tokenizer and codec. Source: arXiv 2506.01084, tabl
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
-from .recording import environment_fields
+from .recording import print_record
 
 WHOLE = "document"  # value of --windows: a document is one window
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # of each row of `counts`
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
             line = count_corpus(vocabulary, corpus, settings, disabled, upstream)
             line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled}
-            print(json.dumps({**line, **environment_fields("zip2zip_compression", vocabulary.library)}), flush=True)
+            print_record(line, "zip2zip_compression", vocabulary.library)
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
     return 0
 

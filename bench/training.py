@@ -26,7 +26,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
 from .codec import synthetic_ids
-from .recording import environment_fields, summarize_samples
+from .recording import print_record, summarize_samples
 
 PARTS = ("step", "prepare", "memory", "torch")
 BY_DEFAULT = PARTS[:3]  # the others need PyTorch
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
                 name
             ]()
             line = {"bench": "training", "what": name, **record, "setting": bench.setting, "data": bench.data_name}
-            print(json.dumps({**line, **environment_fields("mlx", "mlx-lm")}), flush=True)
+            print_record(line, "mlx", "mlx-lm")
     return 0
 
 

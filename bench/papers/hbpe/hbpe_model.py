@@ -16,7 +16,6 @@ were run; the paper trains 13,500 steps on four GPUs.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import mlx.core as mx
 
 from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.bench.machine import describe_mlx_device
-from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import PatchCorpus, evaluate_corpus, train_patch_model
@@ -159,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
                     "recipe": args.recipe,
                     **train_and_record(ModelRun(kind, size, seed), data, args),
                 }
-                print(json.dumps({**line, **describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True)
+                print_record({**line, **describe_mlx_device()}, "mlx", "mlx-lm")
     return 0
 
 

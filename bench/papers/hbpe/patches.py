@@ -8,7 +8,6 @@ small model with patches of this size, and the length of patches cut at blanks.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import environment_fields, summarize_samples
+from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if text is not None and ids is not None:
             line |= measure_text(tokens, size, text, ids, args.trials)
         names = {"tokenizer": Path(args.tokenizer).name, "text": args.text and Path(args.text).name}
-        line = {"bench": "hbpe", **names, **line, **environment_fields()}
-        print(json.dumps(line), flush=True)
+        print_record({"bench": "hbpe", **names, **line})
     return 0
 
 

@@ -10,7 +10,6 @@ set-up (section IV) is described in `.labelled` and `.classifier`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
@@ -101,9 +100,8 @@ def run(args: argparse.Namespace) -> int:
                 "encode_processor_s": round(took, 2),
                 **train_classifier(encoded, answers, len(classes), seed, args),
                 "load_average": round(os.getloadavg()[0], 1),
-                **environment_fields("mlx"),
             }
-            print(json.dumps(line), flush=True)
+            print_record(line, "mlx")
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)
     return 0
 

@@ -13,7 +13,6 @@ tokenizer and codec; the seconds of learning depend on the machine and its load.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import environment_fields, load_before_bench
+from mlx_zip.bench.recording import load_before_bench, print_record
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(pack_records(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized_record(params, texts, held_out, size, args.window) for size in sizes]
-        print(json.dumps({**line, **environment_fields(vocabulary.library, "tokenizers")}), flush=True)
+        print_record(line, vocabulary.library, "tokenizers")
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
     return 0
 
