@@ -269,12 +269,12 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     for name, files in (("zip", 5), ("control", 2)):
         assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
     assert read_json_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
-    second = main.Recipe(SMALL, Path(named_by[1]), run, leg=2, call=here)
-    main.run_stages(second, ["train"])
+    words = ["train", *named_by, "--leg", "2"]
+    assert main.main(words) == 0
     record = read_json_object(run / "leg-2" / "zip" / "train.json")
     assert record["fixed"]["init_from"] == hash_trained_weights(run / "leg-1" / "zip")
     log = (run / "leg-2" / "zip.log").read_bytes()
-    main.run_stages(second, ["train"])  # nothing is left to do
+    assert main.main(words) == 0  # nothing is left to do
     assert (run / "leg-2" / "zip.log").read_bytes() == log
 
 
