@@ -33,10 +33,6 @@ BENCHES = {
         "mlx_zip.bench.serve.soak",
         "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
     ),
-    "app": (
-        "mlx_zip.bench.app_page",
-        "time the chat app's page in a browser: until it can be used, its slowest frames, its search",
-    ),
     "report": (
         "mlx_zip.bench.generation.report",
         "print tables of records that `bench generate` printed on any machines and days",

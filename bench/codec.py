@@ -12,7 +12,6 @@ processor's caches filled by the other. Times of compressing are per base id, al
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +28,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError
 
-from .recording import environment_fields, load_before_bench, summarize_samples
+from .recording import load_before_bench, print_record, summarize_samples
 
 try:
     import zip2zip_compression as upstream
@@ -99,17 +98,17 @@ def run(args: argparse.Namespace) -> int:
         }
         codec = OurAndUpstreamCodec(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size)))
         for record in time_whole_sequences(codec, sequences, args.trials):
-            print_record(record, setting, data)
+            print_measurement(record, setting, data)
         if what == "windows":
             for record in time_single_calls(codec, sequences, args.trials):
-                print_record(record, setting, data)
+                print_measurement(record, setting, data)
     return 0
 
 
 def print_eviction_policy_timings(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
     params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled_ids(args.vocab_size))
     for record in time_eviction_policies(params, ids, args.trials):
-        print_record(
+        print_measurement(
             record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data
         )
     return 0
@@ -200,11 +199,7 @@ def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], 
         if theirs:
             other.append(mean_call_seconds(theirs) / count * 1e9)
     record = {"what": what, "unit": "ns per id", "ids": count, "ours": summarize_samples(mine)}
-    return {**record, "upstream": summarize_samples(other) if other else None, **data_source_note()}
-
-
-def data_source_note() -> dict[str, str]:
-    return {} if upstream else {"note": "zip2zip-compression is not installed"}
+    return {**record, "upstream": summarize_samples(other) if other else None}
 
 
 def mean_call_seconds(call: Callable[[], Any]) -> float:
@@ -236,11 +231,7 @@ def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], tria
             "calls": sum(map(len, calls)),
             "ours": summarize_call_times(calls),
         }
-        yield {
-            **record,
-            "upstream": summarize_call_times(theirs) if what == "push_one" and theirs else None,
-            **data_source_note(),
-        }
+        yield {**record, "upstream": summarize_call_times(theirs) if what == "push_one" and theirs else None}
 
 
 def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
@@ -255,9 +246,9 @@ def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
     return time.perf_counter_ns() - started
 
 
-def print_record(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
+def print_measurement(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
     line = {"bench": "codec", **record, "setting": setting, "data": data}
-    print(json.dumps({**line, **environment_fields("zip2zip_compression")}), flush=True)
+    print_record(line, "zip2zip_compression")
 
 
 def time_eviction_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:

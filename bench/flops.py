@@ -6,13 +6,12 @@ Source: arXiv 2506.01084, appendix B. Its equations are not numbered; they are n
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .recording import environment_fields
+from .recording import print_record
 
 PAPER_RATE = 0.7121  # compression rate at merge size 3, windows of 2,048 (table 7)
 
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rows_per_id < float("inf"):
         raise MlxZipError(f"--rows-per-id must be 0 or more, got {args.rows_per_id}")
     for shape in (*TABLE_9, *TRAINED):
-        print(json.dumps({**make_record(shape, args.rate, args.rows_per_id), **environment_fields()}), flush=True)
+        print_record(make_record(shape, args.rate, args.rows_per_id))
     return 0
 
 

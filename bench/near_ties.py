@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +28,7 @@ from mlx_zip.progress import ProgressBar
 
 from .engines.workloads import make_conversations, read_requests
 from .machine import describe_mlx_device
-from .recording import environment_fields, print_header
+from .recording import print_header, print_record
 from .records import Record, Records, libraries_cell, table
 
 BLOCK = WIDTHS[-1]  # ids that are compared at a time
@@ -59,9 +58,8 @@ def run(args: argparse.Namespace) -> int:
         "setting": {"ids": args.ids, "max_ids": args.max_ids, "seed": args.seed},
         **compare_widths(model, tokenizer, args),
         "device": device,
-        **environment_fields("mlx", "mlx-lm"),
     }
-    print(json.dumps(record), flush=True)
+    print_record(record, "mlx", "mlx-lm")
     return 0
 
 

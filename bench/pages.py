@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.errors import MlxZipError
 
 from . import near_ties
-from .plots import render_figure, write_bytes
+from .plots import render_figure
 from .recording import add_record_flag
-from .records import Records, table
+from .records import Records, table, write_whole
 from .steps import mac_steps
 from .tables import drafts, performance, smollm2
 
@@ -67,7 +67,7 @@ def update_file(path: Path, data: bytes, only_check: bool) -> bool:
         print(f"{path}: drawn by another version of matplotlib, not compared", file=sys.stderr)
         return False
     if not only_check:
-        write_bytes(path, data)
+        write_whole(path, data)
     print(f"{path}: {'would change' if only_check else 'written'}", file=sys.stderr)
     return True
 

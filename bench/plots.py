@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.errors import MlxZipError, missing_library_error
-from mlx_zip.files import atomic_file
+from mlx_zip.errors import missing_library_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,12 +67,3 @@ def render_figure(figure: Figure, suffix: str) -> bytes:
     with matplotlib.rc_context(STABLE):
         figure.savefig(out, format=suffix[1:], dpi=120, metadata=metadata)
     return out.getvalue()
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all. Raises `MlxZipError` if it cannot be written."""
-    try:
-        with atomic_file(path) as partial:
-            partial.write_bytes(data)
-    except OSError as error:
-        raise MlxZipError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from functools import cache
@@ -19,10 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from mlx_zip.errors import MlxZipError, failure_reason
-from mlx_zip.files import atomic_file
+from mlx_zip.errors import MlxZipError
 
-from .records import read_lines
+from .records import read_lines, write_whole
 
 
 def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
@@ -51,6 +51,11 @@ def environment_fields(*packages: str) -> dict[str, Any]:
         "preloaded": preloaded_libraries(),
         "blas": blas_libraries(),
     }
+
+
+def print_record(record: Mapping[str, Any], *packages: str) -> None:
+    """Prints a record as a JSON line, with what `environment_fields` returns."""
+    print(json.dumps({**record, **environment_fields(*packages)}), flush=True)
 
 
 @cache
@@ -207,12 +212,8 @@ def check_record_file(file: Path) -> None:
 
 def append_lines(file: Path, lines: str) -> None:
     """Writes the file's lines and these after them, whole or not at all. Raises `MlxZipError` if that fails."""
-    try:
-        old = file.read_text(encoding="utf-8") if file.exists() else ""
-        with atomic_file(file) as partial:
-            partial.write_text(old + ("\n" if old and not old.endswith("\n") else "") + lines, encoding="utf-8")
-    except OSError as error:
-        raise MlxZipError(f"--record {file} cannot be written: {failure_reason(error)}") from error
+    old = file.read_text(encoding="utf-8") if file.exists() else ""
+    write_whole(file, old + ("\n" if old and not old.endswith("\n") else "") + lines, "--record")
 
 
 class CopyingStream(StringIO):

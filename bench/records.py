@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
-from mlx_zip.files import check_regular_file
+from mlx_zip.files import atomic_file, check_regular_file
 
 PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
@@ -77,6 +75,15 @@ def read_lines(path: Path) -> list[Record]:
     return found
 
 
+def write_whole(path: Path, data: str | bytes, what: str = "") -> None:
+    """Writes a file, whole or not at all. Raises `MlxZipError`. what: the flag that names the file, for the message."""
+    try:
+        with atomic_file(path) as partial:
+            partial.write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise MlxZipError(f"{what} {path} cannot be written: {failure_reason(error)}".strip()) from error
+
+
 def refuse_json_constant(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
@@ -131,16 +138,16 @@ def field_of_record_or_device(line: Record, name: str) -> Any:
     return line.get(name, line.get("device", {}).get(name) if isinstance(line.get("device"), dict) else None)
 
 
-# ---- rows of cells as Markdown or CSV
+# ---- rows of cells as Markdown
 
-FORMATS = ("markdown", "csv")
 Cell = str | Callable[[Record], str]  # a format such as "{times[median]:.2f}", or a function of the line
 Columns = Sequence[tuple[str, Cell]]  # (head, cell) of each
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "markdown") -> str:
-    """Returns header and rows as Markdown or CSV (`FORMATS`); every row has as many cells as the header."""
-    return csv_table([header, *rows]) if kind == "csv" else markdown_table(header, rows)
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns header and rows as Markdown; every row has as many cells as the header."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(escape_cell(cell) for cell in line)} |" for line in lines)
 
 
 def column_table(lines: Iterable[Record], columns: Columns) -> str:
@@ -162,17 +169,6 @@ def median_and_range(figure: Record | None, digits: int = 2, between: str = "-",
         return ""
     middle, low, high = (f"{figure[name] / divisor:.{digits}f}" for name in ("median", "min", "max"))
     return f"{middle} ({low}{between}{high})"
-
-
-def csv_table(rows: Sequence[Sequence[str]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue().rstrip("\n")
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(escape_cell(cell) for cell in line)} |" for line in lines)
 
 
 def escape_cell(cell: str) -> str:

@@ -7,7 +7,6 @@ up are spread over all stored ones: once right after opening, and once again. Th
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from mlx_zip.models.rows.row_store import RowKind, RowStore
 from mlx_zip.progress import ProgressBar
 
 from .machine import resident_bytes
-from .recording import environment_fields, load_before_bench, summarize_samples
+from .recording import load_before_bench, print_record, summarize_samples
 
 MERGE_SIZE = 4  # base ids per entry
 CHUNK = 8192  # rows stored in one call
@@ -58,10 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError(f"--folder {args.folder} is not an existing folder")
     load_before_bench()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        print(
-            json.dumps(measure_row_store(Path(folder), args) | {"trials": args.trials} | environment_fields("mlx")),
-            flush=True,
-        )
+        print_record(measure_row_store(Path(folder), args) | {"trials": args.trials}, "mlx")
     return 0
 
 

@@ -8,7 +8,6 @@ numbers depend only on text, tokenizer and codec. Source: arXiv 2506.01084, tabl
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,15 +18,14 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes_flag, check_at_least
-from mlx_zip.codec import Codebook, CodecParams, compress
+from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError, missing_library_error
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
-from .recording import environment_fields
+from .recording import print_record
 
 WHOLE = "document"  # value of --windows: a document is one window
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # of each row of `counts`
@@ -77,13 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="base ids that never become part of a hypertoken; digits: those whose text is digits (default: none)",
     )
     add(
-        "--policy",
-        choices=POLICIES,
-        default="freeze",
-        help="what a full codebook does with a new entry. freeze: no new entries; lru: evict the least recently used; "
-        "use-count: evict the least often used (default: freeze, as the published codec)",
-    )
-    add(
         "--check",
         action="store_true",
         help="stop with an error if zip2zip-compression, which must be installed, gives other ids for a window",
@@ -100,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
         for domain, corpus in corpora.items():
             settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
-            line = count_corpus(vocabulary, corpus, settings, disabled, upstream, args.policy)
-            line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled, "policy": args.policy}
-            print(json.dumps({**line, **environment_fields("zip2zip_compression", vocabulary.library)}), flush=True)
+            line = count_corpus(vocabulary, corpus, settings, disabled, upstream)
+            line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled}
+            print_record(line, "zip2zip_compression", vocabulary.library)
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
     return 0
 
@@ -112,8 +103,6 @@ def check_flags(args: argparse.Namespace) -> list[int | None]:
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
             raise MlxZipError(f"--{name} is missing")
-    if args.check and args.policy != "freeze":
-        raise MlxZipError(f"--check: zip2zip-compression knows no policy {args.policy}, only freeze")
     check_at_least(args, 1, "merge_sizes", "codebook_sizes")
     if wrong := [w for w in args.windows if w != WHOLE and not re.fullmatch("[1-9][0-9]{0,8}", w)]:
         raise MlxZipError(f"--windows: {wrong[0]!r} is neither a number of ids nor {WHOLE!r}")
@@ -174,7 +163,6 @@ def count_corpus(
     settings: Sequence[Any],
     disabled: Sequence[int],
     upstream: Any = None,
-    policy: str = "freeze",
 ) -> dict[str, Any]:
     """Returns the number of base ids of a corpus, and its counts under each setting, as rows of `COLUMNS`.
 
@@ -191,7 +179,7 @@ def count_corpus(
     for window, merge_size, codebook_size in settings:
         pieces = documents if window is None else [stream[i : i + window] for i in range(0, len(stream), window)]
         # the vocabulary has one id more than the tokenizer: a pad id that no text has
-        params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, vocabulary.size, policy=policy)
+        params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, vocabulary.size)
         counted = count_pieces(params, pieces)
         counts.append([window or WHOLE, merge_size, codebook_size, *counted])
         if upstream is not None:
@@ -214,22 +202,9 @@ def count_pieces(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, i
     for piece in pieces:
         emitted, installed = compress(params, piece)
         ids += len(emitted)
-        n_installed, n_used = len(installed), len(np.unique(emitted[emitted >= params.vocab_size]))
-        if params.policy != "freeze":
-            n_installed, n_used = _count_with_eviction(params, emitted)
-        entries, used = entries + n_installed, used + n_used
+        entries += len(installed)
+        used += len(np.unique(emitted[emitted >= params.vocab_size]))
     return ids, entries, used
-
-
-def _count_with_eviction(params: CodecParams, emitted: Uint32s) -> tuple[int, int]:
-    """Returns the numbers of entries installed and of different ones emitted, under a policy that evicts.
-
-    An id then stands for different entries over time, so emitted entries count as different by their base ids.
-    """
-    book = Codebook(params)
-    n_installed = len(book.push(emitted))
-    rows, lengths = book.logged()
-    return n_installed, len(np.unique(rows[lengths > 1], axis=0))
 
 
 def check_against_upstream(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:

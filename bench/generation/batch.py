@@ -7,7 +7,6 @@ within each trial, so that a machine that slows down slows all of them.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
-from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 from mlx_zip.progress import ProgressBar
@@ -75,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
         },
         **measure_batch_gain(engines, prompts, args),
         "device": device,
-        **environment_fields(*PACKAGES),
     }
-    print(json.dumps(record), flush=True)
+    print_record(record, *PACKAGES)
     print(batch_table([record]), file=sys.stderr)
     return 0
 

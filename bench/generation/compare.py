@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.interface import ENGINES
-from mlx_zip.bench.records import FORMATS, table
+from mlx_zip.bench.records import table
 from mlx_zip.errors import MlxZipError
 
 from .generate_record import FIGURES, read_records, record_key
@@ -69,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.05,
         help="largest accepted loss as a fraction; above it the exit status is 1 (default: 0.05)",
     )
-    add("--format", choices=FORMATS, default="markdown", help="format of the printed table (default: markdown)")
     add("--seed", type=int, default=0, help="seed of the bootstrap's random draws (default: 0)")
 
 
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     ratios = [found for found in tried if found is not None]
     if not ratios:
         raise MlxZipError(f"{args.a} and {args.b} have no figure of --measures in common")
-    print(_ratio_table(ratios, args.bound, args.format))
+    print(_ratio_table(ratios, args.bound))
     worse = [found for found in ratios if found.regresses(args.bound)]
     print(f"{len(worse)} of {len(ratios)} ratios are worse by more than {args.bound:.0%}", file=sys.stderr)
     return REGRESSION if worse else 0
@@ -129,7 +128,7 @@ def compare_figure(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -
     return Comparison(name, a, b, unpaired_ratio(of_a["samples"], of_b["samples"], seed))
 
 
-def _ratio_table(ratios: Sequence[Comparison], bound: float, kind: str) -> str:
+def _ratio_table(ratios: Sequence[Comparison], bound: float) -> str:
     rows = [
         [
             r.a["model"]["name"],
@@ -143,4 +142,4 @@ def _ratio_table(ratios: Sequence[Comparison], bound: float, kind: str) -> str:
         ]
         for r in ratios
     ]
-    return table(["model", "text", "engine", "measure", "A", "B", "B / A", "95 % interval", ""], rows, kind)
+    return table(["model", "text", "engine", "measure", "A", "B", "B / A", "95 % interval", ""], rows)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_zip.bench.engines.interface import ENGINES
-from mlx_zip.bench.records import FORMATS, libraries_cell, load_cell, table
+from mlx_zip.bench.records import libraries_cell, load_cell, table
 
 from .generate_record import read_records, record_key
 from .ratios import figure_ratio
@@ -67,25 +67,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="all: one row per record; 6: speed by prompt length, as table 6 of the zip2zip paper (default: all)",
     )
-    add("--format", choices=FORMATS, default="markdown", help="format of the printed table (default: markdown)")
     add("--paper", action="store_true", help="add the zip2zip paper's own figures to --table 6")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Raises `MlxZipError` for files that hold no records."""
     records = read_records(args.records)
-    print(table6(records, args.format, args.paper) if args.table == "6" else records_table(records, args.format))
+    print(table6(records, args.paper) if args.table == "6" else records_table(records))
     return 0
 
 
 # ---- every record
 
 
-def records_table(records: Records, kind: str) -> str:
-    """Returns a table with a row per record: medians with smallest and largest trial, and ratios to the base engine.
-
-    kind: "markdown" or "csv".
-    """
+def records_table(records: Records) -> str:
+    """Returns a table with a row per record: medians with smallest and largest trial, and ratios to the base engine."""
     header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *RATIOS, "trials", *BUSY]
     rows = [
         [
@@ -102,7 +98,7 @@ def records_table(records: Records, kind: str) -> str:
         ]
         for record in records
     ]
-    return table(header, rows, kind)
+    return table(header, rows)
 
 
 def summary_table(records: Records) -> str:
@@ -181,11 +177,11 @@ def short_number(value: float) -> str:
 # ---- table 6
 
 
-def table6(records: Records, kind: str, paper: bool = False) -> str:
+def table6(records: Records, paper: bool = False) -> str:
     """Returns table 6 of the paper for these records: base tokens/s of prefill and decoding, by size.
 
-    Each engine has a row, and one with its difference from the base. Domains and windows are pooled. kind: "markdown"
-    or "csv". paper: add the paper's own figures.
+    Each engine has a row, and one with its difference from the base. Domains and windows are pooled. paper: add the
+    paper's own figures.
     """
     sizes = sorted({*map(workload_size, records), *(PAPER_SIZES if paper else ())})
     header = ["setting", "method", *(f"{p}+{g} {what}" for p, g in sizes for what in ("prefill", "decode"))]
@@ -199,7 +195,7 @@ def table6(records: Records, kind: str, paper: bool = False) -> str:
     for name, methods in PAPER.items() if paper else ():
         paper_rates = {m: {s: (v[2 * i], v[2 * i + 1]) for i, s in enumerate(PAPER_SIZES)} for m, v in methods.items()}
         rows += table6_rows(name, paper_rates, sizes)
-    return table(header, rows, kind)
+    return table(header, rows)
 
 
 def table6_rows(

@@ -19,9 +19,8 @@ from xml.etree import ElementTree
 
 from mlx_zip.bench.machine import card_state
 from mlx_zip.bench.recording import environment_fields
-from mlx_zip.bench.records import read_lines
+from mlx_zip.bench.records import read_lines, write_whole
 from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
-from mlx_zip.files import atomic_file
 
 Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
@@ -104,17 +103,8 @@ def records_path(folder: Path, part: str) -> Path:
     return folder / f"{part}.jsonl"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all. Raises `MlxZipError`."""
-    try:
-        with atomic_file(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MlxZipError(f"{path} cannot be written: {failure_reason(error)}") from error
-
-
 def write_part_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
-    write_text(records_path(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
+    write_whole(records_path(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:

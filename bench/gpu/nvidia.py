@@ -25,6 +25,7 @@ from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 from mlx_zip.bench.machine import active_clock_limits
 from mlx_zip.bench.recording import CopyingStream
+from mlx_zip.bench.records import write_whole
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -39,7 +40,6 @@ from .case_runner import (
     read_float64_test_record,
     read_part_records,
     read_text,
-    write_text,
 )
 
 
@@ -149,7 +149,7 @@ def replayed_text_file(args: argparse.Namespace) -> Path:
     files = sorted(Path(str(mlx_zip.__file__)).parent.rglob("*.py"))
     path = args.out / "code.txt"
     if not path.exists():
-        write_text(path, "\n\n".join(file.read_text(encoding="utf-8") for file in files))
+        write_whole(path, "\n\n".join(file.read_text(encoding="utf-8") for file in files))
     return path
 
 
@@ -338,7 +338,7 @@ def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> i
     lines = judge_targets(records, on_gpu)
     for line in lines:
         cases.add(make_record("targets", **line))
-    write_text(args.out / "roofline.md", roofline_page(records))
+    write_whole(args.out / "roofline.md", roofline_page(records))
     for line in lines:
         value = "" if line["value"] is None else f": {line['value']:g} ({line['kind']} {line['bound']:g})"
         print(f"{line['verdict']:>12}  {line['target']}{value}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import environment_fields, load_before_bench
+from mlx_zip.bench.recording import load_before_bench, print_record
 from mlx_zip.engine.mlx.generate import generate
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
@@ -77,9 +76,8 @@ def run(args: argparse.Namespace) -> int:
         "model": {"zip": args.model},
         "setting": record_setting(args),
         **found,
-        **environment_fields("mlx", "mlx-lm"),
     }
-    print(json.dumps(record), flush=True)
+    print_record(record, "mlx", "mlx-lm")
     wrong = {name: count for name, count in found["wrong"].items() if count}
     print(f"{args.requests} requests: {wrong or 'nothing wrong'}; {found['memory'] or NO_MEMORY}", file=sys.stderr)
     return 1 if wrong else 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.errors import MlxZipError
@@ -81,9 +80,8 @@ def run(args: argparse.Namespace) -> int:
         "setting": {"streams": args.streams, "max_tokens": args.max_tokens, "trials": args.trials, "warmup": 1},
         "figures": figures,
         "device": device,
-        **environment_fields(*PACKAGES),
     }
-    print(json.dumps(record), flush=True)
+    print_record(record, *PACKAGES)
     print(serving_table(record), file=sys.stderr)
     return 0
 

@@ -280,7 +280,7 @@ def step_parts_table(record: dict[str, Any]) -> str:
     header = ["part", "host mean", "median", "of it CPU mean", "median", "apart mean", "median", ""]
     return (
         f"{record['model']['name']}, {record['mode']}, {record['workload']['domain']} {size}; us per step\n\n"
-        f"{table(header, rows, 'markdown')}\n\n"
+        f"{table(header, rows)}\n\n"
         f"Median steps: {medians}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
         f"Host work of mlx_zip: {record['ours_cpu_us']['median']:.0f} (90 %: {record['ours_cpu_us']['p90']:.0f}), "
         f"by the wall's clock {record['ours_us']['median']:.0f}.{launch_and_body_counts(record)}\n"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -26,6 +23,7 @@ from mlx_zip.cuda import devices
 from mlx_zip.cuda.network import decoder
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
+from support.card_script import quick_python, run_script
 from support.places import DOCS, REPO
 
 H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
@@ -192,37 +190,31 @@ def test_full_sizes_are_refused_where_no_card_is(tmp_path):
 # ---- the script
 
 
-def script(tmp_path, *flags, **variables):
-    command = ["bash", str(REPO / "bench" / "h100.sh"), *flags]
-    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out"), **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
-
-
 @pytest.mark.slow
 def test_the_script_runs_chosen_parts_into_a_folder_and_says_which_target_is_met(tmp_path):
-    done = script(tmp_path, "--cpu-rehearsal", PARTS="summary")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "not measured  torch-base reaches 78 %" in done.stdout
-    assert "== sanitizer: not run (no GPU)" in done.stdout
-    assert len(read_lines(tmp_path / "out" / "summary.jsonl")) == len(TARGETS)
-    assert "not measured" in (tmp_path / "out" / "summary.log").read_text()
+    status, said, err = run_script(tmp_path, "--cpu-rehearsal", PARTS="summary")
+    assert status == 0, said + err
+    assert "not measured  torch-base reaches 78 %" in said
+    assert "== sanitizer: not run (no GPU)" in said
+    assert len(read_lines(tmp_path / "an out folder" / "summary.jsonl")) == len(TARGETS)
+    assert "not measured" in (tmp_path / "an out folder" / "summary.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_part_that_fails_is_named_at_the_end(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "float64.xml").write_text("no XML\n")
-    done = script(tmp_path, "--cpu-rehearsal", PARTS="summary")
-    assert done.returncode == 1
-    assert done.stdout.endswith("failed or out of time: summary\n")
+    (tmp_path / "an out folder").mkdir()
+    (tmp_path / "an out folder" / "float64.xml").write_text("no XML\n")
+    status, said, _ = run_script(tmp_path, "--cpu-rehearsal", PARTS="summary", PYTHON=quick_python(tmp_path))
+    assert status == 1
+    assert said.endswith("failed or out of time: summary\n")
 
 
 @pytest.mark.slow
 def test_the_script_refuses_what_it_cannot_do(tmp_path):
-    assert "unknown flag --fast" in script(tmp_path, "--fast").stderr
-    done = script(tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "torch finds no CUDA card" in done.stderr
+    assert "unknown flag --fast" in run_script(tmp_path, "--fast")[2]
+    status, _, err = run_script(tmp_path, CUDA_VISIBLE_DEVICES="", PYTHON=quick_python(tmp_path))
+    assert status == 2
+    assert "torch finds no CUDA card" in err
 
 
 def test_the_tests_that_the_script_runs_on_a_card_are_those_that_run_on_a_pretended_one():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 
@@ -23,7 +21,7 @@ from mlx_zip.bench.gpu.case_runner import CaseRunner
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
-from support.places import REPO
+from support.card_script import quick_python, run_script, start_script, wait_for_script
 
 
 @pytest.fixture(autouse=True)
@@ -188,17 +186,6 @@ def test_each_part_has_the_cards_state_before_and_after_it_and_the_summary_says_
 # ---- the script
 
 
-def script(tmp_path, *flags, **variables):
-    command = ["bash", str(REPO / "bench" / "h100.sh"), *map(str, flags)]
-    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "an out folder"), **variables}
-    return subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def said_by(process):
-    out, err = process.communicate(timeout=400)
-    return process.returncode, out, err
-
-
 @pytest.mark.parametrize(
     ("flags", "variables", "said"),
     [
@@ -213,7 +200,7 @@ def said_by(process):
     ],
 )
 def test_the_script_refuses_in_one_line(tmp_path, flags, variables, said):
-    status, _, err = said_by(script(tmp_path, *flags, **variables))
+    status, _, err = run_script(tmp_path, *flags, **variables)
     assert status == 2
     assert said in err
     assert len(err.splitlines()) == 1
@@ -222,28 +209,25 @@ def test_the_script_refuses_in_one_line(tmp_path, flags, variables, said):
 @pytest.mark.slow
 def test_the_script_hands_its_flags_on(tmp_path):
     flags = ["--engines", "torch-base torch-zip zip2zip", "--published", tmp_path, "--tokenizer", "stories"]
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", *flags, PARTS="summary"))
+    status, out, err = run_script(tmp_path, "--cpu-rehearsal", *flags, PARTS="summary", PYTHON=quick_python(tmp_path))
     assert status == 0, out + err
 
 
 @pytest.mark.slow
 def test_the_script_does_not_mix_runs(tmp_path):
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary"))
+    quick = quick_python(tmp_path)
+    status, out, err = run_script(tmp_path, "--cpu-rehearsal", PARTS="summary", PYTHON=quick)
     assert status == 0, out + err
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal"))
+    status, out, err = run_script(tmp_path, "--cpu-rehearsal", PYTHON=quick)
     assert (status, "holds records of an earlier run" in err) == (2, True)
 
 
 @pytest.mark.slow
 def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
-    """The Python is a script, which sleeps in the part `checks` and is the real one otherwise."""
-    slow = tmp_path / "python"
-    slow.write_text(
-        f'#!/bin/bash\ncase "$*" in *"--parts checks") sleep 1000 ;; *) exec {sys.executable} "$@" ;; esac\n'
-    )
-    slow.chmod(0o755)
+    """The Python sleeps in the part `checks`, which has the 12 s that a rehearsal makes of one."""
+    slow = quick_python(tmp_path, '*"--parts checks") exec sleep 1000 ;;')
     begun = time.monotonic()
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="29"))
+    status, out, _ = run_script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=slow, WHOLE="26")
     assert "-- checks: out of time after" in out
     assert "not measured  torch-base reaches 78 %" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks")
@@ -252,7 +236,9 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
 
 @pytest.mark.slow
 def test_parts_for_which_no_time_is_left_are_named_and_the_summary_still_runs(tmp_path):
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="25"))
+    status, out, _ = run_script(
+        tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="25", PYTHON=quick_python(tmp_path)
+    )
     assert "== checks: not run (no time is left)" in out
     assert "-- summary: exit status 0" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks steps")
@@ -268,25 +254,26 @@ def test_of_several_wheels_those_are_installed_that_fit(tmp_path):
             file.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
             file.writestr("carried-1.0.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
             file.writestr("carried-1.0.dist-info/RECORD", "")
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", WHEELS=str(wheels)))
+    given = {"PARTS": "summary", "WHEELS": str(wheels), "PYTHON": quick_python(tmp_path)}
+    status, out, err = run_script(tmp_path, "--cpu-rehearsal", **given)
     assert status == 0, out + err
     (wheels / "carried-1.0-py3-none-any.whl").unlink()
     for record in tmp_path.rglob("*.jsonl"):  # a folder takes one run
         record.unlink()
-    status, _, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", WHEELS=str(wheels)))
+    status, _, err = run_script(tmp_path, "--cpu-rehearsal", **given)
     assert (status, len(err.splitlines())) == (2, 1)
     assert "pip cannot install the wheels: ERROR" in err
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_ends_at_once_and_says_so(tmp_path):
-    process = script(tmp_path, "--cpu-rehearsal", PARTS="checks summary")
+    process = start_script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=quick_python(tmp_path))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("== checks"):
             break
     process.send_signal(signal.SIGINT)
-    status, _, err = said_by(process)
+    status, _, err = wait_for_script(process)
     assert status == 130
     assert err.strip().splitlines()[-1] == "interrupted; no target was judged"
     assert not (tmp_path / "an out folder" / "summary.jsonl").exists()

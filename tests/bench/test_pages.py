@@ -142,7 +142,7 @@ def test_a_page_that_cannot_be_written_is_said(checkout, capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("mlx_zip.bench.plots.atomic_file", refuse)
+    monkeypatch.setattr("mlx_zip.bench.records.atomic_file", refuse)
     assert main(["--root", str(checkout)]) == 2
     told = capsys.readouterr().err
     assert "performance.md cannot be written: Permission denied" in told

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlx_zip.cli import engine_choice
+from mlx_zip.cli import engine_choice, main
 from support.serving import MISSING
 from support.slow_cases import slow_but
 
@@ -34,21 +34,33 @@ def run(*args, missing=(), device="cpu", typed="", **environment):
     return done
 
 
+@pytest.fixture
+def said_here(capfd, monkeypatch):
+    """Gives a function that runs a command in this process -> (exit status, standard output, standard error)."""
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "cpu")
+
+    def said(*words):
+        status = main(list(words))
+        return status, *capfd.readouterr()
+
+    return said
+
+
 @pytest.mark.slow
 @needs_torch
-def test_a_machine_without_mlx_generates_the_same_text():
-    expected = run(*SHORT)
+def test_a_machine_without_mlx_generates_the_same_text(said_here):
+    expected = said_here(*SHORT)
     got = run(*SHORT, "--engine", "cuda", missing=WITHOUT_MLX)
-    assert (got.returncode, got.stdout) == (0, expected.stdout)
+    assert (got.returncode, got.stdout) == expected[:2]
     assert len(got.stdout) > 20
 
 
 @pytest.mark.slow
 @needs_torch
-def test_without_mlx_the_other_engine_is_taken_and_named():
-    expected = run(*SHORT)
+def test_without_mlx_the_other_engine_is_taken_and_named(said_here):
+    expected = said_here(*SHORT)
     got = run(*SHORT, missing=WITHOUT_MLX)
-    assert (got.returncode, got.stdout) == (0, expected.stdout)
+    assert (got.returncode, got.stdout) == expected[:2]
     assert got.stderr == "engine: torch, because MLX is not installed\n"
 
 
@@ -106,8 +118,8 @@ def test_a_card_may_be_asked_for_by_name_where_mlx_has_no_gpu():
 
 @pytest.mark.slow
 @needs_torch
-def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx():
-    expected, got = (json.loads(run(*SHORT, "--json", "--engine", name).stdout) for name in ("mlx", "cuda"))
+def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx(said_here):
+    expected, got = (json.loads(said_here(*SHORT, "--json", "--engine", name)[1]) for name in ("mlx", "cuda"))
     for key in ("text", "codebook_size", "codebook_fingerprint", "hypertokens"):
         assert got[key] == expected[key]
     assert got["peak_memory_gb"] > 0.05  # of the process: PyTorch alone is larger
@@ -116,22 +128,23 @@ def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx():
 @pytest.mark.slow
 @needs_torch
 @pytest.mark.parametrize("entries", [[[300, 301]], [[300] * 9], [[i, 300] for i in range(300, 4500)]])
-def test_packs_without_rows_are_used_or_refused_as_with_mlx(tmp_path, entries):
+def test_packs_without_rows_are_used_or_refused_as_with_mlx(tmp_path, said_here, entries):
     (tmp_path / "some.json").write_text(json.dumps(entries))
     flags = (*SHORT, "--model", "stories", "--pack", str(tmp_path / "some.json"))
-    expected, got = (run(*flags, "--engine", name) for name in ("mlx", "cuda"))
-    assert (got.returncode, got.stdout, got.stderr) == (expected.returncode, expected.stdout, expected.stderr)
-    assert got.returncode == (0 if entries == [[300, 301]] else 2)
+    expected, got = (said_here(*flags, "--engine", name) for name in ("mlx", "cuda"))
+    assert got == expected
+    assert got[0] == (0 if entries == [[300, 301]] else 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["mlx", pytest.param("cuda", marks=needs_torch)])
 @pytest.mark.parametrize("command", [SHORT, ("serve", "--port", "0")])
-def test_a_plain_model_refuses_a_pack_that_it_cannot_use(tmp_path, command, engine):
+def test_a_plain_model_refuses_a_pack_that_it_cannot_use(tmp_path, said_here, command, engine):
     (tmp_path / "some.json").write_text("[[300, 301]]")
-    done = run(*command, "--engine", engine, "--model", "stories-base", "--pack", str(tmp_path / "some.json"))
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    flags = ("--engine", engine, "--model", "stories-base", "--pack", str(tmp_path / "some.json"))
+    status, out, err = said_here(*command, *flags)
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
     assert "this model has no hypertokens, so nothing could use it" in line
 
 

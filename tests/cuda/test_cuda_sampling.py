@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
@@ -65,8 +65,17 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.fixture
+def uncompiled():
+    """mlx-lm compiles its filters for every value of their options anew, which takes longer than all else here."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.mark.slow
-@settings(max_examples=100)
+@pytest.mark.usefixtures("uncompiled")
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, st.integers(0, 50), st.floats(0.3, 4))
 def test_whatever_the_options_each_id_has_the_probability_that_mlx_lm_gives_it(chosen, seed, sharpness):
     options, logprobs = Sampling(seed=1, **chosen), some_logprobs(seed, sharpness)

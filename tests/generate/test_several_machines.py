@@ -25,9 +25,9 @@ from support.slow_cases import slow_but
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
-GREEDY: dict[str, Any] = {"max_tokens": 48}
-SAMPLED: dict[str, Any] = {"max_tokens": 48, "temp": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
-UNSEEDED: dict[str, Any] = {"max_tokens": 24, "temp": 1.5}
+GREEDY: dict[str, Any] = {"max_tokens": 24}
+SAMPLED: dict[str, Any] = {"max_tokens": 24, "temp": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
+UNSEEDED: dict[str, Any] = {"max_tokens": 12, "temp": 1.5}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "qwen2": {"family": "qwen2"},

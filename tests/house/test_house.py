@@ -43,7 +43,6 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "rich": {"cli"},
     "matplotlib": {"bench", "training"},
     "lm_eval": {"evaluation"},
-    "playwright": {"bench"},
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
     "transformers": {"text", "training", "converters", "bench", "recipes", *DOORS},

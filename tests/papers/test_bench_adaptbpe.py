@@ -16,7 +16,7 @@ def lines(tmp_path, capsys):
         for name in ("train", "test"):
             (tmp_path / f"{name}.txt").write_text(ADAPTBPE["gpt2"][f"{name}_text"])
         texts = ["--train", f"py={tmp_path}/train.txt", "--test", f"py={tmp_path}/test.txt"]
-        assert bench.main(["adaptbpe", "--base", str(base), *texts, "--trials", "2", *flags]) == 0
+        assert bench.main(["adaptbpe", "--tokenizer", str(base), *texts, "--trials", "2", *flags]) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return command
@@ -53,6 +53,6 @@ def test_utility_is_that_of_the_golden_counts(lines):
 def test_texts_of_different_names_are_refused(tmp_path, capsys):
     (tmp_path / "vocab.bpe").write_text("a b\n")
     (tmp_path / "a.txt").write_text("ab")
-    flags = ["--base", f"{tmp_path}/vocab.bpe", "--train", f"x={tmp_path}/a.txt", "--test", f"y={tmp_path}/a.txt"]
+    flags = ["--tokenizer", f"{tmp_path}/vocab.bpe", "--train", f"x={tmp_path}/a.txt", "--test", f"y={tmp_path}/a.txt"]
     assert bench.main(["adaptbpe", *flags]) == 2
     assert "name different texts: x, y" in capsys.readouterr().err

@@ -68,19 +68,6 @@ def test_texts_are_cut_in_number_too(data, capsys):
     assert line["data"]["samples"] == [2, 3]
 
 
-def test_a_record_goes_on_where_it_ended(data, capsys):
-    record = data / "record.jsonl"
-    assert ran(data, "--settings", "plain", "--out", record) == 0
-    first = record.read_text()
-    assert ran(data, "--settings", "plain", "100,2-2", "--out", record) == 0
-    assert record.read_text().startswith(first)
-    told = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [line["setting"] for line in told] == ["plain", "100,2-2"]
-    assert ran(data, "--settings", "plain", "--learning-rate", 0.1, "--out", record) == 0  # another run
-    assert len(record.read_text().splitlines()) == 3
-    assert capsys.readouterr().out == ""
-
-
 def test_units_are_berts_word_pieces_where_asked(data, capsys):
     (data / "bert_uncased.vocab.txt").write_text("\n".join(PIECES))
     plain, pairs = lines(data, capsys, "--tokenizer", data / "bert_uncased.vocab.txt", "--settings", "plain", "50,2-1")
@@ -170,13 +157,6 @@ def test_a_line_that_can_be_no_label_is_named(data, line):
         labelled.read_labelled(data / "wrong.jsonl")
 
 
-@pytest.mark.parametrize("line", ["[1]", "3", "[" * 100_000])
-def test_a_record_of_no_lines_of_a_run_is_refused(data, line):
-    (data / "record.jsonl").write_text(f"{{}}\n{line}\n")
-    with pytest.raises(MlxZipError, match=r"record\.jsonl: not JSON lines"):
-        classify.read_lines(data / "record.jsonl")
-
-
 def test_the_paper_s_sizes_are_the_defaults():
     parser = argparse.ArgumentParser()
     classify.add_arguments(parser)
@@ -199,7 +179,6 @@ def test_a_text_may_hold_other_ends_of_lines(data):
         (("--learning-rate", 0), "--learning-rate"),
         (("--learning-rate", "inf"), "--learning-rate"),
         (("--seeds", -1), "--seeds"),
-        (("--out", "nowhere/record.jsonl"), "nowhere"),
         (("--test", "none.tsv"), "none.tsv"),
     ],
 )

@@ -11,7 +11,6 @@ from mlx_zip.bench.papers.hbpe import hbpe_data
 from mlx_zip.bench.papers.hbpe import hbpe_model as bench
 from mlx_zip.bench.papers.hbpe.hbpe_data import PatchTrainingData, read_documents
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, count_parameters
-from mlx_zip.training.patch_training import train_patch_model
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
 from support.tiny_vocabularies import write_folder
@@ -106,30 +105,13 @@ def lines_of(capsys, *flags):
     return list(map(json.loads, capsys.readouterr().out.splitlines()))
 
 
-def test_a_run_that_was_stopped_goes_on_and_ends_as_one_that_was_not(capsys, texts, tmp_path, monkeypatch):
-    flags = [*texts, *SMALL, "--models", "patches", "bytes", "--steps", 6, "--marks", 3]
-    whole = lines_of(capsys, *flags, "--out", tmp_path / "whole")
-    calls = []
-
-    def stopped(*args, **kwargs):
-        calls.append(kwargs["until"])
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return train_patch_model(*args, **kwargs)
-
-    monkeypatch.setattr(bench, "train_patch_model", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        main(["hbpe_model", *map(str, [*flags, "--out", tmp_path / "stopped"])])
-    monkeypatch.setattr(bench, "train_patch_model", train_patch_model)
-    resumed = lines_of(capsys, *flags, "--out", tmp_path / "stopped")
-    for scores in (tmp_path / "stopped").rglob("scores-*.json"):
-        scores.rename(scores.with_name(scores.name.replace("scores", "told")))  # as older versions named them
-    again = lines_of(capsys, *flags, "--out", tmp_path / "stopped")
-    assert not [*(tmp_path / "stopped").rglob("scores-*.json")]
-    pick = lambda lines: [[(p["step"], p["train_bytes"], p["bits_per_byte"]) for p in one["curve"]] for one in lines]
-    assert pick(whole) == pick(resumed)
-    assert [point[0] for point in pick(whole)[0]] == [2, 4, 6]
-    assert [one["curve"] for one in again] == [one["curve"] for one in resumed]  # nothing was done anew
+def test_a_curve_has_a_point_per_mark_and_ends_as_a_run_with_one_mark(capsys, texts):
+    flags = [*texts, *SMALL, "--models", "patches", "bytes", "--steps", 6]
+    marked, whole = (lines_of(capsys, *flags, "--marks", count) for count in (3, 1))
+    for one, other in zip(marked, whole, strict=True):
+        assert [point["step"] for point in one["curve"]] == [2, 4, 6]
+        assert one["curve"][0]["train_bytes"] < one["curve"][1]["train_bytes"] < one["curve"][2]["train_bytes"]
+        assert one["bits_per_byte"] == other["bits_per_byte"]
 
 
 def test_a_recipe_sets_flags_and_flags_given_after_it_take_precedence(texts):

@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import anthropic
 import openai
@@ -199,21 +198,6 @@ def test_a_server_whose_output_nobody_reads_serves():
     finally:
         process.kill()
     assert process.returncode == 143
-
-
-@pytest.mark.slow
-def test_a_conversation_is_found_again_after_the_process_was_killed(tmp_path: Path):
-    flags = ("--session-cache", str(tmp_path / "sessions"))
-    with started(*flags) as server:
-        first = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=200)
-        assert until(lambda: any((tmp_path / "sessions").rglob("*.safetensors")))
-        time.sleep(0.5)
-        server.process.kill()
-    turns = [*USER, {"role": "assistant", "content": first.choices[0].message.content}]
-    with started(*flags) as server:
-        turns.append({"role": "user", "content": "And then?"})
-        second = server.openai.chat.completions.create(model="stories", messages=turns, max_tokens=5)
-    assert second.usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.total_tokens
 
 
 @pytest.mark.slow

@@ -119,7 +119,6 @@ def test_the_bench_tells_merges_lengths_and_times(capsys, tmp_path, text):
     assert all(len(line["learn_ms"]["samples"]) == 2 for line in lines)
     assert all(line["symbols_per_patch_full"] <= line["symbols_per_patch_stop"] <= line["patch_size"] for line in lines)
     assert all(line["flops_patches_padded"] >= line["flops_patches_counted"] for line in lines)
-    assert "expected_merges" not in lines[0]
 
 
 def test_the_bench_refuses_what_it_cannot_read(capsys, tmp_path):

@@ -13,7 +13,6 @@ reports perplexities on models of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
-from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.recording import print_record
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
@@ -40,7 +39,6 @@ from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_voc
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 
 CONTEXT = 1024
-TARGET = 0.01  # most that bits per byte should grow, as a fraction, with half of the merges on the model's kind of text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +201,6 @@ class AdaptedModels:
             "bits_per_byte": round(found.bits_per_byte, 5),
             "standard_error": None if found.standard_error is None else round(found.standard_error, 5),
             "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
-            "target": TARGET,
             "utility": round(1 - found.tokens / found.n_bytes, 5),
             "tokens": found.tokens,
             "ids": found.ids,
@@ -215,7 +212,7 @@ class AdaptedModels:
     def print_record(self, name: str, line: dict[str, Any]) -> None:
         """Prints a record as a JSON line, with the names of model and text and with the machine."""
         head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
-        print(json.dumps({**head, **line, **environment_fields("mlx", "mlx-lm")}), flush=True)
+        print_record({**head, **line}, "mlx", "mlx-lm")
 
 
 def convert_model_for_vocabulary(model: Path, vocabulary: Path, out: Path) -> None:

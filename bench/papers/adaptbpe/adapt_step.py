@@ -11,7 +11,6 @@ Source of the question: AdaptBPE, arXiv 2601.21665.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from statistics import median
 from typing import Any
@@ -24,11 +23,10 @@ from mlx_zip.bench.engines.model_making import make_model_with_kept_rows, models
 from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.bench.machine import describe_mlx_device
-from mlx_zip.bench.recording import environment_fields, summarize_samples
+from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import MlxZipError
 
 CLOCKS = ("wall_ms", "processor_ms")
-TARGET = 0.8  # share of the bound that should be saved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,9 +81,7 @@ def run(args: argparse.Namespace) -> int:
         )
         for share in args.keep:
             line = {"bench": "adapt_step", **measure_kept_share(models, share, args.tokens, args.trials)}
-            print(
-                json.dumps({**line, "device": describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True
-            )
+            print_record({**line, "device": describe_mlx_device()}, "mlx", "mlx-lm")
     return 0
 
 
@@ -123,7 +119,6 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
         **{clock: {name: summarize_samples(samples) for name, samples in of.items()} for clock, of in times.items()},
         "ratio": {clock: summarize_samples(found) for clock, found in ratios.items()},
         "of_bound": {clock: round(gain * read / removed, 3) for clock, gain in gains.items()} if removed else None,
-        "target_of_bound": TARGET,
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import environment_fields, summarize_samples
+from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokenizer",
-        "--base",
-        dest="base",
         required=True,
         metavar="FILE",
         help="tokenizer to adapt, of any kind that `mlx_zip vocab adapt learn` reads",
@@ -82,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
     train, test = join_texts(args.train), join_texts(args.test)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
-    base = read_base(args.base)
+    base = read_base(args.tokenizer)
     if base.front.pieces not in PIECES:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:
         for n in args.merges:
-            print_record(name, base, measure_utility(base, train[name], test[name], n, args.margin, args.trials))
-        print_record(name, base, measure_encoding(base, train[name], min(args.merges), args.trials))
+            print_measurement(name, base, measure_utility(base, train[name], test[name], n, args.margin, args.trials))
+        print_measurement(name, base, measure_encoding(base, train[name], min(args.merges), args.trials))
     return 0
 
 
@@ -186,6 +184,5 @@ def library_ids_of_our_tokens(base: BaseVocabulary) -> Any:
     return adapt_vocabulary(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 
 
-def print_record(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
-    line = {"bench": "adaptbpe", "text": name, "base": base.name, **record}
-    print(json.dumps({**line, **environment_fields("tokenizers")}), flush=True)
+def print_measurement(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
+    print_record({"bench": "adaptbpe", "text": name, "base": base.name, **record}, "tokenizers")

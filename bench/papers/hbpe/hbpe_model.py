@@ -8,20 +8,16 @@
     entropy  like `patches`, but patches are cut where `bytes` finds the next byte hard to predict; up to 6 bytes
 
 Each model gets --steps steps, or as many as fit into --seconds by the time of a few steps. All have the same schedule
-and windows of about as many bytes. On a busy machine, count processor time (--clock) with one thread. --out keeps the
-runs, and the same command continues an interrupted one. --recipe sets the flags of one of the paper's comparisons at
-small scale. The results hold for small models, short runs and the seeds that were run; the paper trains 13,500 steps on
-four GPUs.
+and windows of about as many bytes. On a busy machine, count processor time (--clock) with one thread. --recipe sets the
+flags of one of the paper's comparisons at small scale. The results hold for small models, short runs and the seeds that
+were run; the paper trains 13,500 steps on four GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +26,8 @@ import mlx.core as mx
 
 from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.bench.machine import describe_mlx_device
-from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
-from mlx_zip.files import write_json
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import PatchCorpus, evaluate_corpus, train_patch_model
 from mlx_zip.training.settings import TrainSettings
@@ -144,13 +139,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="read at most N bytes of --train (default: all); the model entropy first scores every byte that is read",
     )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder to keep training runs in, so that the same command continues an interrupted one (default: runs "
-        "are not kept)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
                     "recipe": args.recipe,
                     **train_and_record(ModelRun(kind, size, seed), data, args),
                 }
-                print(json.dumps({**line, **describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True)
+                print_record({**line, **describe_mlx_device()}, "mlx", "mlx-lm")
     return 0
 
 
@@ -182,22 +170,15 @@ class ModelRun:
     patch_size: int
     seed: int
 
-    @property
-    def name(self) -> str:
-        """Returns the name of the run's folder, for example patches-8-seed0."""
-        size = f"-{self.patch_size}" if self.kind in SIZED else ""
-        return f"{self.kind}{size}-seed{self.seed}"
-
 
 def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains one model (or continues its training), evaluates it on the test text and returns its record."""
+    """Trains one model, evaluates it on the test text and returns its record."""
     begun = time.perf_counter()
     material = data.windows_for_kind(one.kind, one.patch_size)
     train_on, test_on, table = material
     prepared_s = time.perf_counter() - begun
     model = make_model(one, material, data, args)
-    with open_run_folder(args.out, one.name) as folder:
-        points = measurements_at_marks(model, one, material, data, args, folder)
+    points = measurements_at_marks(model, one, material, data, args)
     if one.kind == "bytes":
         data.byte_model = model
     last = points[-1]
@@ -233,38 +214,32 @@ def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Name
 
 
 def measurements_at_marks(
-    model: Any, one: ModelRun, material: Material, data: PatchTrainingData, args: argparse.Namespace, folder: Path
+    model: Any, one: ModelRun, material: Material, data: PatchTrainingData, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Trains a model and returns one measurement per mark of --marks, the last at the end of training.
 
-    A measurement has the step, bytes read, seconds spent so far and bits per byte of the test text. Files in `folder`
-    keep what is done, so that an interrupted run continues.
+    A measurement has the step, bytes read, seconds of training so far and bits per byte of the test text.
     """
     make = lambda: make_model(one, material, data, args)
-    steps = read_or_make_json(
-        folder / "steps.json", lambda: args.steps or steps_within_seconds(make, material[0], args, one)
-    )
+    steps = args.steps or steps_within_seconds(make, material[0], args, one)
     settings = _train_settings(args, steps, one)
     points, spent = [], dict.fromkeys(CLOCKS, 0.0)
-    for until in sorted({max(1, round(steps * (k + 1) / args.marks)) for k in range(args.marks)}):
-        used = {name: -clock() for name, clock in CLOCKS.items()}
-        done = train_patch_model(model, material[0], settings, folder, quiet=False, until=until)
-        used = {name: used[name] + clock() for name, clock in CLOCKS.items()}
-        used = read_or_make_json(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
-        spent = {name: spent[name] + used[name] for name in CLOCKS}
-        old = folder / f"told-{until}.json"  # its name in folders of older versions
-        file = old if old.exists() else folder / f"scores-{until}.json"
-        found = read_or_make_json(file, lambda: evaluate_corpus(model, material[1]))
-        points.append(
-            {
-                "step": until,
-                "train_bytes": used["bytes"],
-                **{f"{name}_s": round(spent[name], 1) for name in spent},
-                "bits_per_byte": round(found["bits_per_byte"], 4),
-                "test_bytes": found["bytes"],
-                "units": found["units"],
-            }
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        for until in sorted({max(1, round(steps * (k + 1) / args.marks)) for k in range(args.marks)}):
+            begun = {name: clock() for name, clock in CLOCKS.items()}
+            done = train_patch_model(model, material[0], settings, Path(folder, "run"), quiet=False, until=until)
+            spent = {name: spent[name] + clock() - begun[name] for name, clock in CLOCKS.items()}
+            found = evaluate_corpus(model, material[1])
+            points.append(
+                {
+                    "step": until,
+                    "train_bytes": done.seen_bytes,
+                    **{f"{name}_s": round(spent[name], 1) for name in spent},
+                    "bits_per_byte": round(found["bits_per_byte"], 4),
+                    "test_bytes": found["bytes"],
+                    "units": found["units"],
+                }
+            )
     return points
 
 
@@ -338,29 +313,6 @@ def steps_within_seconds(make: Any, corpus: PatchCorpus, args: argparse.Namespac
         begun = clock()
         train_patch_model(model, corpus, _train_settings(args, TIMED, one), Path(folder, "timed"))
         return max(2, round(args.seconds * TIMED / (clock() - begun)))
-
-
-def read_or_make_json(path: Path, make: Any) -> Any:
-    """Returns the JSON at `path`; if there is none, calls `make` and writes its result there first."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        made = make()
-    except ValueError as error:
-        raise MlxZipError(f"{path} cannot be read: {error}; remove {path.parent}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, made)
-    return made
-
-
-@contextmanager
-def open_run_folder(out: Path | None, name: str) -> Iterator[Path]:
-    """Yields the folder OUT/NAME of a run; without OUT a temporary folder, which is removed afterwards."""
-    if out is not None:
-        yield out / name
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder, name)
 
 
 class RecipeAction(argparse.Action):

@@ -5,14 +5,11 @@ and seed. A record has accuracy and area under the ROC curve on test texts after
 C(eps) (definition 2 of the paper: the epochs after which the loss stays below eps for ten epochs, or to the end) in
 epochs, in seconds and in processor seconds, rows of the embedding table, and tokens. What differs from the paper's
 set-up (section IV) is described in `.labelled` and `.classifier`.
-
-With --out the file is rewritten as a whole after every training run; runs that are in the file are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -23,10 +20,8 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import environment_fields
-from mlx_zip.bench.records import read_lines
-from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.files import atomic_file
+from mlx_zip.bench.recording import print_record
+from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
 
@@ -35,7 +30,7 @@ from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_
 
 Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
-_SAME = ("setting", "seed", "words", "epochs", "batch_size", "learning_rate", "data")  # fields that identify a run
+_KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that a record has
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,22 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=int, default=20, help="number of passes over --train (default: 20)")
     add("--batch-size", type=int, default=1000, help="texts per training step (default: 1000)")
     add("--learning-rate", type=float, default=RATE, help=f"learning rate of Adam (default: {RATE})")
-    add(
-        "--out",
-        type=Path,
-        metavar="RECORD",
-        help="add JSON lines to this file and skip training runs that are in it (default: lines are printed)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains and measures a classifier per setting and seed; prints a JSON line for each, or adds it to --out.
+    """Trains and measures a classifier per setting and seed; prints a JSON line for each.
 
     Raises `MlxZipError` for wrong flags or files before any training.
     """
     settings = check_flags(args)
-    done = read_lines(args.out) if args.out and args.out.exists() else []
-    write_or_print_lines(args.out, done)  # a missing folder is an error now and not after a run
     train, test = read_texts(args)
     name, units, split = units_of_texts(args.tokenizer, [*train.texts, *test.texts])
     pieces = [[split(text) for text in part.texts] for part in (train, test)]
@@ -105,20 +92,16 @@ def run(args: argparse.Namespace) -> int:
                 "setting": text,
                 "seed": seed,
                 "data": data,
-                **{name: getattr(args, name) for name in _SAME if hasattr(args, name)},
+                **{name: getattr(args, name) for name in _KEPT},
             }
-            if any(all(line[name] == other.get(name) for name in _SAME) for other in done):
-                continue
             line |= {
                 "ratio": round(encoded.ratio, 4),
                 "per_word": round(len(encoded.train.ids) / train.words, 4),
                 "encode_processor_s": round(took, 2),
                 **train_classifier(encoded, answers, len(classes), seed, args),
                 "load_average": round(os.getloadavg()[0], 1),
-                **environment_fields("mlx"),
             }
-            done.append(line)
-            write_or_print_lines(args.out, done)
+            print_record(line, "mlx")
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)
     return 0
 
@@ -126,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
     """Checks the flags and returns the settings of --settings. Raises `MlxZipError`."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
-        raise MlxZipError(f"{' and '.join(missing)} missing; or give --figure to draw what the record holds")
+        raise MlxZipError(f"{' and '.join(missing)} missing")
     check_at_least(args, 1, *_COUNTS)
     check_at_least(args, 0, "seeds")
     if not 0 < args.learning_rate < float("inf"):
@@ -148,19 +131,3 @@ def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Wo
         return "words", Words.in_order(map(str.split, texts)), str.split
     vocabulary = read_vocabulary(tokenizer)
     return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode
-
-
-def write_or_print_lines(path: Path | None, lines: Sequence[Line]) -> None:
-    """Writes all lines to the file at `path`, whole or not at all; with path None prints the last line instead.
-
-    Raises `DataError`.
-    """
-    if path is None:
-        if lines:
-            print(json.dumps(lines[-1]), flush=True)
-        return
-    try:
-        with atomic_file(path) as partial:
-            partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--out {path} cannot be written: {error.strerror or error}") from error

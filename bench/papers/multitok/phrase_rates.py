@@ -13,7 +13,6 @@ too, as in the published code. With --tokenizer the units are its ids, and `per_
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import environment_fields, summarize_samples
+from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -84,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     corpus = PhraseCorpus(args)
     speeds = [] if args.tokenizer or args.only == "ratios" else speed_records(corpus, args.trials)
     for line in [*speeds, *([] if args.only == "speed" else ratio_records(corpus))]:
-        shown = {"bench": "multitok", **line, "data": corpus.record}
-        print(json.dumps({**shown, **environment_fields(*corpus.libraries)}), flush=True)
+        print_record({"bench": "multitok", **line, "data": corpus.record}, *corpus.libraries)
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
     return 0
 

@@ -13,7 +13,6 @@ tokenizer and codec; the seconds of learning depend on the machine and its load.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import environment_fields, load_before_bench
+from mlx_zip.bench.recording import load_before_bench, print_record
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
@@ -67,12 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--merge-size", type=int, default=4, help="largest number of base ids in an entry (default: 4)")
     add("--window", type=int, default=256, help="compress every N base ids separately (default: 256)", metavar="N")
-    add(
-        "--disabled",
-        choices=("none", "digits"),
-        default="none",
-        help="tokens that are never merged: none, or all with a digit (default: none)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
     if untested := train.keys() - test.keys():
         raise MlxZipError(f"{min(untested)} has texts to learn from but none to try packs on: add it to --test")
-    disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
-    params = CodecParams(vocabulary.size, GROWTH + max(args.sizes), args.merge_size, disabled)
+    params = CodecParams(vocabulary.size, GROWTH + max(args.sizes), args.merge_size)
     held_out = {
         domain: cut_windows(tokenize_documents(vocabulary, corpus), args.window) for domain, corpus in test.items()
     }
@@ -97,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
         "merge_size": args.merge_size,
         "window": args.window,
         "growth": GROWTH,
-        "disabled": args.disabled,
         "tests": {domain: held_out_record(params, test[domain], windows) for domain, windows in held_out.items()},
     }
     for domain, corpus in train.items():
@@ -106,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(pack_records(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized_record(params, texts, held_out, size, args.window) for size in sizes]
-        print(json.dumps({**line, **environment_fields(vocabulary.library, "tokenizers")}), flush=True)
+        print_record(line, vocabulary.library, "tokenizers")
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
     return 0
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_models(add: Any, required: bool = False) -> None:
-    """Adds the flags of the model, of its base and of their names by `add`, a parser's add_argument.
+    """Adds the flags of the model and of its base by `add`, a parser's add_argument.
 
     required: whether --model and --base must be given.
     """
@@ -51,13 +51,11 @@ def add_models(add: Any, required: bool = False) -> None:
         required=required,
         help="plain model with the same tokenizer to compare --model with: a folder or a bundled model's name",
     )
-    add("--model-name", help="name of --model in the JSON lines (default: its folder's name)")
-    add("--base-name", help="name of --base in the JSON lines (default: its folder's name)")
 
 
 def record_names(args: argparse.Namespace) -> dict[str, str]:
     """Returns what a record calls the texts, the model and its base."""
-    names = {name: getattr(args, f"{name}_name") or Path(getattr(args, name)).name for name in ("model", "base")}
+    names = {"model": Path(args.model).name, "base": Path(args.base).name}
     return {"data": " ".join(Path(name).name for name in args.data), **names}
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +107,7 @@ def best_and_worst_table(results: AblationResults) -> str:
 
     The last row is what compression costs in bits per byte.
     """
-    found = all_answers(results)
-    rows = [
-        [a.question.text, a.paper_answers_in_words, *(a.our_answers_in_words(text) for text in results.texts)]
-        for a in found
-    ]
+    rows = [best_or_worst_row(results, *question) for question in QUESTIONS]
     cost = [mean_and_range([100 * value for value in extra_bits_by_seed(results, text)], 1) for text in results.texts]
     theirs = [100 * value for value in extra_bits_of_paper()]
     rows.append(["bits per byte of M = 3 over M = 1 (%)", f"{min(theirs):.1f} to {max(theirs):.1f}", *cost])
@@ -151,95 +146,52 @@ def longer_training_table(short: AblationResults, long: Sequence[Record]) -> str
 
 # ---- which setting is best and which worst, in the paper's tables and in ours
 
-
-@dataclass(frozen=True)
-class Question:
-    """A question to a sweep: which of some keys is best or worst by bits per byte.
-
-    sizes: whether it is about merge sizes, else about encoders. keys: those to choose from. pick: `min` for the best
-    key, `max` for the worst.
-    """
-
-    text: str
-    sizes: bool
-    keys: tuple[Any, ...]
-    pick: Callable[..., float]
-
-    def answer(self, values: Mapping[Any, float]) -> tuple[Any, ...]:
-        """Returns the best (or worst) key, or several that are equal; () unless `values` has a value for every key."""
-        if not all(key in values for key in self.keys):
-            return ()
-        wanted = self.pick(values[key] for key in self.keys)
-        return tuple(key for key in self.keys if values[key] == wanted)
-
-
 _COMPRESSED = (2, 3, 4, 5)
-QUESTIONS = (
-    Question("best merge size, 1 being no compression", True, (1, *_COMPRESSED), min),
-    Question("best merge size that compresses", True, _COMPRESSED, min),
-    Question("worst merge size that compresses", True, _COMPRESSED, max),
-    Question("best encoder", False, tuple(PAPER_ENCODERS), min),
-    Question("worst encoder", False, tuple(PAPER_ENCODERS), max),
+QUESTIONS: tuple[tuple[str, bool, tuple[Any, ...], Callable[..., float]], ...] = (
+    # question, whether it is about merge sizes (else encoders), keys to choose from, `min` for the best or `max`
+    ("best merge size, 1 being no compression", True, (1, *_COMPRESSED), min),
+    ("best merge size that compresses", True, _COMPRESSED, min),
+    ("worst merge size that compresses", True, _COMPRESSED, max),
+    ("best encoder", False, tuple(PAPER_ENCODERS), min),
+    ("worst encoder", False, tuple(PAPER_ENCODERS), max),
 )
 
 
-@dataclass(frozen=True)
-class Answers:
-    """The answers to one question.
+def best_or_worst_row(
+    results: AblationResults, question: str, of_sizes: bool, keys: Sequence[Any], pick: Callable[..., float]
+) -> list[str]:
+    """Returns a row of `best_and_worst_table`. question, of_sizes, keys, pick: as in `QUESTIONS`."""
+    sweep = results.sizes if of_sizes else results.encoders
 
-    label: returns a key in words. paper: the paper's answer on each of its texts. ours: for each of our texts, the
-    number of seeds by answer; empty where not measured.
-    """
+    def chosen(values: Mapping[Any, float]) -> list[str]:
+        """Labels of the keys with the best (or worst) value; [] unless every key has a value."""
+        if not all(key in values for key in keys):
+            return []
+        wanted = pick(values[key] for key in keys)
+        return [sweep.label(key) for key in keys if values[key] == wanted]
 
-    question: Question
-    label: Callable[[Any], str]
-    paper: tuple[tuple[Any, ...], ...]
-    ours: Mapping[str, Counter[Any]]
-
-    def answer_in_words(self, answer: Sequence[Any]) -> str:
-        """Returns an answer in words; keys that are equally good are joined by "or"."""
-        return " or ".join(self.label(key) for key in answer)
-
-    @property
-    def paper_answers_in_words(self) -> str:
-        """The paper's answers in words, each with the number of texts on which it holds."""
-        counts = Counter(self.answer_in_words(answer) for answer in self.paper)
-        return "; ".join(f"{answer} ({n} of {len(self.paper)} texts)" for answer, n in counts.items())
-
-    def our_answers_in_words(self, text: str) -> str:
-        """Returns our answer on one text in words; where seeds disagree, each answer with its number of seeds."""
-        counts = self.ours[text]
-        if len(counts) < 2:
-            return self.label(next(iter(counts))) if counts else "not measured"
-        return ", ".join(f"{self.label(key)} ({n} of {counts.total()} seeds)" for key, n in counts.most_common())
-
-    def answers_unlike_the_paper(self, text: str) -> list[Any]:
-        """Returns our answers on one text that the paper gives on none of its texts."""
-        known = {key for answer in self.paper for key in answer}
-        return [key for key in self.ours[text] if key not in known]
+    paper = Counter(" or ".join(chosen({k: row[i] for k, row in sweep.paper.items()})) for i in range(len(PAPER_TEXTS)))
+    theirs = "; ".join(f"{answer} ({n} of {len(PAPER_TEXTS)} texts)" for answer, n in paper.items())
+    return [question, theirs, *(answers_cell(map(chosen, bits_by_seed(results, sweep, t))) for t in results.texts)]
 
 
-def all_answers(results: AblationResults) -> list[Answers]:
-    found = []
-    for question in QUESTIONS:
-        sweep = results.sizes if question.sizes else results.encoders
-        columns = range(len(PAPER_TEXTS))
-        paper = tuple(question.answer({key: row[i] for key, row in sweep.paper.items()}) for i in columns)
-        ours = {text: Counter(answers_per_seed(question, sweep, text, results.seeds)) for text in results.texts}
-        found.append(Answers(question, sweep.label, paper, ours))
-    return found
-
-
-def answers_per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int]) -> Iterator[Any]:
-    """Yields the answer of each seed on one text; several if keys are equal, none if a key was not measured."""
-    for seed in seeds:
-        values = {
+def bits_by_seed(results: AblationResults, sweep: Sweep, text: str) -> Iterator[dict[Any, float]]:
+    """Yields for each seed the bits per byte on one text, by key."""
+    for seed in results.seeds:
+        yield {
             key: line["texts"][text]["bits_per_byte"]
             for key, lines in sweep.found.items()
             for line in lines
             if line["setting"]["seed"] == seed
         }
-        yield from question.answer(values)
+
+
+def answers_cell(answers: Iterable[Sequence[str]]) -> str:
+    """Returns the answers of all seeds in words; where seeds disagree, each answer with its number of seeds."""
+    counts = Counter(label for answer in answers for label in answer)
+    if len(counts) < 2:
+        return next(iter(counts), "not measured")
+    return ", ".join(f"{label} ({n} of {counts.total()} seeds)" for label, n in counts.most_common())
 
 
 def extra_bits_by_seed(results: AblationResults, text: str) -> list[float]:

@@ -22,9 +22,8 @@ from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.recording import environment_fields
-from mlx_zip.bench.records import read_lines
+from mlx_zip.bench.records import read_lines, write_whole
 from mlx_zip.errors import MlxZipError
-from mlx_zip.files import atomic_file
 
 from .ablation_results import ENCODERS, AblationResults
 from .ablation_tables import tables_7_and_8
@@ -195,8 +194,7 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
                 **environment_fields("mlx", "mlx-lm"),
             }
         )
-        with atomic_file(path) as partial:
-            partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def shared_conditions(args: argparse.Namespace) -> dict[str, Any]:

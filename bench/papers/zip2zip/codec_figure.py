@@ -8,7 +8,6 @@ Both codecs get the list of ids that the tokenizer returns, and one codebook fol
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.recording import environment_fields, load_before_bench, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_record, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials")
     load_before_bench()
     for line in measure_figure(args):
-        print(json.dumps({"bench": "codec", **line, **environment_fields("zip2zip_compression")}), flush=True)
+        print_record({"bench": "codec", **line}, "zip2zip_compression")
     return 0
 
 

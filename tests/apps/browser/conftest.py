@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_zip.bench.app_page import missing_browser_requirement, running_browser
+from support.browsers import missing_browser_requirement, running_browser
 from support.browsing import App, Tab, running
 
 WIDE = {"width": 1280, "height": 800}
