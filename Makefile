@@ -78,6 +78,7 @@ drafts: $(VENV)/.ready
 	rm -rf $(DRAFTS) && mkdir -p $(DRAFTS)
 	$(BIN)/python -m mlx_zip.bench drafts --mode passes --record $(DRAFTS)/drafts.jsonl
 	$(BIN)/python -m mlx_zip.bench drafts --mode passes --models stories --kinds story --record $(DRAFTS)/drafts.jsonl
+	$(BIN)/python -m mlx_zip.bench drafts --mode greedy --models stories --kinds story --record $(DRAFTS)/drafts-greedy.jsonl
 	$(BIN)/python -m mlx_zip.bench drafts --trials $(TRIALS) --record $(DRAFTS)/drafts-time.jsonl
 	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --trials $(TRIALS) \
 	  --record $(DRAFTS)/drafts-time.jsonl
