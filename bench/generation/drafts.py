@@ -219,8 +219,9 @@ def shorten(workload: Workload, tokens: int | None) -> Workload:
 class DraftedEngine(MlxEngine):
     """Runs a model on mlx_zip's scheduler with one way to draft. A step of its `Run` is a pass of the model.
 
-    kind: "plain" or "zip". draft: of `DRAFTS`, `HEAD` or `DRAFT_MODEL`. read: caches that have read a prompt but for its last id, by kind and prompt. Engines share
-    them, so that a long prompt is read once; a run goes on from a copy, as from a session.
+    kind: "plain" or "zip". draft: of `DRAFTS`, `HEAD` or `DRAFT_MODEL`. read: caches that have read a
+    prompt but for its last id, by kind and prompt. Engines share them, so that a long prompt is read once; a run goes
+    on from a copy, as from a session.
     """
 
     def __init__(self, models: Models, kind: str, draft: str, read: dict[Any, list[Any]]) -> None:

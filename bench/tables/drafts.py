@@ -1,7 +1,7 @@
 """The tables of docs/reports/drafts.md, from records of `bench drafts`.
 
-`drafts` has passes replayed without a model, `drafts-greedy` those of greedy answers, `drafts-time` timed runs of the models as stored, `drafts-float32` those
-in float32.
+`drafts` has passes replayed without a model, `drafts-greedy` those of greedy answers, `drafts-time` timed runs of the
+models as stored, `drafts-float32` those in float32.
 """
 
 from __future__ import annotations

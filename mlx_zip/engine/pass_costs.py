@@ -7,6 +7,7 @@ learn what that costs.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -148,6 +149,28 @@ class PassCosts:
         unknown = _untimed(ratios, most)
         known = [width for width in TRIED if width <= most + 1]
         return (unknown or [max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])])[0] - 1
+
+
+class PassClock:
+    """Times the passes of one group of requests. ids, rows: of the pass that runs, 0 for none that is to be timed."""
+
+    def __init__(self) -> None:
+        self.ids = self.rows = 0
+        self._read_s = 0.0  # when the ids before were read, from when on a pass counts
+
+    def leave_out(self, seconds: float) -> None:
+        """Leaves out time in which something else was done, such as proposing ids."""
+        self._read_s += seconds
+
+    def note_read(self, costs: PassCosts | None, held: int) -> None:
+        """Notes the pass from which the ids were chosen that have just been read. costs: None to note nothing.
+
+        held: ids per row that the cache holds.
+        """
+        now = time.perf_counter()
+        if costs is not None and self.ids and self._read_s:
+            costs.note(self.ids, held, now - self._read_s, self.rows)
+        self.ids, self._read_s = 0, now
 
 
 class _Times:

@@ -139,7 +139,7 @@ def test_only_the_head_is_trained_and_saved_into_the_models_folder(tmp_path, pla
     assert not (out / "model").exists()
     model, _ = load(tmp_path / "plain")
     assert not any("draft" in name for name, _ in tree_flatten(model.parameters()))
-    assert model.draft_head.head.up.weight.shape == (24, 16)
+    assert model.draft_head.head_for(HeadedModel(model)).up.weight.shape == (24, 16)
 
 
 def test_held_out_samples_say_how_many_ids_are_accepted(tmp_path, plain_data):

@@ -92,7 +92,7 @@ class DraftModel:
         return self._reader
 
     def forget_text(self) -> None:
-        """Forgets what was read, after a failure."""
+        """Forgets what was read."""
         self._reader = _Reader(self.model)
 
 

@@ -162,6 +162,11 @@ class Served:
         """The file of `pass_costs`; first asked for when a request begins, because it takes a model's fingerprint."""
         return _cost_file_of(self.model, self.options.kv_bits)
 
+    def forget_text(self) -> None:
+        """Forgets what a draft model has read of earlier requests."""
+        if self.draft_model is not None:
+            self.draft_model.forget_text()
+
     def free(self, cache: list[Any]) -> None:
         """Does nothing: a cache's memory is free as soon as nobody has the cache."""
 
