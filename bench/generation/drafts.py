@@ -32,7 +32,6 @@ from mlx_zip.bench.recording import environment_fields, load_before_bench, print
 from mlx_zip.bench.tables.drafts import time_table
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.drafts import MOST_PROPOSED
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.served import Served
@@ -79,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "greedy answer, at most as long as the text's, also with the model's draft head and with the plain model as "
         "draft model; replay: time the text's own answer; free: time the greedy one (default: replay)",
     )
+    add("--texts", type=int, help="most texts per kind (default: all)")
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text to write (default: all)")
     add("--drafts", nargs="+", choices=tuple(DRAFTS), default=list(DRAFTS), help="ways to draft (default: all)")
     add(
@@ -98,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials")
     if args.tokens is not None:
         check_at_least(args, 2, "tokens")
-    args.warmup, args.draft, args.shape = int("warm" in args.rows), MOST_PROPOSED, None  # of the record
+    if args.texts is not None:
+        check_at_least(args, 1, "texts")
+    args.warmup, args.shape = int("warm" in args.rows), None  # of the record
     load_before_bench()
     for name in args.models:
         models = models_from_folders(name, PARTNERS.get(name), args.float32)
@@ -113,8 +115,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fitting_workloads(models: Models, args: argparse.Namespace) -> Iterator[Workload]:
-    """Yields the workloads of --kinds that fit the model's context; the others are named on standard error."""
-    for workload in read_workloads(args.kinds, models.tokenizer, args.mode):
+    """Yields the workloads of --kinds and --texts; those that do not fit the context are named on standard error."""
+    for workload in read_workloads(args.kinds, models.tokenizer, "free" if args.mode == "greedy" else args.mode):
+        if args.texts is not None and workload.window >= args.texts:
+            continue
         if models.context is None or workload.positions <= models.context:
             yield workload
         else:
