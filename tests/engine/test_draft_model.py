@@ -351,6 +351,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_is_serve
         load_draft_model(name, tiny_text.byte_level())
 
 
+def test_a_loaded_draft_model_with_many_more_ids_is_refused():
+    config = {**tiny.tiny_config(), "model_type": "llama", "vocab_size": 40 + 2000}
+    larger = llama.Model(llama.ModelArgs.from_dict(config))
+    with pytest.raises(GenerationError, match="it has a vocabulary of 2040 ids, the model that it would draft for"):
+        answer_of(plain_model(), draft_model=larger)
+
+
 @pytest.mark.parametrize("given", ["stories-base", 3, ENDLESS])
 def test_what_is_no_loaded_model_is_refused_as_a_draft_model(given):
     with pytest.raises(GenerationError, match="draft_model must be a loaded model"):

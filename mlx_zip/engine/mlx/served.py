@@ -71,6 +71,8 @@ class Served:
         self.context: int | None = config.get("max_position_embeddings")
         self.by_base = self.hyper and model.config.position_mode == "base_token_end"
         self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size") or len(tokenizer)
+        if self.draft_model is not None:
+            self.draft_model.check_vocabulary(self.vocab_size)
         self.width = model.layout.width if self.hyper else config.get("vocab_size")
         self.canonical = self.hyper and model.config.canonical
         self.long_context = model.traits.long_context if self.hyper else None
