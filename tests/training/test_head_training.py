@@ -190,6 +190,7 @@ def test_settings_that_a_head_would_ignore_are_refused(changes, tmp_path, plain_
 
 
 def test_a_damaged_head_stops_drafts_and_not_the_model(tmp_path, plain_data):
+    trained(tmp_path, iters=1)
     (tmp_path / "plain" / DRAFT_HEAD).write_bytes(b"nonsense")
     model, _ = load(tmp_path / "plain")
     with pytest.raises(ModelError, match="cannot be read"):
