@@ -100,7 +100,7 @@ def test_what_stands_between_the_tables_stays(checkout):
         *(
             (
                 lambda root, text=text: (root / "bench/records" / "rows.jsonl").write_text(text),
-                "do not hold what they should",
+                "rows.jsonl: not JSON lines: each must be an object",
             )
             for text in ("[]", "3", "null", '"x"')
         ),
