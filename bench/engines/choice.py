@@ -16,9 +16,7 @@ LIBRARIES = {
     "zip2zip": ("torch", "zip2zip"),
     "torch-zip": ("torch",),
     "torch-base": ("torch",),
-    **dict.fromkeys(
-        ("mlx-lm", "mlx-zip", "mlx-lm+lookup", "mlx-zip+lookup", "mlx-cuda-zip", "mlx-cuda-base"), ("mlx",)
-    ),
+    **dict.fromkeys(("mlx-lm", "mlx-zip", "mlx-cuda-zip", "mlx-cuda-base"), ("mlx",)),
 }
 ON_MLX_CUDA = {"mlx-cuda-zip": "mlx-zip", "mlx-cuda-base": "mlx-lm"}  # name: the engine that it is elsewhere
 ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
@@ -56,7 +54,7 @@ def check_mlx_runs_on_cuda(name: str) -> None:
 
 
 def make_engine(name: str, models: Models, options: Any) -> Engine:
-    """Makes the engine called `name`, which `check_engine_names` accepts. options: the flags `draft` and `published`.
+    """Makes the engine called `name`, which `check_engine_names` accepts. options: the flag `published`.
 
     Raises `MlxZipError` if the engine cannot run these models.
     """
@@ -65,19 +63,17 @@ def make_engine(name: str, models: Models, options: Any) -> Engine:
 
         return TorchEngine(name, models)
     if name.startswith("mlx-"):
-        return make_mlx_engine(name, models, options.draft)
+        return make_mlx_engine(name, models)
     from .torch_engines import make_torch_engine
 
     return make_torch_engine(name, models, options.published)
 
 
-def make_mlx_engine(name: str, models: Models, draft: int) -> Engine:
-    from .mlx_engines import MlxLm, MlxZip, PlainLookup, ZipLookup
+def make_mlx_engine(name: str, models: Models) -> Engine:
+    from .mlx_engines import MlxLm, MlxZip
 
     if "zip" in name and models.zipped is None:
         raise MlxZipError(f"{name} needs a model with hypertokens: --model or --shape")
-    if name.endswith("+lookup"):
-        return PlainLookup(models, draft) if name == "mlx-lm+lookup" else ZipLookup(models, draft)
     kind = ON_MLX_CUDA.get(name, name)
     made = MlxLm(models, models.plain) if kind == "mlx-lm" else MlxZip(models, models.zipped)  # type: ignore[arg-type]
     made.name = name

@@ -13,12 +13,9 @@ from mlx_zip.bench import machine
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.errors import MlxZipError
 
-DRAFT = 10  # ids that are proposed per step, by default
 ENGINES = {
     "mlx-lm": "the plain model in mlx-lm",
     "mlx-zip": "the model with hypertokens in mlx_zip",
-    "mlx-lm+lookup": "the plain model with prompt-lookup decoding, greedy, exact",
-    "mlx-zip+lookup": "the model with hypertokens with prompt-lookup decoding, greedy, exact",
     "torch-zip": "the model with hypertokens in mlx_zip on PyTorch",
     "torch-base": "the plain model on the same engine as torch-zip",
     "mlx-cuda-zip": "mlx-zip, on MLX's CUDA backend",
@@ -36,7 +33,7 @@ class Run:
     """One timed request.
 
     prompt_ids: length of the prompt in the engine's ids. times: seconds from the request to the end of each step. ids:
-    those emitted at each step, one except with prompt lookup. base_ids: the base ids of all of them, cut where the text
+    those emitted at each step, one except with drafts. base_ids: the base ids of all of them, cut where the text
     ends; the first `first_base` came with the first step. text_bytes: UTF-8 bytes of the text. kv_ids: ids in the KV
     cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: how many steps ran the
     decoder's body twice. peak_bytes: peak memory, None if not known.

@@ -138,11 +138,14 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
     weights = dict(tree_flatten(loaded.parameters()))
     quantization = None if dequantized else read_model_config(find_model_folder(name)).get("quantization")
     pack = loaded.row_source.pack if has_hypertokens(loaded) else None
+    head = getattr(loaded, "draft_head", None)
 
     def make() -> Any:
         model = load_weights_into(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
             model.take_pack(pack)
+        if head is not None:
+            model.draft_head = head
         return model
 
     return make

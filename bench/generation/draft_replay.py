@@ -124,15 +124,17 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
     begun = time.thread_time()
     drafter.append(pieces[0])
     while at + 1 < len(ids):
-        room = min(MOST_PROPOSED, limit - max(written, at + 1) - 1) if waits else 0
-        [(source, width)] = choose_drafts([drafter], [room], held)
-        proposed = [] if source is None else drafter.propose(source, ids[at], book, width)
+        proposed = list[int]()
+        if waits:  # else the step has begun already
+            room = min(MOST_PROPOSED, limit - max(written, at + 1) - 1)
+            [(source, width)] = choose_drafts([drafter], [room], held)
+            proposed = [] if source is None else drafter.propose(source, ids[at], book, width)
         widths.append(1 + len(proposed))
         if proposed:
             drafter.note_pass(len(proposed))
         if costs is not None:
             costs.note(widths[-1], held, cost_of[widths[-1]])
-        accepted = common_length(proposed, ids[at + 1 :])
+        accepted = common_length(proposed, ids[at + 1 : at + 1 + len(proposed)])
         end = min(at + 2 + accepted, len(ids))
         waits = not ahead or bool(proposed) or expects_draft([drafter], held)
         if book is not None:

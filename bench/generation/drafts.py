@@ -32,7 +32,6 @@ from mlx_zip.bench.recording import environment_fields, load_before_bench, print
 from mlx_zip.bench.tables.drafts import time_table
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.drafts import MOST_PROPOSED
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.served import Served
@@ -54,6 +53,7 @@ DRAFTS: dict[str, dict[str, Any]] = {  # ways to draft: fields of `RunOptions`
     "lookup": {"draft": "lookup"},
     "auto": {"draft": "auto"},
 }
+HEAD, DRAFT_MODEL = "head", "draft model"  # ways that not every model has; the draft model is the plain model
 HOST_ROUNDS = 7  # replays of which the fastest counts
 PREFILL = 512  # ids of a prompt that are read in one call
 
@@ -72,11 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--float32", action="store_true", help="turn quantized weights into float32 first")
     add(
         "--mode",
-        choices=("passes", "replay", "free"),
+        choices=("passes", "greedy", "replay", "free"),
         default="replay",
-        help="passes: run no model, count passes and measure the host's work; replay: time the text's own answer; "
-        "free: time the model's greedy answer, at most as long (default: replay)",
+        help="passes: run no model, count passes and measure the host's work; greedy: count the passes of the model's "
+        "greedy answer, at most as long as the text's, also with the model's draft head and with the plain model as "
+        "draft model; replay: time the text's own answer; free: time the greedy one (default: replay)",
     )
+    add("--texts", type=int, help="most texts per kind (default: all)")
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text to write (default: all)")
     add("--drafts", nargs="+", choices=tuple(DRAFTS), default=list(DRAFTS), help="ways to draft (default: all)")
     add(
@@ -96,13 +98,16 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials")
     if args.tokens is not None:
         check_at_least(args, 2, "tokens")
-    args.warmup, args.draft, args.shape = int("warm" in args.rows), MOST_PROPOSED, None  # of the record
+    if args.texts is not None:
+        check_at_least(args, 1, "texts")
+    args.warmup, args.shape = int("warm" in args.rows), None  # of the record
     load_before_bench()
     for name in args.models:
         models = models_from_folders(name, PARTNERS.get(name), args.float32)
         workloads = list(fitting_workloads(models, args))
-        if args.mode == "passes":
-            for record in replay_records(models, workloads):
+        if args.mode in ("passes", "greedy"):
+            records = replay_records if args.mode == "passes" else greedy_records
+            for record in records(models, workloads):
                 print(json.dumps(record), flush=True)
         else:
             time_drafts(models, workloads, args)
@@ -110,8 +115,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fitting_workloads(models: Models, args: argparse.Namespace) -> Iterator[Workload]:
-    """Yields the workloads of --kinds that fit the model's context; the others are named on standard error."""
-    for workload in read_workloads(args.kinds, models.tokenizer, args.mode):
+    """Yields the workloads of --kinds and --texts; those that do not fit the context are named on standard error."""
+    for workload in read_workloads(args.kinds, models.tokenizer, "free" if args.mode == "greedy" else args.mode):
+        if args.texts is not None and workload.window >= args.texts:
+            continue
         if models.context is None or workload.positions <= models.context:
             yield workload
         else:
@@ -127,15 +134,20 @@ def replay_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
     assert models.zipped is not None
     books = {"plain": None, "zip": make_prompt_cache(models.zipped())[-1].books[0]}
     for workload, (kind, book) in product(workloads, books.items()):
-        yield {
-            "bench": "drafts",
-            "mode": "passes",
-            "engine": kind,
-            "model": {"name": models.name, "precision": models.precision},
-            "workload": {"domain": workload.domain, "data": workload.data},
-            **replay_figures(workload.turns[0], book),
-            **environment_fields(*PACKAGES),
-        }
+        yield count_record("passes", kind, models, workload, replay_figures(workload.turns[0], book))
+
+
+def count_record(mode: str, engine: str, models: Models, workload: Workload, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record of what was counted on a text. found: its further fields."""
+    return {
+        "bench": "drafts",
+        "mode": mode,
+        "engine": engine,
+        "model": {"name": models.name, "precision": models.precision},
+        "workload": {"domain": workload.domain, "data": workload.data},
+        **found,
+        **environment_fields(*PACKAGES),
+    }
 
 
 def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
@@ -160,6 +172,26 @@ def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
         "host_us": {draft: round(1e6 * seconds / ids, 2) for draft, seconds in host_s.items()},
         "gains": {chip: round(ids / replay(turn, book, ahead, curve).cost, 3) for chip, curve in CHIPS.items()},
     }
+
+
+# ---- passes of a model
+
+
+def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
+    """Yields a record per text, model and way to draft that the model has: what its greedy answer took."""
+    read: dict[Any, list[Any]] = {}
+    engines = [DraftedEngine(models, kind, draft, read) for kind in ("plain", "zip") for draft in ("off", "lookup")]
+    engines += [
+        DraftedEngine(models, kind, HEAD, read)
+        for kind, make in (("plain", models.plain), ("zip", models.zipped))
+        if make is not None and hasattr(make(), "draft_head")
+    ]
+    engines.append(DraftedEngine(models, "zip", DRAFT_MODEL, read))
+    for workload, engine in product(workloads, engines):
+        turn = workload.turns[0]
+        run = engine.run(turn.prompt, turn.tokens)
+        counts = {"base_tokens": len(run.base_ids) - run.first_base, "passes": len(run.ids) - 1}
+        yield count_record("greedy", engine.name, models, workload, {"counts": counts})
 
 
 # ---- time
@@ -191,15 +223,18 @@ def shorten(workload: Workload, tokens: int | None) -> Workload:
 class DraftedEngine(MlxEngine):
     """Runs a model on mlx_zip's scheduler with one way to draft. A step of its `Run` is a pass of the model.
 
-    kind: "plain" or "zip". read: caches that have read a prompt but for its last id, by kind and prompt. Engines share
-    them, so that a long prompt is read once; a run goes on from a copy, as from a session.
+    kind: "plain" or "zip". draft: of `DRAFTS`, `HEAD` or `DRAFT_MODEL`. read: caches that have read a
+    prompt but for its last id, by kind and prompt. Engines share them, so that a long prompt is read once; a run goes
+    on from a copy, as from a session.
     """
 
     def __init__(self, models: Models, kind: str, draft: str, read: dict[Any, list[Any]]) -> None:
         zipped = models.zipped
         assert zipped is not None
         super().__init__(models, models.plain if kind == "plain" else lambda: with_memory_row_store(zipped()))
-        self.name, self._kind, self._draft, self._read = f"{kind} {draft}", kind, DRAFTS[draft], read
+        self.name, self._kind, self._read = f"{kind} {draft}", kind, read
+        self._draft = DRAFTS.get(draft, {"draft": HEAD} if draft == HEAD else {})
+        self._draft_model = models.plain() if draft == DRAFT_MODEL else None
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. held: the caches of a new conversation."""
@@ -209,7 +244,7 @@ class DraftedEngine(MlxEngine):
         )
         cache = self._copy_of_read(tuple(prompt), forced.prompt[:-1], held)
         ahead = True if state is None else None  # as in `stream_generate`
-        served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft))
+        served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft), self._draft_model)
         checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling(), None, "", 0)
         inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
         run, store = Run(len(forced.prompt)), _ReadPrompt(cache)

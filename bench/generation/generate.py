@@ -18,7 +18,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
-from mlx_zip.bench.engines.interface import DRAFT, ENGINES, Engine, Run
+from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
     DOMAINS,
@@ -137,12 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "measure both in turns (default: warm)",
     )
     add(
-        "--draft",
-        type=int,
-        default=DRAFT,
-        help=f"maximum number of ids that prompt lookup proposes per step, in engines with +lookup (default: {DRAFT})",
-    )
-    add(
         "--published",
         metavar="DIR",
         help="checkpoint folder that the engine zip2zip loads, as written by `mlx_zip export`",
@@ -178,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
     args.rows = list(dict.fromkeys(args.rows))
-    check_at_least(args, 1, "trials", "windows", "draft", "turns", "conversations")
+    check_at_least(args, 1, "trials", "windows", "turns", "conversations")
     check_at_least(args, 0, "warmup")
     check_engine_names(args.engines)
     load_before_bench()
@@ -361,7 +355,7 @@ class EngineComparison:
         bandwidth, yardstick = self.bandwidths[engine.name]
         tops = [bandwidth_ceiling(bandwidth, engine.weight_bytes, engine.kv_bytes, run) for run in runs]
         several = {"conversations": len(conversations)} if len(conversations) > 1 else {}
-        setting = {name: getattr(self.args, name) for name in ("trials", "warmup", "draft")}
+        setting = {name: getattr(self.args, name) for name in ("trials", "warmup")}
         return {
             "bench": "generate",
             "schema": SCHEMA,

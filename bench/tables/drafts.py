@@ -1,7 +1,7 @@
 """The tables of docs/reports/drafts.md, from records of `bench drafts`.
 
-`drafts` has passes replayed without a model, `drafts-time` timed runs of the models as stored, `drafts-float32` those
-in float32.
+`drafts` has passes replayed without a model, `drafts-greedy` those of greedy answers, `drafts-time` timed runs of the
+models as stored, `drafts-float32` those in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from mlx_zip.bench.records import Record, Records, machines_table, table
 
 from .performance import table_once_recorded
 
-PASSES, TIME, FLOAT32 = "drafts", "drafts-time", "drafts-float32"
+PASSES, GREEDY, TIME, FLOAT32 = "drafts", "drafts-greedy", "drafts-time", "drafts-float32"
+WAYS = ("off", "lookup", "head", "draft model")
 
 
 def passes_table(records: Records) -> str:
@@ -35,6 +36,20 @@ def passes_table(records: Records) -> str:
         *("to the better one alone", "accepted, plain", "accepted, zip"),
     ]
     return table(heads, rows)
+
+
+def greedy_table(records: Records) -> str:
+    """Returns base tokens per pass of greedy answers by way to draft, "-" for a way that a model does not have."""
+    found: dict[tuple[str, str, str], dict[str, list[Record]]] = {}
+    for line in records.lines(GREEDY):
+        kind, _, way = line["engine"].partition(" ")
+        ways = found.setdefault((line["model"]["name"], line["workload"]["domain"], kind), {})
+        ways.setdefault(way, []).append(line)
+    rows = [
+        [*key, str(len(ways["off"])), *(f"{pooled(ways[way], 'passes'):.2f}" if way in ways else "-" for way in WAYS)]
+        for key, ways in found.items()
+    ]
+    return table(["model", "text", "", "texts", *("no drafts" if way == "off" else way for way in WAYS)], rows)
 
 
 def chips_table(records: Records) -> str:
@@ -105,7 +120,7 @@ def speed_ratio(a: Record, b: Record) -> Ratio:
 
 
 def recorded_machines_table(records: Records) -> str:
-    return machines_table(records, [name for name in (PASSES, TIME, FLOAT32) if name in records.files])
+    return machines_table(records, [name for name in (PASSES, GREEDY, TIME, FLOAT32) if name in records.files])
 
 
 def table_of_times(name: str) -> Callable[[Records], str]:
@@ -114,6 +129,7 @@ def table_of_times(name: str) -> Callable[[Records], str]:
 
 TABLES = {
     "drafts-passes": passes_table,
+    "drafts-greedy": table_once_recorded(GREEDY, greedy_table),
     "drafts-host": host_table,
     "drafts-chips": chips_table,
     "drafts-time": table_of_times(TIME),

@@ -227,7 +227,7 @@ def add_draft_flags(add: Any) -> None:
         "--draft-model",
         metavar="MODEL",
         help="smaller model with the same vocabulary that proposes next ids, also without --draft: folder, hub id or "
-        "bundled model, plain or with hypertokens (default: none)",
+        "bundled model, plain or with hypertokens; bounds of the KV caches do not count its own (default: none)",
     )
     add(
         "--num-draft-tokens",

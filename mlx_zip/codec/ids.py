@@ -22,7 +22,8 @@ def as_ids(ids: Any) -> Uint32s:
     if type(ids) is np.ndarray and ids.dtype == np.uint32 and ids.ndim == 1 and ids.flags.c_contiguous:
         return ids
     if isinstance(ids, list | tuple | range):
-        ids = _from_sequence(ids)
+        if (ids := _from_sequence(ids)).dtype == np.uint32:
+            return ids
     elif type(ids) is int:
         ids = _from_sequence([ids])
     array = np.asarray(ids)

@@ -29,6 +29,10 @@ class Lookup:
         if lib.mlxzip_lookup_append(self._index, ffi.from_buffer("uint32_t[]", ids), len(ids)):
             raise MemoryError("no memory for an index of the text")
 
+    def match(self) -> int:
+        """Returns how many base ids the text's end has in common with the place that `propose` would go on from."""
+        return int(lib.mlxzip_lookup_propose(self._index, ffi.NULL, 0))
+
     def propose(self, most: int) -> tuple[Uint32s, int]:
         """Returns base ids that may come next, `most` or none, and how many base ids the text has in common there."""
         out = np.empty(most, np.uint32)

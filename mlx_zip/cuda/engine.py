@@ -297,6 +297,9 @@ class CudaServed:
         """Gives up a request's row."""
         self.row_handles.release(cache)
 
+    def forget_text(self) -> None:
+        """Does nothing: there is no draft model."""
+
     def free_unused(self) -> None:
         """Does nothing: the batch has all its memory from the beginning."""
 

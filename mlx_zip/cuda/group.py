@@ -23,6 +23,7 @@ from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import to_device
 from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
+from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Chosen, Request, propose_together
 from mlx_zip.engine.searching import Search, search
 from mlx_zip.errors import MlxZipError, PromptTooLongError
@@ -46,8 +47,7 @@ class CudaGroup:
         self._chooser: _RowChooser | None = None
         self._must_wait = False  # whether `finish` must choose
         self._waits = False  # whether the body has to wait for the ids, because drafts may follow them
-        self._pass: tuple[int, int] | None = None  # ids per row and rows of the pass that runs, None for no pass
-        self._read_s = 0.0  # since when it runs
+        self._clock = PassClock()
 
     def join(self, others: Sequence[object]) -> None:
         """Does nothing: there is one group."""
@@ -91,13 +91,9 @@ class CudaGroup:
 
     def _time_pass(self) -> None:
         """Notes how long the pass took from which the ids were chosen that have just been read."""
-        now = time.perf_counter()
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
-        if costs is not None and self._pass is not None and self._read_s:
-            ids, rows = self._pass
-            costs.note(ids, self.length, now - self._read_s, rows)
-        self._pass, self._read_s = None, now
+        self._clock.note_read(costs, self.length)
 
     def _chosen_of_row(self, row: int) -> Chosen:
         id_, draft = self._ids[row], self._batch.draft(row)
@@ -130,7 +126,7 @@ class CudaGroup:
 
     def _update_codebooks(self) -> None:
         by_row = {request.cache.row: request for request in self._chosen}
-        self._pass = 1, len(self._chosen)
+        self._clock.ids, self._clock.rows = 1, len(self._chosen)
         drafts = self._propose() if self._waits else {}
         for row, error in self._batch.update_codebooks(self._ids, drafts).items():
             request = by_row[row]
@@ -148,12 +144,13 @@ class CudaGroup:
                 if draft is not None:
                     draft.end()
         if not reading:
-            self._pass = None
+            self._clock.ids = 0
             return {}
         began, rows = time.perf_counter(), [request.cache.row for request in reading]
         drafts = propose_together(reading, [self._ids[row] for row in rows], list(map(self._draft_room, reading)))
-        self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
-        self._pass = 1 + max(0 if draft is None else len(draft.ids) for draft in drafts), len(reading)
+        self._clock.leave_out(time.perf_counter() - began)
+        self._clock.ids = 1 + max(0 if draft is None else len(draft.ids) for draft in drafts)
+        self._clock.rows = len(reading)
         return {row: draft for row, draft in zip(rows, drafts, strict=True) if draft is not None}
 
     def _draft_room(self, request: Request) -> int:

@@ -78,7 +78,7 @@ class LookupSource:
 
     def share(self) -> float:
         if self._match_now is None:
-            self._match_now = self._text.propose(0)[1]
+            self._match_now = self._text.match()
         return 0.0 if self._match_now < LEAST_MATCH else self._acceptance.share(self._match_now)
 
     def seconds(self) -> float:
@@ -154,18 +154,20 @@ class Acceptance:
     """How many of the proposed ids are accepted, by how much the text had in common with the earlier place."""
 
     def __init__(self) -> None:
-        self._shares = {length: Share(first) for length, first in FIRST_SHARES.items()}
+        shares = {length: Share(first) for length, first in FIRST_SHARES.items()}
+        classes = [max(known for known in shares if known <= max(n, LEAST_MATCH)) for n in range(max(shares) + 1)]
+        self._by_match = [shares[known] for known in classes]
 
     def share(self, match: int) -> float:
         """Returns the share of proposed ids that are accepted after a match of so many base ids."""
-        return self._shares[self._class_of(match)].value
+        return self._share_after(match).value
 
     def note(self, match: int, proposed: int, accepted: int) -> None:
         """Learns from a draft after a match of so many base ids."""
-        self._shares[self._class_of(match)].note(proposed, accepted)
+        self._share_after(match).note(proposed, accepted)
 
-    def _class_of(self, match: int) -> int:
-        return max(length for length in FIRST_SHARES if length <= max(match, LEAST_MATCH))
+    def _share_after(self, match: int) -> Share:
+        return self._by_match[min(match, len(self._by_match) - 1)]
 
 
 class Share:

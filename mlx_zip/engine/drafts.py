@@ -71,11 +71,12 @@ class Drafter:
 
         at_once: only of sources that take no time.
         """
-        best: Offer | None = None
+        best, most = None, 0.0
         for source in self._sources:
-            share, seconds = source.share(), source.seconds()
-            if share > (0.0 if best is None else best.share) and not (at_once and seconds):
-                best = Offer(source, share, seconds)
+            if (share := source.share()) > most:
+                seconds = source.seconds()
+                if not (at_once and seconds):
+                    best, most = Offer(source, share, seconds), share
         return best
 
     def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> list[int]:
@@ -181,7 +182,7 @@ def choose_drafts(
     weighed = [
         (offers, widths)
         for offers in _offers_to_weigh(drafters, limits)
-        if any(widths := _choose_widths(drafters, offers, limits, held))
+        if any(widths := _choose_widths(costs, drafters, offers, limits, held))
     ]
     if not weighed:
         return [(None, 0)] * len(drafters)
@@ -213,24 +214,36 @@ class _Offers(NamedTuple):
     seconds: float
 
 
-def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> Iterator[_Offers]:
-    """Yields the surest offers, if there are any, and then those of sources that take no time, if the former do."""
-    for at_once in (False, True):
-        rows, shares, seconds = list[Offer | None](), list[float](), 0.0
-        for drafter, limit in zip(drafters, limits, strict=True):
-            offer = drafter.surest(at_once) if drafter is not None and limit > 0 else None
-            rows.append(offer)
-            shares.append(0.0 if offer is None else offer.share)
-            seconds += 0.0 if offer is None else offer.seconds
-        if any(shares):
-            yield _Offers(rows, shares, seconds)
-        if not seconds:
-            return
+def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
+    """Returns the surest offers, if there are any, and those of sources that take no time, if the former do."""
+    surest = _find_offers(drafters, limits)
+    if surest is None or not surest.seconds:
+        return [] if surest is None else [surest]
+    free = _find_offers(drafters, limits, at_once=True)
+    return [surest] if free is None else [surest, free]
 
 
-def _choose_widths(drafters: Sequence[Drafter | None], offers: _Offers, limits: Sequence[int], held: int) -> list[int]:
+def _find_offers(drafters: Sequence[Drafter | None], limits: Sequence[int], at_once: bool = False) -> _Offers | None:
+    """Returns the surest offer of each row, None if no row has one. at_once: as in `Drafter.surest`."""
+    rows = [
+        drafter.surest(at_once) if drafter is not None and limit > 0 else None
+        for drafter, limit in zip(drafters, limits, strict=True)
+    ]
+    found = [offer for offer in rows if offer is not None]
+    if not found:
+        return None
+    shares = [0.0 if offer is None else offer.share for offer in rows]
+    return _Offers(rows, shares, sum([offer.seconds for offer in found]))
+
+
+def _choose_widths(
+    costs: PassCosts | None,
+    drafters: Sequence[Drafter | None],
+    offers: _Offers,
+    limits: Sequence[int],
+    held: int,
+) -> list[int]:
     """Returns how many ids to propose per row."""
-    costs = _costs_of(drafters)
     width = None if costs is None else costs.choose_width(offers.shares, held, max(limits), offers.seconds)
     return [
         0

@@ -129,6 +129,10 @@ class Served(Protocol):
         """Gives up a cache that no request and no session uses any more."""
         ...
 
+    def forget_text(self) -> None:
+        """Forgets texts that are in no session: what a draft model has read last."""
+        ...
+
     def free_unused(self) -> None:
         """Gives memory that nothing uses back to the device."""
         ...

@@ -7,10 +7,10 @@ learn what that costs.
 
 from __future__ import annotations
 
-import math
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are proposed
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
@@ -40,28 +40,28 @@ class PassCosts:
     """
 
     def __init__(self) -> None:
-        self._times: dict[int, dict[int, dict[int, deque[float]]]] = {}  # by rows, length and width
+        self._times: dict[tuple[int, int], dict[int, _Times]] = {}  # by rows and length, and by width
         self._ratios: dict[tuple[int, int], dict[int, float]] = {}  # by rows and length, those asked for since `note`
+        self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1) -> None:
         """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted."""
         self._passes += 1
         if ids in WIDTHS:
-            lengths = self._times.setdefault(_exponent(rows), {})
-            times = lengths.setdefault(_bucket(held), {}).setdefault(ids, deque(maxlen=KEPT))
-            before = _quartile(times) if times else None
-            times.append(seconds)
-            if _quartile(times) != before:
+            widths = self._times.setdefault((_exponent(rows), _bucket(held)), {})
+            if ids not in widths:
+                widths[ids] = _Times()
+            if widths[ids].note(seconds):
                 self._ratios.clear()
+                self._weighed = None, 1
 
     def figures(self) -> dict[Figure, float]:
         """Returns the seconds of passes, as far as they were timed."""
         return {
-            Figure(width, 1 << length, 1 << rows): _quartile(seconds)
-            for rows, lengths in list(self._times.items())  # another thread may note a pass meanwhile
-            for length, times in list(lengths.items())
-            for width, seconds in list(times.items())
+            Figure(width, 1 << length, 1 << rows): times.quartile
+            for (rows, length), widths in list(self._times.items())  # another thread may note a pass meanwhile
+            for width, times in list(widths.items())
         }
 
     def note_figure(self, figure: Figure, seconds: float) -> None:
@@ -83,20 +83,22 @@ class PassCosts:
         found: dict[int, float] = {}
         for times in self._nearest(rows, length):
             for width in times:
-                found.setdefault(width, _quartile(times[width]) / _quartile(times[1]))
+                found.setdefault(width, times[width].quartile / times[1].quartile)
         return found
 
-    def _nearest(self, rows: int, length: int) -> list[dict[int, deque[float]]]:
+    def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
         """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
-        lengths = self._times.get(rows, {})
-        return [lengths[one] for one in sorted(lengths, key=lambda one: abs(one - length)) if 1 in lengths[one]]
+        found = [
+            (abs(key[1] - length), widths) for key, widths in self._times.items() if key[0] == rows and 1 in widths
+        ]
+        return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
         """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
         ratios = self.ratios(held, rows)
         if not seconds or not ratios:
             return ratios
-        each = seconds / _quartile(self._nearest(_exponent(rows), _bucket(held))[0][1])
+        each = seconds / self._nearest(_exponent(rows), _bucket(held))[0][1].quartile
         return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
     def choose_width(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
@@ -107,7 +109,7 @@ class PassCosts:
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         if most < 1 or 1 not in ratios:
             return 0
-        best = _best_width(shares, ratios, most)
+        best = self._best_width(shares, ratios, most)
         if best == 1:
             return self._try(shares, ratios, most)
         unknown = (width for width in WIDTHS if width not in ratios and width <= best)
@@ -121,7 +123,14 @@ class PassCosts:
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        return 1 in ratios and (self._is_trial_due(shares, ratios, most) or _best_width(shares, ratios, most) > 1)
+        return 1 in ratios and (self._is_trial_due(shares, ratios, most) or self._best_width(shares, ratios, most) > 1)
+
+    def _best_width(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
+        """Returns `_best_width`, weighed once as long as nothing changes: shares do only with a draft."""
+        weighed = shares, ratios, most
+        if weighed != self._weighed[0]:
+            self._weighed = weighed, _best_width(shares, ratios, most)
+        return self._weighed[1]
 
     def _is_trial_due(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> bool:
         waited = self._passes - self._tried
@@ -140,6 +149,42 @@ class PassCosts:
         unknown = _untimed(ratios, most)
         known = [width for width in TRIED if width <= most + 1]
         return (unknown or [max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])])[0] - 1
+
+
+class PassClock:
+    """Times the passes of one group of requests. ids, rows: of the pass that runs, 0 for none that is to be timed."""
+
+    def __init__(self) -> None:
+        self.ids = self.rows = 0
+        self._read_s = 0.0  # when the ids before were read, from when on a pass counts
+
+    def leave_out(self, seconds: float) -> None:
+        """Leaves out time in which something else was done, such as proposing ids."""
+        self._read_s += seconds
+
+    def note_read(self, costs: PassCosts | None, held: int) -> None:
+        """Notes the pass from which the ids were chosen that have just been read. costs: None to note nothing.
+
+        held: ids per row that the cache holds.
+        """
+        now = time.perf_counter()
+        if costs is not None and self.ids and self._read_s:
+            costs.note(self.ids, held, now - self._read_s, self.rows)
+        self.ids, self._read_s = 0, now
+
+
+class _Times:
+    """The last times of passes of one kind, and their lower quartile."""
+
+    def __init__(self) -> None:
+        self._last, self.quartile = deque[float](maxlen=KEPT), 0.0
+
+    def note(self, seconds: float) -> bool:
+        """Notes a time; returns whether the quartile is another one now."""
+        before = self.quartile
+        self._last.append(seconds)
+        self.quartile = sorted(self._last)[len(self._last) // 4]
+        return self.quartile != before
 
 
 def _untimed(ratios: dict[int, float], most: int) -> list[int]:
@@ -175,13 +220,9 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
 
 
 def _bucket(held: int) -> int:
-    return max(SHORTEST, _exponent(max(1, held)))
+    return max(SHORTEST, _exponent(held))
 
 
 def _exponent(n: int) -> int:
-    """Returns the exponent of the lowest power of two that is at least n."""
-    return math.ceil(math.log2(n))
-
-
-def _quartile(times: deque[float]) -> float:
-    return sorted(times)[len(times) // 4]
+    """Returns the exponent of the lowest power of two that is at least n, 0 for less than one."""
+    return max(0, n - 1).bit_length()

@@ -107,6 +107,7 @@ class Scheduler:
         Raises what the store's `purge` raises.
         """
         self.keep_no_session()
+        self.served.forget_text()
         return self.store.purge()
 
     def keep_no_session(self) -> None:
@@ -347,6 +348,8 @@ class Scheduler:
         finally:
             request.handle.ended = True
             request.release()
+            if not request.keep:
+                self.served.forget_text()
             self._ended(request)
 
     def _keep_session(self, request: Request) -> None:

@@ -177,28 +177,35 @@ class HeadedModel:
         return self.base_logits(h), h
 
 
-class LoadedHead:
-    """The head that a model was loaded with. It is no module of the model, so it is no part of its weights."""
+class HeadFile:
+    """The file of a model's head, read when drafts are asked for. It is no module, so it is no part of the weights."""
 
-    def __init__(self, head: DraftHead) -> None:
-        self.head = head
+    def __init__(self, path: Path) -> None:
+        self._path, self._head = path, None
+
+    def head_for(self, model: HeadedModel) -> DraftHead:
+        """Returns the head. Raises `ModelError` for a damaged one, and for a head of another model."""
+        if self._head is None:
+            head = load_draft_head(self._path, model.width, model.rows)
+            model.check()
+            self._head = head
+        return self._head
 
 
 def use_head_in_folder(folder: Path, model: Any) -> None:
-    """Gives a model the head in its folder, if there is one. Raises `ModelError` for a head of another model."""
+    """Notes the head in a model's folder with the model, if there is one."""
     path = folder / DRAFT_HEAD
-    if not os.path.lexists(path):  # a broken link is an error, not a missing head
-        return
-    headed = HeadedModel(model)
-    head = load_draft_head(path, headed.width, headed.rows)
-    headed.check()
-    model.draft_head = LoadedHead(head)
+    if os.path.lexists(path):  # a broken link is an error of drafts, not a missing head
+        model.draft_head = HeadFile(path)
 
 
 def make_proposer(model: Any) -> Proposer | None:
-    """Returns what proposes ids with the head that a model was loaded with, None if it has none."""
-    loaded = getattr(model, "draft_head", None)
-    return None if loaded is None else Proposer(loaded.head, HeadedModel(model))
+    """Returns what proposes ids with the head in the model's folder, None if it has none.
+
+    Raises `ModelError` for a damaged head, and for one of another model.
+    """
+    file, headed = getattr(model, "draft_head", None), HeadedModel(model)
+    return None if file is None else Proposer(file.head_for(headed), headed)
 
 
 class Proposer:

@@ -30,7 +30,7 @@ from mlx_zip.server.answers.tool_formats import messages_for_template, openai_to
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
 from mlx_zip.server.options import Options
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_size
-from mlx_zip.text.prompts import Chat, encode_prompt
+from mlx_zip.text.prompts import Chat, check_unicode, encode_prompt
 from mlx_zip.text.token_facts import TokenTexts
 
 log = logging.getLogger(__name__)
@@ -221,6 +221,7 @@ class Core:
 
     def _encode_prediction(self, text: str, check: Check) -> list[int]:
         """Returns the base ids of a prediction. Raises `GenerationError` for too many, and what `check` raises."""
+        check_unicode("prediction", text)
         try:
             return LongEncoding(self._texts, check)(self.engine.tokenizer, text)
         except PromptTooLongError as error:

@@ -29,21 +29,22 @@ class LongTexts:
     def __init__(self, tokenizer: Any, most: int | None) -> None:
         self.tokenizer, self.most = tokenizer, most
 
-    def check_text_size(self, size: int) -> None:
-        """Raises `PromptTooLongError` if a text of `size` bytes has more tokens than a prompt may have."""
+    def check_text_size(self, size: int, what: str = "it") -> None:
+        """Raises `PromptTooLongError` if a text of `size` bytes has more tokens than a prompt may. what: its name."""
         if self.most is None or size <= self.most or self._longest_token_bytes is None:
             return
         if (least := -(-size // self._longest_token_bytes)) > self.most:
-            raise PromptTooLongError.of(least, self.most, f"counted from its {size} bytes, it has at least so many")
+            raise PromptTooLongError.of(least, self.most, f"counted from {size} bytes, {what} has at least so many")
 
     def check_request_size(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes must have a prompt that is too long.
 
-        prompts: how many the body may have. JSON has up to six bytes per byte of a text. Reasoning that the chat
-        template leaves out counts here.
+        prompts: how many the body may have, a prediction counted as one. JSON has up to six bytes per byte of a text.
+        Reasoning that the chat template leaves out counts here.
         """
         if size > NO_PROMPT:
-            self.check_text_size((size - NO_PROMPT) // (MOST_ESCAPED * prompts))
+            what = "it" if prompts == 1 else "one of the request's texts"
+            self.check_text_size((size - NO_PROMPT) // (MOST_ESCAPED * prompts), what)
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
         """Yields the pieces of a text, each with whether it goes on in the middle of a word. The base ids that `encode`

@@ -42,13 +42,15 @@ class HeadTrainer(Trainer):
         return {"val_loss": sums["nats"] / count, "val_accepted_ids": sums["accepted"] / count}
 
 
-def check_head_options(options: RunOptions) -> None:
+def check_head_options(options: RunOptions, settings: TrainSettings) -> None:
     """Raises `TrainingError` for an option that makes no sense where only a head is trained."""
     refused = {
         "--from-scratch: a head needs a trained model": options.scratch is not None,
         "--engine torch: heads are trained with MLX": options.engine != "mlx",
         "--save adapter: a head is a file of its own": options.save == ADAPTER,
         "--canonical: the model stays as it is": options.canonical is not None,
+        "--availability: the model stays as it is": settings.availability != TrainSettings.availability,
+        "--fine-tune-type: only the head is trained": settings.fine_tune_type != TrainSettings.fine_tune_type,
     }
     if found := next((why for why, given in refused.items() if given), None):
         raise TrainingError(f"--draft-head goes without {found}")
@@ -98,6 +100,8 @@ def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
     own = expand_home(str(options.model))
     places = [options.out, *([own] if own.is_dir() else [])]
     for place in places:
+        if (place / DRAFT_HEAD).exists():
+            print(f"{place / DRAFT_HEAD} is replaced", file=sys.stderr)
         try:
             save_draft_head(place / DRAFT_HEAD, trainee.draft_head, trainee.embedding_rows)
         except OSError as error:

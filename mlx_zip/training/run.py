@@ -175,7 +175,7 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
     """Loads and checks all that a run begins with. first: whether this machine is the one that writes files."""
     options.check()
     if settings.draft_head:
-        check_head_options(options)
+        check_head_options(options, settings)
     check_report_services(options.report_to)
     check_prepared(options)
     data = JoinedFolders(options.data)

@@ -11,13 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.bench.engines.choice import make_engine
 from mlx_zip.bench.engines.interface import Run, compress_prompt_and_text
-from mlx_zip.bench.engines.mlx_engines import (
-    ForcedIdSampler,
-    MlxZip,
-    PromptLookupIndex,
-    accepted_draft_ids,
-    cut_at_eos_or_limit,
-)
+from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip
 from mlx_zip.bench.engines.model_making import models_from_config, models_from_folders
 from mlx_zip.bench.engines.shape_table import ZipOptions
 from mlx_zip.bench.engines.workloads import read_tokenizer
@@ -71,33 +65,6 @@ def test_a_run_counts_steps_bytes_and_what_the_cache_holds(name):
     assert run.peak_bytes > made.weight_bytes
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("plain", "lookup"), [("mlx-lm", "mlx-lm+lookup"), ("mlx-zip", "mlx-zip+lookup")])
-def test_lookup_decoding_emits_what_greedy_decoding_does(plain, lookup, seed):
-    expected, found = (engine(name, seed).run(PROMPT, 60) for name in (plain, lookup))
-    assert found.base_ids == expected.base_ids
-    assert list(chain(*found.ids)) == list(chain(*expected.ids))
-    if plain == "mlx-lm":  # of ids that the tokenizer has not, mlx_zip makes no text, mlx-lm some
-        assert found.text_bytes == expected.text_bytes
-
-
-def test_lookup_takes_fewer_steps_where_a_text_repeats_itself():
-    text = TEXT[:8] * 5
-    run = engine("mlx-lm+lookup").run(TEXT[:8], len(text), text)
-    assert run.base_ids == text
-    assert len(run.times) < len(text) / 3
-
-
-@pytest.mark.parametrize(("plain", "lookup"), [("mlx-lm", "mlx-lm+lookup"), ("mlx-zip", "mlx-zip+lookup")])
-def test_a_conversation_goes_on_alike_with_and_without_lookup(plain, lookup):
-    said = []
-    for name in (plain, lookup):
-        made = engine(name)
-        held = made.start_conversation()
-        said.append([made.run(prompt, 20, None, held).base_ids for prompt in (PROMPT, TEXT[:9], TEXT[9:14])])
-    assert said[0] == said[1]
-
-
 def test_mlx_zip_runs_as_its_own_stream_generate_does():
     made = engine("mlx-zip")
     expected = list(stream_generate(made.model, made.tokenizer, PROMPT, max_tokens=30))
@@ -121,26 +88,6 @@ def test_a_fresh_engine_has_another_model_object_over_the_same_weights():
     for (name, a), (other, b) in zip(*(tree_flatten(m.parameters()) for m in (before, made.model)), strict=True):
         assert name == other
         assert bool((a == b).all())
-
-
-def test_lookup_finds_what_followed_the_longest_run_last():
-    lookup = PromptLookupIndex([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
-    assert lookup.propose(2) == [9, 2]  # after 1 2 3, though 2 3 came later
-    lookup.add([8])
-    assert lookup.propose(3) == [1, 2, 3]  # after 2 3 8
-    assert PromptLookupIndex([1, 2]).propose(4) == []
-
-
-def test_a_draft_is_kept_as_far_as_the_model_agrees():
-    assert accepted_draft_ids([4, 5, 6], [4, 5, 7, 8]) == [4, 5, 7]
-    assert accepted_draft_ids([4], [4, 9]) == [4, 9]
-    assert accepted_draft_ids([], [3]) == [3]
-
-
-def test_ids_count_up_to_an_eos_or_the_limit():
-    assert cut_at_eos_or_limit([[5], [6, 1, 7], [8]], 9, {1}) == (2, [5, 6, 1])
-    assert cut_at_eos_or_limit([[5], [6, 7], [8]], 2, {1}) == (2, [5, 6])
-    assert cut_at_eos_or_limit([[5], [6]], 9, {1}) == (2, [5, 6])
 
 
 def test_zip_ids_leave_the_codebook_as_it_is():

@@ -127,6 +127,20 @@ def test_passes_are_counted_without_running_a_model(capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("_models")
+def test_greedy_answers_are_counted_for_every_way_that_a_model_has(capsys):
+    assert run("drafts", "--mode", "greedy", "--kinds", "story") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ways = ["plain off", "plain lookup", "zip off", "zip lookup", "zip draft model"]  # the tiny model has no head
+    assert [line["engine"] for line in lines] == ways
+    counts = {line["engine"]: line["counts"] for line in lines}
+    assert counts["plain off"]["base_tokens"] == counts["plain off"]["passes"]
+    assert counts["zip off"]["base_tokens"] == counts["zip draft model"]["base_tokens"]
+    shown = TABLES["drafts-greedy"](SimpleNamespace(files=["drafts-greedy"], lines=lambda name: lines))
+    assert shown.count("| tiny | story |") == 2
+    assert all(row.endswith("| - |") == ("plain" in row) for row in shown.splitlines()[2:])
+
+
+@pytest.mark.usefixtures("_models")
 @pytest.mark.parametrize("mode", ["replay", "free"])
 def test_ways_to_draft_run_in_turns_on_the_same_text(mode, capsys):
     assert run("drafts", "--mode", mode, "--kinds", "story", "--trials", "1", "--rows", "cold", "--tokens", "12") == 0

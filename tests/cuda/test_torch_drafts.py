@@ -69,6 +69,9 @@ class Oracle:
     def append(self, base_ids: Any) -> None:
         self._at += len(base_ids)
 
+    def match(self) -> int:
+        return self.propose(0)[1]
+
     def propose(self, most: int) -> tuple[np.ndarray, int]:
         found = self._answer[self._at : self._at + most]
         if self.wrong:

@@ -33,6 +33,9 @@ class Oracles:
     def append(self, base_ids):
         self._at += len(base_ids)
 
+    def match(self):
+        return self.propose(0)[1]
+
     def propose(self, most):
         found = list(self._answer[self._at : self._at + most])
         for i in range(len(found)) if self._wrong else ():

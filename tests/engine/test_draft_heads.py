@@ -1,6 +1,7 @@
 """Draft heads: a trained layer proposes ids, hypertokens too, and what is emitted is what it would be without."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,7 @@ from mlx_zip.engine import Finished
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.errors import GenerationError
-from mlx_zip.models.draft_head import DraftHead, HeadedModel, LoadedHead, Proposer, _OutputRows
+from mlx_zip.models.draft_head import DraftHead, HeadedModel, Proposer, _OutputRows
 from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny
 from support.generating import ENDLESS, plain_model
@@ -26,7 +27,8 @@ PROMPT = tiny.base_ids(20) * 3
 
 def give_head(model):
     mx.random.seed(1)
-    model.draft_head = LoadedHead(DraftHead(HeadedModel(model).width, 32))
+    head = DraftHead(HeadedModel(model).width, 32)
+    model.draft_head = SimpleNamespace(head=head, head_for=lambda model: head)
     return model
 
 

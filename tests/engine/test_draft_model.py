@@ -18,6 +18,7 @@ from mlx_zip.engine.drafts import Drafter, choose_drafts
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource, load_draft_model
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions, open_engine
+from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.errors import EngineError, GenerationError
@@ -349,6 +350,29 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_is_serve
     name = str(bundled_model_folder("stories-base"))
     with pytest.raises(GenerationError, match=r"^draft_model \(--draft-model\): .* has another vocabulary"):
         load_draft_model(name, tiny_text.byte_level())
+
+
+def test_a_loaded_draft_model_with_many_more_ids_is_refused():
+    config = {**tiny.tiny_config(), "model_type": "llama", "vocab_size": 40 + 2000}
+    larger = llama.Model(llama.ModelArgs.from_dict(config))
+    with pytest.raises(GenerationError, match="it has a vocabulary of 2040 ids, the model that it would draft for"):
+        answer_of(plain_model(), draft_model=larger)
+
+
+def test_a_model_that_forgets_its_text_reads_the_next_one_anew():
+    served = Served(plain_model(), ENDLESS, RunOptions(), plain_model())
+    source = DraftModelSource(served.draft_model, PROMPT, 3, tiny.VOCAB)
+    assert list(source.propose(2))
+    served.forget_text()
+    del source
+    assert len(served.draft_model.reader_for(served)._plain_ids) == 0
+
+
+def test_passes_over_quantized_caches_have_costs_of_their_own():
+    model = plain_model()
+    costs = [Served(model, ENDLESS, RunOptions(kv_bits=bits)).pass_costs for bits in (None, 4, None)]
+    assert costs[0] is costs[2]
+    assert costs[0] is not costs[1]
 
 
 @pytest.mark.parametrize("given", ["stories-base", 3, ENDLESS])

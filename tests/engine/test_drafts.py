@@ -45,6 +45,9 @@ class Oracle:
     def append(self, base_ids):
         self.at += len(base_ids)
 
+    def match(self):
+        return self.propose(0)[1]
+
     def propose(self, most):
         found = self.answer[self.at : self.at + most]
         if self.wrong:
@@ -165,6 +168,20 @@ def test_bodies_that_run_ahead_take_turns_with_drafts(family, oracle):
         draft="lookup",
     )
     assert [one for one, _ in made] == [one.token for one in alone]
+
+
+def test_ids_with_hypertokens_are_looked_up_as_base_ids():
+    model, sampler = models("llama"), make_sampler(0)
+    ids = compress(model.config.codec_params, PROMPT)[0]
+    assert max(ids) >= tiny.VOCAB
+    alone, drafted = (
+        [
+            one
+            for one, _ in decode_steps(model, ids, make_prompt_cache(model), sampler=sampler, max_steps=30, draft=draft)
+        ]
+        for draft in ("off", "lookup")
+    )
+    assert drafted == alone
 
 
 def test_canonical_decoding_excludes_the_same_ids(oracle):

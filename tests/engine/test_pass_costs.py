@@ -4,16 +4,12 @@ import random
 
 import pytest
 
+from mlx_zip.bench.generation.draft_replay import CHIPS
 from mlx_zip.engine.draft_sources import Acceptance, LookupSource
 from mlx_zip.engine.drafts import Drafter, choose_drafts, expects_draft
 from mlx_zip.engine.pass_costs import PassCosts, expected_ids
 
-# cost of a pass over so many ids in relation to one over one id, as others measured it
-M4_PRO = {1: 1.0, 2: 1.03, 4: 1.14, 8: 1.73, 16: 3.4}
-M4_PRO_SLOWER = {1: 1.0, 2: 1.25, 4: 1.57, 8: 2.69, 16: 5.3}
-M3_ULTRA_4_BIT = {1: 1.0, 2: 1.83, 4: 3.26, 8: 6.12, 16: 12.0}
-M3_ULTRA_BF16 = {1: 1.0, 2: 2.0, 4: 2.0, 8: 2.0, 16: 2.0}
-M1_ULTRA = {n: (34 + 10.9 * n) / 37 for n in (2, 4, 8, 16)} | {1: 1.0}
+M4_PRO, M4_PRO_SLOWER, M3_ULTRA_4_BIT, M3_ULTRA_BF16, M1_ULTRA = CHIPS.values()
 ROW_BY_ROW = {n: float(n) for n in (1, 2, 4, 8, 16)}
 CURVES = [M4_PRO, M4_PRO_SLOWER, M3_ULTRA_4_BIT, M3_ULTRA_BF16, M1_ULTRA, ROW_BY_ROW]
 

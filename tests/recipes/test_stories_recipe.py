@@ -16,7 +16,7 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.generate import generate, load
-from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.errors import DataError, GenerationError, TrainingError
 from mlx_zip.packs.pack import load_pack
 from recipes.stories import __main__ as main
 from recipes.stories import packs
@@ -194,6 +194,15 @@ def test_a_bundled_model_generates(made, name):
     model, tokenizer = load(made[0].out / "bundle" / name)
     messages = [{"role": "user", "content": "Tell me a story."}]
     assert isinstance(generate(model, tokenizer, messages, max_tokens=8), str)
+
+
+def test_the_bundled_zip2zip_model_has_a_draft_head_that_changes_nothing(made):
+    model, tokenizer = load(made[0].out / "bundle" / "stories")
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    answers = [generate(model, tokenizer, messages, max_tokens=24, temp=0.0, draft=draft) for draft in ("off", "head")]
+    assert answers[0] == answers[1]
+    with pytest.raises(GenerationError, match="no draft head"):
+        generate(load(made[0].out / "bundle" / "stories-base")[0], tokenizer, messages, max_tokens=8, draft="head")
 
 
 def test_the_bundle_says_what_it_is_made_of(made):

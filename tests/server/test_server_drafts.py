@@ -40,6 +40,13 @@ def test_a_prediction_reaches_the_engine_as_base_ids(content):
     assert [list(one.prediction) for one in engine.told.submissions] == [ids, [], []]
 
 
+def test_a_prediction_of_invalid_unicode_is_named():
+    with serving(FakeEngine()) as served:
+        answer = served.chat(prediction=prediction("a\ud800b"))
+    assert answer.status == 400
+    assert answer.json["error"]["message"] == "prediction is not valid Unicode at character 1"
+
+
 def test_each_of_n_answers_has_the_prediction():
     engine = FakeEngine()
     with serving(engine) as served:

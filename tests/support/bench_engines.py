@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, PlainLookup, ZipLookup
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 
-MLX_ENGINES = {"mlx-lm": MlxLm, "mlx-zip": MlxZip, "mlx-lm+lookup": PlainLookup, "mlx-zip+lookup": ZipLookup}
+MLX_ENGINES = {"mlx-lm": MlxLm, "mlx-zip": MlxZip}

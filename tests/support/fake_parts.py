@@ -50,6 +50,9 @@ class FakeServed:
     def make_drafter(self, text: Any, prediction: Any) -> None:
         return None
 
+    def forget_text(self) -> None:
+        return
+
     def free_unused(self) -> None:
         return
 

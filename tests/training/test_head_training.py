@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip import load
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import ModelError, TrainingError
-from mlx_zip.models.draft_head import DraftHead, HeadedModel, load_draft_head, save_draft_head
+from mlx_zip.models.draft_head import DraftHead, HeadedModel, load_draft_head, make_proposer, save_draft_head
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
@@ -139,7 +139,7 @@ def test_only_the_head_is_trained_and_saved_into_the_models_folder(tmp_path, pla
     assert not (out / "model").exists()
     model, _ = load(tmp_path / "plain")
     assert not any("draft" in name for name, _ in tree_flatten(model.parameters()))
-    assert model.draft_head.head.up.weight.shape == (24, 16)
+    assert model.draft_head.head_for(HeadedModel(model)).up.weight.shape == (24, 16)
 
 
 def test_held_out_samples_say_how_many_ids_are_accepted(tmp_path, plain_data):
@@ -181,6 +181,20 @@ def test_options_that_make_no_sense_for_a_head_are_refused(changes, said, tmp_pa
     with pytest.raises(TrainingError, match=said):
         train(options(tmp_path / "run", data=[plain_data], **changes), settings(draft_head=True), quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("changes", [{"fine_tune_type": "full"}, {"availability": "legacy"}])
+def test_settings_that_a_head_would_ignore_are_refused(changes, tmp_path, plain_data):
+    with pytest.raises(TrainingError, match="--draft-head goes without"):
+        train(options(tmp_path / "run", data=[plain_data]), settings(draft_head=True, **changes), quiet=True)
+
+
+def test_a_damaged_head_stops_drafts_and_not_the_model(tmp_path, plain_data):
+    trained(tmp_path, iters=1)
+    (tmp_path / "plain" / DRAFT_HEAD).write_bytes(b"nonsense")
+    model, _ = load(tmp_path / "plain")
+    with pytest.raises(ModelError, match="cannot be read"):
+        make_proposer(model)
 
 
 def test_data_with_a_codebook_are_refused_for_a_plain_model(tmp_path):

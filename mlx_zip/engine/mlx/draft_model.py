@@ -32,6 +32,7 @@ from mlx_zip.models.rows.zip_state import find_zip_state
 CHUNK = 512  # ids of a text per call
 FIRST_PASS = 16  # ids that the first pass of a draft reads at most
 TIMED = 15  # drafts whose times are kept
+MOST_PADDING = 1024  # rows by which embeddings of one vocabulary may differ: sizes of a model family are padded
 
 
 def load_draft_model(name: str | Path, tokenizer: Any, trust_remote_code: bool = False) -> Any:
@@ -73,6 +74,14 @@ class DraftModel:
                 "so it could not forget ids that were refused; choose another model"
             )
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises `GenerationError` if another model, which knows so many base ids, cannot have the same vocabulary."""
+        if MOST_PADDING < abs(self.vocab_size - vocab_size) < math.inf:
+            raise GenerationError(
+                f"draft_model (--draft-model): it has a vocabulary of {self.vocab_size} ids, the model that it would "
+                f"draft for one of {vocab_size}; choose one with the same tokenizer"
+            )
+
     def seconds(self) -> float:
         """Returns how long an id takes to be proposed, 0 as long as nothing is known."""
         return median(self._times) if self._times else 0.0
@@ -92,7 +101,7 @@ class DraftModel:
         return self._reader
 
     def forget_text(self) -> None:
-        """Forgets what was read, after a failure."""
+        """Forgets what was read."""
         self._reader = _Reader(self.model)
 
 

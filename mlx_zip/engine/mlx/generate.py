@@ -206,12 +206,23 @@ def emit(
     served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
     inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
     own = _Run(served, inline, cache, held_ids(cache))
-    own.add(ids.tolist(), Sampling(), -1, ())
+    own.add(_base_ids_of(ids, cache), Sampling(), -1, ())
     for _, event, logprobs in own.events(progress):
         if isinstance(event, Emitted):
             yield event.id, logprobs
             if event.last:
                 return
+
+
+def _base_ids_of(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
+    """Returns the base ids of ids [n] that a cache is to read. Raises `CodecError` for one that it cannot read."""
+    state = find_zip_state(cache)
+    if state is None:
+        return ids.tolist()
+    book = state.books[0].copy()
+    begin = book.mark()
+    book.push(ids)
+    return book.base_ids(begin).tolist()
 
 
 class _Run:

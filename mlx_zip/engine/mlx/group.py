@@ -27,6 +27,7 @@ from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
 from mlx_zip.engine.mlx.near_ties import choose_exactly, read_last_again
 from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Request, propose_together
 from mlx_zip.errors import MachineError
 from mlx_zip.models.batching import (
@@ -66,7 +67,7 @@ class Group:
         self._draft: DraftedPass | None = None
         self._h = h
         self._rows = list(range(len(requests)))  # those that the next ids are chosen for; others wait for the next pass
-        self._pass_ids, self._read_s = 0, 0.0  # ids of the pass that runs, and since when it does
+        self._clock = PassClock()
 
     # ---- one step
 
@@ -91,7 +92,7 @@ class Group:
         read_again = partial(read_last_again, self.served, self.cache, self.tokens[0])
         choice, again = choose_exactly(self.requests, logits, pick, read_again)
         if again:
-            self._draft, self._pass_ids = None, 0
+            self._draft, self._clock.ids = None, 0
         return choice
 
     def begin(self) -> None:
@@ -139,10 +140,8 @@ class Group:
 
     def _time_pass(self) -> None:
         """Notes how long the pass took from which the ids were chosen that have just been read."""
-        now, ids = time.perf_counter(), self._pass_ids
-        if ids and self._read_s and any(request.drafter is not None for request in self.requests):
-            self.served.pass_costs.note(ids, self.length, now - self._read_s, len(self.requests))
-        self._pass_ids, self._read_s = 0, now
+        drafted, self._clock.rows = any(request.drafter is not None for request in self.requests), len(self.requests)
+        self._clock.note_read(self.served.pass_costs if drafted else None, self.length)
 
     def wait(self) -> None:
         """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""
@@ -194,9 +193,9 @@ class Group:
         self._close_draft()
         if any(proposed := self._propose()):
             self._draft = DraftedPass(self.served, self.requests, self.cache, self.tokens, proposed)
-            self._pass_ids, self._h = self._draft.width, self._draft.h
+            self._clock.ids, self._h = self._draft.width, self._draft.h
             return self._draft.logits
-        self._pass_ids = 1
+        self._clock.ids = 1
         return self._read_last(mx.array(self.tokens, mx.uint32)[:, None])
 
     def _read_last(self, ids: mx.array) -> mx.array:
@@ -211,7 +210,7 @@ class Group:
         began, room = time.perf_counter(), draft_room(self.served, self.cache)
         self._show_state(self.tokens)
         proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
-        self._read_s += time.perf_counter() - began  # so that it does not count as time of the pass
+        self._clock.leave_out(time.perf_counter() - began)
         return proposed
 
     def _show_state(self, last: Sequence[int | None]) -> None:
@@ -252,7 +251,7 @@ class Group:
                     request.note_read([token])
             return
         with mx.stream(generation_stream):
-            self._pass_ids = 1
+            self._clock.ids = 1
             logits = begun if self._ahead is None else self._ahead.follow(begun, self._choice.y)[:, -1]
             self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:

@@ -71,6 +71,8 @@ class Served:
         self.context: int | None = config.get("max_position_embeddings")
         self.by_base = self.hyper and model.config.position_mode == "base_token_end"
         self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size") or len(tokenizer)
+        if self.draft_model is not None:
+            self.draft_model.check_vocabulary(self.vocab_size)
         self.width = model.layout.width if self.hyper else config.get("vocab_size")
         self.canonical = self.hyper and model.config.canonical
         self.long_context = model.traits.long_context if self.hyper else None
@@ -160,7 +162,12 @@ class Served:
     @cached_property
     def _cost_file(self) -> CostFile:
         """The file of `pass_costs`; first asked for when a request begins, because it takes a model's fingerprint."""
-        return _cost_file_of(self.model)
+        return _cost_file_of(self.model, self.options.kv_bits)
+
+    def forget_text(self) -> None:
+        """Forgets what a draft model has read of earlier requests."""
+        if self.draft_model is not None:
+            self.draft_model.forget_text()
 
     def free(self, cache: list[Any]) -> None:
         """Does nothing: a cache's memory is free as soon as nobody has the cache."""
@@ -213,27 +220,29 @@ class ServedByEngine(Served):
         )
 
 
-_COST_FILES: dict[int, CostFile] = {}  # by the `id()` of a model that exists
+_COST_FILES: dict[tuple[int, int | None], CostFile] = {}  # by the `id()` of a model that exists, and by `kv_bits`
 
 
-def _cost_file_of(model: Any) -> CostFile:
+def _cost_file_of(model: Any, kv_bits: int | None) -> CostFile:
     """Returns the file of what passes of a model cost, which is saved when the model goes or the process ends."""
-    if id(model) not in _COST_FILES:
-        _COST_FILES[id(model)] = CostFile(_cost_key(model))
-        weakref.finalize(model, _save_costs, id(model))
-    return _COST_FILES[id(model)]
+    key = id(model), kv_bits
+    if key not in _COST_FILES:
+        _COST_FILES[key] = CostFile(_cost_key(model, kv_bits))
+        weakref.finalize(model, _save_costs, key)
+    return _COST_FILES[key]
 
 
-def _save_costs(model: int) -> None:
-    """Saves what passes of a model cost. model: the `id()` that it had."""
-    _COST_FILES.pop(model).save()
+def _save_costs(key: tuple[int, int | None]) -> None:
+    """Saves what passes of a model cost. key: of `_COST_FILES`."""
+    _COST_FILES.pop(key).save()
 
 
-def _cost_key(model: Any) -> dict[str, str]:
+def _cost_key(model: Any, kv_bits: int | None) -> dict[str, str]:
     """Returns all that decides what passes of a model cost. A BLAS that is loaded first may be several times faster."""
     device = mx.default_device()
     return {
         "model": fingerprint_of_model(model),
+        "kv_bits": str(kv_bits),
         "device": str(device),
         "chip": str(mx.device_info(device).get("device_name")),
         "mlx": version("mlx"),

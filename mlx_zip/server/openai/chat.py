@@ -305,7 +305,7 @@ class ChatBody(CompletionFields):
     """A request for a chat completion."""
 
     harmless = CompletionFields.harmless | {"verbosity", "context_management"}
-    most_prompts = 1
+    most_prompts = 2  # a prediction is as long as a prompt at most
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Size | None = None
