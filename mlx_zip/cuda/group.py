@@ -93,7 +93,7 @@ class CudaGroup:
         """Notes how long the pass took from which the ids were chosen that have just been read."""
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
-        self._clock.note_read(costs, self.length)
+        self._clock.note_read(costs, 0 if costs is None else self.length)
 
     def _chosen_of_row(self, row: int) -> Chosen:
         id_, draft = self._ids[row], self._batch.draft(row)

@@ -18,7 +18,7 @@ from mlx_zip.converters import cli as conversion
 from support.checkpoints import write_json
 from support.converting import config_of, convert
 from support.places import GOLDEN_MODELS
-from support.tiny_training import CODEC, text_ids, write_shards
+from support.tiny_training import write_shards
 
 CHECKPOINT = GOLDEN_MODELS / "llama_transformer_untied_pos"
 TURNS = ["lru", "use-count"]
@@ -191,17 +191,3 @@ def test_compress_has_the_policy_of_a_converted_model(turning: Path, tmp_path: P
     words = ["compress", tmp_path / "text.txt", "--tokenizer", turning, "--json"]
     assert json.loads(run(capsys, *words)[1])["policy"] == "lru"
     assert json.loads(run(capsys, *words, "--policy", "freeze")[1])["policy"] == "freeze"
-
-
-def test_bench_tokens_counts_entries_that_take_turns() -> None:
-    from mlx_zip.bench.tokens import count_pieces
-
-    ids = np.array(text_ids(300, 1), np.uint32)
-    params = CodecParams(CODEC.vocab_size, SMALL, 3, policy="lru")
-    emitted, _ = compress(params, ids)
-    book = Codebook(params)
-    came = book.push(emitted)
-    rows, lengths = book.logged()
-    meant = {tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True) if n > 1}
-    assert count_pieces(params, [ids, ids]) == (2 * len(emitted), 2 * len(came), 2 * len(meant))
-    assert len(came) > SMALL

@@ -141,7 +141,8 @@ class Group:
     def _time_pass(self) -> None:
         """Notes how long the pass took from which the ids were chosen that have just been read."""
         drafted, self._clock.rows = any(request.drafter is not None for request in self.requests), len(self.requests)
-        self._clock.note_read(self.served.pass_costs if drafted else None, self.length)
+        costs = self.served.pass_costs if drafted else None
+        self._clock.note_read(costs, 0 if costs is None else self.length)
 
     def wait(self) -> None:
         """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""
