@@ -311,11 +311,13 @@ class _UnwrittenRows:
         entries: Entries,
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Notes which of some entries, at these places, have no row yet. tuned: rows [N, D] per side, if they have such."""
+        """Notes which of some entries, at these places, have no row yet. tuned: their rows [N, D] per side, if any."""
         if tuned is not None and missing:
             self._tuned.append((np.array(places)[missing], [rows[list(missing)] for rows in tuned]))
-            return
         for index in missing:
+            if tuned is not None:
+                self._entries.pop(places[index], None)
+                continue
             self._entries[places[index]] = entries.base_ids[index], int(entries.lengths[index])
 
     def take_tuned(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
