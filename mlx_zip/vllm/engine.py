@@ -69,6 +69,10 @@ class VllmEngine(ThreadedEngine):
     def _score_in_parts(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
         raise GenerationError("vLLM does not tell how likely the ids of a prompt are; --engine mlx and torch do")
 
+    def check(self, submission: Submission) -> None:
+        """Raises `GenerationError` for a submission that cannot be met."""
+        self._make_request(submission, lambda event: None)
+
     def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
         request = super()._make_request(submission, deliver)
         _raise_if_unsupported(request)
