@@ -37,8 +37,11 @@ def import_server_part(module: str, command: str) -> Any:
 def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
     """Returns the engine of a model. group: the machines that the model is split over, None for one.
 
-    engine: mlx, torch or cuda.
+    engine: mlx, torch, cuda or vllm.
     """
+    if engine == engine_choice.VLLM:
+        return engine_choice.open_vllm_engine(name, **options)
+    options.pop("vllm_args", None)
     if engine != engine_choice.MLX:
         return engine_choice.open_torch_engine(name, engine, **options)
     if group is None:
@@ -86,6 +89,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "draft_model": args.draft_model,
         "num_draft_tokens": args.num_draft_tokens,
         "draft_exact": args.draft_exact,
+        "vllm_args": parse_json_map("--vllm-args", args.vllm_args),
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,
