@@ -46,9 +46,9 @@ class LLM:
     ) -> list[Answer]:
         """Returns the answer to each prompt, in their order; vLLM runs them together.
 
-        max_tokens: base tokens of an answer. pack: what codebooks begin with, None for the model's own. sampling: fields
-        of `mlx_zip.sampling.options.Sampling`, for example `temp`. Raises `GenerationError` for a request that cannot
-        be met, before any is submitted to vLLM, and the error of the first one that fails.
+        max_tokens: base tokens of an answer. pack: what codebooks begin with, None for the model's own. sampling:
+        fields of `mlx_zip.sampling.options.Sampling`, for example `temp`. Raises `GenerationError` for a request that
+        cannot be met, before any is submitted to vLLM, and the error of the first one that fails.
         """
         tokenizer, arrived = self.engine.tokenizer, queue.SimpleQueue[tuple[int, Any]]()
         texts = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -143,16 +143,18 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
 
     def _make_encoders(self) -> None:
         """Makes the encoders of the sides that this worker needs, by side."""
-        tied, device = self.config.encoder.tie_encoders, self.device
-        prefixes = dict(zip(SIDES, SIDES[:1] * 2 if tied else SIDES, strict=True))
-        self.encoders = {}
-        for side in self.sides:
-            weights = EncoderWeights(
-                self._take_encoder_tensor, prefixes[side], self.dtype if device.type == "cpu" else None
+        tied, keep = self.config.encoder.tie_encoders, self.dtype if self.device.type == "cpu" else None
+        prefixes = {side: SIDES[0] if tied else side for side in self.sides}
+        made = {
+            prefix: make_encoder(
+                self.config.encoder,
+                self.config.merge_size,
+                EncoderWeights(self._take_encoder_tensor, prefix, keep),
             )
-            self.encoders[side] = make_encoder(self.config.encoder, self.config.merge_size, weights)
-        used = tuple(prefixes[side] for side in self.sides)
-        if rest := sorted(name for name in self._encoder_tensors if name.startswith(used)):
+            for prefix in sorted(set(prefixes.values()))
+        }
+        self.encoders = {side: made[prefix] for side, prefix in prefixes.items()}
+        if rest := sorted(name for name in self._encoder_tensors if name.startswith(tuple(made))):
             raise ModelError(f"{rest[0]} is no part of this model")
         del self._encoder_tensors
 
