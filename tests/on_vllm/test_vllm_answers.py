@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,13 @@ REQUESTS = int(
     os.environ.get("MLX_ZIP_VLLM_REQUESTS", "16")
 )  # 200 were once compared in each way (docs/guides/vllm.md)
 BEGINNINGS = (
-    "Once upon a time there was a little", "Lily and Tom went to the park. They", "One day, a big dog saw a small",
-    "The little girl had a red ball. She", "Mom said, \"It is time to go to bed.\"", "Tim liked to play with his toy car.",
-)  # fmt: skip
+    "Once upon a time there was a little",
+    "Lily and Tom went to the park. They",
+    "One day, a big dog saw a small",
+    "The little girl had a red ball. She",
+    'Mom said, "It is time to go to bed."',
+    "Tim liked to play with his toy car.",
+)
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "prompts in chunks of 16 ids, at most 4 at a time": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
@@ -39,7 +44,7 @@ def submissions(tokenizer: Any, count: int) -> list[Submission]:
     for number in range(count):
         text = " ".join(rng.choice(BEGINNINGS) for _ in range(rng.randint(1, 5)))
         ids = tokenizer.encode(text)
-        pack = Pack(tuple(dict.fromkeys(zip(ids[2:12], ids[3:13], strict=True)))) if number % 4 == 3 else None
+        pack = Pack(tuple(dict.fromkeys(pairwise(ids[2:12])))) if number % 4 == 3 else None
         made.append(Submission(ids, rng.randint(8, 32), pack=pack, top_logprobs=1))
     return made
 
