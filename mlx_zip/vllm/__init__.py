@@ -4,6 +4,8 @@
 texts and gives texts. Nothing else of mlx_zip imports this package.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

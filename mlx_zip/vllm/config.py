@@ -1,5 +1,7 @@
 """`Zip2ZipConfig`: config.json of a model with hypertokens as transformers and vLLM read it."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json

@@ -5,6 +5,8 @@ cannot refuse. The ids of ended requests are kept, so that a chat goes on with t
 values are in vLLM's prefix cache, as long as it has room for them.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,7 @@
 """`Zip2ZipForCausalLM`: one of vLLM's decoders with hyper-encoders beside it. Its state is in `mlx_zip.vllm.state`."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator

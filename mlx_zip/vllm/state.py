@@ -4,6 +4,8 @@ The ids of a sequence determine its codebook, so only ids cross the borders of p
 after preemption, or whose beginning lies in the prefix cache, has its ids replayed.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import logging
