@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES
-from mlx_zip.cuda.hyper_rows import entry_keys
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint
-from mlx_zip.errors import ConfigError
-from mlx_zip.packs.entries import pad_entries
+from mlx_zip.errors import GenerationError
 from mlx_zip.packs.pack import Pack, pack_in_folder, resolve_pack
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ MAX_KEPT_PACKS = 16
 
 
 def pack_arguments(pack: Pack | None) -> dict[str, Any]:
-    """Returns what a request's `extra_args` say of its pack; None is the model's own. Raises `ConfigError`.
+    """Returns what a request's `extra_args` say of its pack; None is the model's own. Raises `GenerationError`.
 
     Tuned rows stay in their file, which has to be at the same place on every machine.
     """
@@ -35,27 +33,19 @@ def pack_arguments(pack: Pack | None) -> dict[str, Any]:
     if pack.rows is None:
         return {PACK: [list(entry) for entry in pack.entries]}
     if pack.name is None or not Path(pack.name).is_file():
-        raise ConfigError("a pack with tuned rows must be given as a file, which the workers read too")
+        raise GenerationError("pack: one with tuned rows must be given as a file, which the workers read too")
     return {PACK: str(Path(pack.name).resolve())}
-
-
-class Entries(NamedTuple):
-    """Entries of codebooks. base_ids [N, S], padded; lengths [N]; keys: their names in a worker's table of rows."""
-
-    base_ids: np.ndarray
-    lengths: np.ndarray
-    keys: list[bytes]
-
-
-NO_ENTRIES = Entries(np.zeros((0, 0), np.uint32), np.zeros(0, np.int64), [])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StartRows:
-    """What codebooks begin with. params: the codec. tuned: rows [P, D] of the entries, per side of the worker."""
+    """What codebooks begin with. params: the codec. keys: names of the start entries in a worker's table of rows.
+
+    tuned: rows [P, D] of the entries, per side of the worker, None if they are encoded like any other.
+    """
 
     params: CodecParams
-    entries: Entries = NO_ENTRIES
+    keys: list[bytes]
     tuned: list[torch.Tensor] | None = None
 
 
@@ -86,17 +76,14 @@ class WorkerPacks:
 
     def _start_with(self, pack: Pack) -> StartRows:
         params = self._params.with_start(pack)
-        if not pack.entries:
-            return StartRows(params)
-        base_ids, lengths = pad_entries(pack.entries, params.merge_size, self._model.config.pad_id)
-        keys = entry_keys(base_ids, lengths)
+        keys = [np.array(entry, np.uint32).tobytes() for entry in pack.entries]  # as `entry_keys` names entries
         if pack.rows is None:
-            return StartRows(params, Entries(base_ids, lengths, keys))
+            return StartRows(params, keys)
         pack.rows.check_model(self._fingerprint(), self._model.one_row, self._model.decoder.config.hidden_size)
         mark = pack.rows.fingerprint.encode()  # rows that were tuned are others than those that an encoder makes
         sides = {SIDES[0]: pack.rows.input, SIDES[1]: pack.rows.output}
         tuned = [torch.from_numpy(np.ascontiguousarray(sides[side])) for side in self._model.sides]
-        return StartRows(params, Entries(base_ids, lengths, [mark + key for key in keys]), tuned)
+        return StartRows(params, [mark + key for key in keys], tuned)
 
     def _fingerprint(self) -> str:
         return folder_fingerprint(self._folder, self._model.decoder.config.tie_word_embeddings)

@@ -23,14 +23,14 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from mlx_zip.codec import Codebook
-from mlx_zip.codec.entries import Installed
 from mlx_zip.cuda.hyper_rows import ENTRIES_PER_PASS, entry_keys
 from mlx_zip.cuda.sampling import exclude_ids
-from mlx_zip.cuda.transfers import ids_to_device
+from mlx_zip.cuda.transfers import ids_to_device, to_device
 from mlx_zip.errors import MlxZipError
+from mlx_zip.packs.entries import pad_entries
 from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.vllm.model import Zip2ZipForCausalLM
-from mlx_zip.vllm.packs import HYPERTOKENS, NO_ENTRIES, PACK, Entries, StartRows, WorkerPacks
+from mlx_zip.vllm.packs import HYPERTOKENS, PACK, StartRows, WorkerPacks
 from mlx_zip.vllm.rows import RowTable
 
 log = logging.getLogger("mlx_zip")
@@ -40,46 +40,60 @@ MOST_ROWS = 32_768  # places of the table of rows, unless fewer can be in use; i
 class RunningRequest:
     """A request. index: its slot among vLLM's requests. ids: those that were known when it came.
 
-    emits: whether it may choose hypertokens; else its codebook is followed only to read them. places: of the rows of
-    the entry in each slot of its codebook, 0 for none. excluded: ids that canonical decoding forbids next. broken:
-    whether an id could not be read; then nothing but its end can be chosen.
+    emits: whether it may choose hypertokens; else its codebook is followed only to read them. keeps_entries: whether no
+    entry is ever evicted. places: of the row of the entry in each slot of its codebook, 0 for none. excluded: ids that
+    canonical decoding forbids next. broken: whether an id could not be read; then nothing but its end can be chosen.
     """
 
     def __init__(self, index: int, data: NewRequestData, start: StartRows, emits: bool, canonical: bool) -> None:
         assert data.prefill_token_ids is not None
         self.index, self.ids, self.start, self.emits = index, data.prefill_token_ids, start, emits
-        self._prompt_ids = data.prompt_len
+        self._prompt_ids, self._first_id = data.prompt_len, start.params.vocab_size
         self.book, self.broken = Codebook(start.params), False
-        self.places = np.zeros(start.params.codebook_size, np.int64)
+        self.keeps_entries = start.params.policy == "freeze"
+        self.places = [0] * start.params.codebook_size
         self._canonical = CanonicalIds(self.book) if canonical and emits else None
         self.excluded: Sequence[int] = ()
 
-    def read(self, ids: Sequence[int]) -> list[Installed]:
-        """Reads ids into the codebook; returns the entries that they install. Raises `CodecError`."""
+    def read(self, ids: Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
+        """Reads ids into the codebook; returns slots and names of what they install. Raises `CodecError`."""
         if self._canonical is None:
-            return [self.book.push(ids)]
+            return self._push(ids[0] if len(ids) == 1 else ids)
         prompt = max(0, self._prompt_ids - self.book.mark())
-        installed = []
+        slots, names = list[int](), list[bytes]()
         for part in ([ids[:prompt]] if prompt else []) + [[one] for one in ids[prompt:]]:
-            installed.append(self.book.push(part))
+            more = self._push(part)
+            slots += more[0]
+            names += more[1]
             if self.book.mark() >= self._prompt_ids:
                 self.excluded = self._canonical.excluded()
-        return installed
+        return slots, names
 
-    def entries_read(self, count: int) -> tuple[np.ndarray, Entries]:
-        """Returns which of the last `count` ids read are hypertokens, and the entries that they stood for."""
-        first = self.book.mark() - count
+    def _push(self, ids: int | Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
+        book = self.book
+        known = len(book)
+        new = book.push(ids)
+        if self.keeps_entries:
+            slots = range(known, len(book))
+            return slots, [book.words(slot) for slot in slots]
+        return new.slots.tolist(), entry_keys(new.base_ids, new.lengths)
+
+    def hypertokens(self, ids: Sequence[int]) -> list[int]:
+        """Returns which of some ids are hypertokens."""
+        first = self._first_id
+        return [n for n, one in enumerate(ids) if one >= first]
+
+    def places_of(self, ids: Sequence[int]) -> list[int]:
+        """Returns the places of hypertokens' rows. Only for a codebook that keeps what it has installed."""
+        return [self.places[one - self._first_id] for one in ids]
+
+    def names_read(self, count: int, at: Sequence[int]) -> list[bytes]:
+        """Returns the names of the entries that ids `at` of the last `count` ids stood for when they were read."""
+        first, own = self.book.mark() - count, self.start.keys
         base_ids, lengths = self.book.logged(first)
-        at = np.flatnonzero(lengths > 1)
-        if not len(at):
-            return at, NO_ENTRIES
-        base_ids, lengths = base_ids[at], lengths[at].astype(np.int64)
-        keys = entry_keys(base_ids, lengths)
-        if self.start.tuned is not None:
-            slots = self.book.ids[first:][at].astype(np.int64) - self.book.params.vocab_size
-            own = self.start.entries.keys
-            keys = [own[slot] if slot < len(own) else key for slot, key in zip(slots, keys, strict=True)]
-        return at, Entries(base_ids, lengths, keys)
+        names = entry_keys(base_ids[at], lengths[at])
+        slots = (self.book.ids[first:][at] - np.uint32(self._first_id)).tolist()
+        return [own[slot] if slot < len(own) else name for slot, name in zip(slots, names, strict=True)]
 
     def positions(self, count: int) -> np.ndarray:
         """Returns the position of the last base id of each of the last `count` ids read."""
@@ -108,9 +122,10 @@ class Zip2ZipState(DefaultModelState):
         self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
         self.slots = torch.zeros((self.max_num_reqs, slots), dtype=torch.int64, device=device)
         self.requests: dict[str, RunningRequest] = {}
-        self._unwritten = _UnwrittenRows()
-        self._changed: list[tuple[np.ndarray, ...]] = []  # not yet in `slots`: requests, slots, places
-        self._places_read: list[int] = []  # of the step's hypertokens
+        self._untuned: dict[int, bytes] = {}  # places whose rows are still to be encoded, and the entries' names
+        self._tuned: dict[int, list[torch.Tensor]] = {}  # places whose rows [D] per side are still to be copied
+        self._changed: dict[int, int] = {}  # what is to be written to `slots`, by place in it
+        self._held: list[int] = []  # places that only the step's own ids need
         self._end_id = _end_id(vllm_config)
 
     # ---- requests come and go
@@ -128,14 +143,14 @@ class Zip2ZipState(DefaultModelState):
         request = RunningRequest(req_index, new_req_data, start, emits, self._model.config.canonical)
         self.requests[name], request.broken = request, broken
         self.slots[req_index].zero_()
-        self._install(request, np.arange(len(start.entries.keys)), start.entries, start.tuned)
+        self._install(request, range(len(start.keys)), start.keys, start.tuned)
         self._read_ids(name, request, request.ids[: new_req_data.num_computed_tokens])
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)
         request = self.requests.pop(req_id, None)
         if request is not None:
-            self.rows.release(request.places[request.places > 0].tolist())
+            self.rows.release([place for place in request.places if place])
 
     # ---- ids are read
 
@@ -144,10 +159,9 @@ class Zip2ZipState(DefaultModelState):
         if request.broken:
             return False
         try:
-            for new in request.read(ids):
-                if len(new):
-                    lengths = new.lengths.astype(np.int64)
-                    self._install(request, new.slots, Entries(new.base_ids, lengths, entry_keys(new.base_ids, lengths)))
+            slots, names = request.read(ids)
+            if slots:
+                self._install(request, slots, names)
         except MlxZipError as error:
             self._end_broken(name, request, error)
         return not request.broken
@@ -159,31 +173,47 @@ class Zip2ZipState(DefaultModelState):
     def _install(
         self,
         request: RunningRequest,
-        slots: np.ndarray,
-        entries: Entries,
+        slots: Sequence[int],
+        names: Sequence[bytes],
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Notes entries in slots [N] of a request. tuned: rows [N, D] per side, if the entries have such."""
-        if not len(slots):
-            return
-        places, missing = self.rows.acquire(entries.keys)
-        self._unwritten.add(places, missing, entries, tuned)
-        for slot, place in zip(slots.tolist(), places, strict=True):
+        """Notes the entries of these names in slots of a request. tuned: rows [N, D] per side, if they have such."""
+        places, missing = self.rows.acquire(names)
+        self._note_missing(places, missing, names, tuned)
+        for slot, place in zip(slots, places, strict=True):
             if before := request.places[slot]:
-                self.rows.release([int(before)])
+                self.rows.release([before])
             request.places[slot] = place
         if request.emits:
-            at = np.unique(slots).astype(np.int64)
-            self._changed.append((np.full(len(at), request.index), at, request.places[at]))
+            first = request.index * self.slots.shape[1]
+            self._changed.update(zip([first + slot for slot in slots], places, strict=True))
+
+    def _note_missing(
+        self,
+        places: Sequence[int],
+        missing: Sequence[int],
+        names: Sequence[bytes],
+        tuned: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Notes which entries have no row yet; what a place was to hold before does not count any more."""
+        for index in missing:
+            place = places[index]
+            self._untuned.pop(place, None)
+            self._tuned.pop(place, None)
+            if tuned is None:
+                self._untuned[place] = names[index]
+            else:
+                self._tuned[place] = [rows[index] for rows in tuned]
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Reads the step's ids into the codebooks, makes the rows of new entries, and returns the ids' embeddings."""
         inputs, padded = super().prepare_inputs(input_batch, req_states), input_batch.num_tokens_after_padding
         if any(name in self.requests for name in input_batch.req_ids):  # a dummy batch is of nobody's
-            self.rows.release(self._places_read)
-            at = self._read_step(input_batch)
+            self.rows.release(self._held)
+            self._held = []
+            at, places = self._read_step(input_batch)
             self._write_rows()
-            self._embed(input_batch, at)
+            self._embed(input_batch, at, places)
         inputs["inputs_embeds"] = self._embeds[:padded]
         if self._by_base:
             inputs["positions"] = self._positions[:padded]
@@ -197,60 +227,72 @@ class Zip2ZipState(DefaultModelState):
             inputs["positions"] = self._positions[:num_tokens]
         return inputs
 
-    def _read_step(self, batch: InputBatch) -> list[np.ndarray]:
-        """Reads the ids of a batch into the codebooks of their requests; returns which of the ids are hypertokens."""
-        self._places_read, hyper, chosen = [], list[np.ndarray](), None
-        positions = np.zeros(batch.num_tokens, np.int64)
+    def _read_step(self, batch: InputBatch) -> tuple[list[int], list[int]]:
+        """Reads the ids of a batch into the codebooks of their requests.
+
+        Returns which of the batch's ids are hypertokens, and the places of their rows.
+        """
+        at, places, chosen = list[int](), list[int](), None
+        starts, computed = batch.query_start_loc_np.tolist(), batch.num_computed_tokens_np.tolist()
         for row, name in enumerate(batch.req_ids):
-            request, computed = self.requests.get(name), int(batch.num_computed_tokens_np[row])
-            begin, end = batch.query_start_loc_np[row : row + 2].tolist()
+            request, begin, end = self.requests.get(name), starts[row], starts[row + 1]
             if request is None or request.broken:
                 continue
-            ids = request.ids[computed : computed + end - begin]
+            ids = request.ids[computed[row] : computed[row] + end - begin]
             if len(ids) < end - begin:  # chosen by the model, so the device has them
                 chosen = batch.input_ids.tolist() if chosen is None else chosen
                 ids = [*ids, *chosen[begin + len(ids) : end]]
-            if request.book.mark() != computed:
-                self._end_broken(
-                    name, request, f"{computed} ids are computed, its codebook has read {request.book.mark()}"
-                )
+            if request.book.mark() != computed[row]:
+                self._end_broken(name, request, f"vLLM has read {computed[row]} ids, its codebook others")
             elif self._read_ids(name, request, ids):
-                at, entries = request.entries_read(len(ids))
-                if len(at):
-                    places, missing = self.rows.acquire(entries.keys)
-                    self._unwritten.add(places, missing, entries)  # evicted and displaced since, in this very step
-                    self._places_read += places
-                    hyper.append(begin + at)
+                hyper = request.hypertokens(ids)
+                if hyper:
+                    at += [begin + n for n in hyper]
+                    places += self._places_read(request, ids, hyper)
                 if self._by_base:
-                    positions[begin:end] = request.positions(len(ids))
-        if self._by_base:
-            self._positions[: batch.num_tokens] = torch.from_numpy(positions).to(self.device)
-        return hyper
+                    self._positions[begin:end] = to_device(request.positions(len(ids)), self.device)
+        return at, places
+
+    def _places_read(self, request: RunningRequest, ids: Sequence[int], hyper: Sequence[int]) -> list[int]:
+        """Returns the places of the rows of hypertokens, ids `hyper` of those that a request has just read."""
+        if request.keeps_entries:
+            return request.places_of([ids[n] for n in hyper])
+        names = request.names_read(len(ids), hyper)
+        places, missing = self.rows.acquire(names)  # an entry may have been evicted since, by a later id
+        self._note_missing(places, missing, names)
+        self._held += places
+        return places
 
     def _write_rows(self) -> None:
         """Makes the rows that the table lacks, and tells the device which entries requests may choose."""
-        for places, rows in self._unwritten.take_tuned():
-            self.rows.write(ids_to_device(places, self.device), [one.to(self.device) for one in rows])
-        for places, entries, lengths in self._unwritten.take():
-            made = self._model.encode(ids_to_device(entries, self.device), ids_to_device(lengths, self.device))
-            self.rows.write(ids_to_device(places, self.device), made)
+        if self._tuned:
+            sides = [torch.stack(rows).to(self.device) for rows in zip(*self._tuned.values(), strict=True)]
+            self.rows.write(ids_to_device(np.array(list(self._tuned)), self.device), sides)
+            self._tuned.clear()
+        missing = list(self._untuned.items())
+        for begin in range(0, len(missing), ENTRIES_PER_PASS):
+            places, names = zip(*missing[begin : begin + ENTRIES_PER_PASS], strict=True)
+            entries = [np.frombuffer(name, np.uint32) for name in names]
+            base_ids, lengths = pad_entries(entries, self._model.config.merge_size, self._model.config.pad_id)
+            made = self._model.encode(ids_to_device(base_ids, self.device), ids_to_device(lengths, self.device))
+            self.rows.write(ids_to_device(np.array(places), self.device), made)
+        self._untuned.clear()
         if self._changed:
-            requests, slots, places = (
-                ids_to_device(np.concatenate(part), self.device) for part in zip(*self._changed, strict=True)
-            )
-            self.slots[requests, slots] = places
+            changes = np.array([list(self._changed), list(self._changed.values())])
+            where, places = ids_to_device(changes, self.device)
+            self.slots.view(-1).index_copy_(0, where, places)
             self._changed.clear()
 
-    def _embed(self, batch: InputBatch, hyper: Sequence[np.ndarray]) -> None:
-        """Writes the embeddings of a batch's ids. hyper: which of them are hypertokens."""
+    def _embed(self, batch: InputBatch, at: Sequence[int], places: Sequence[int]) -> None:
+        """Writes the embeddings of a batch's ids. at, places: of the hypertokens among them, and of their rows."""
         if not get_pp_group().is_first_rank:
             return
         ids = batch.input_ids[: batch.num_tokens]
-        low = torch.where(self.layout.is_hyper(ids), 0, ids)
+        low = ids.clamp(max=self.layout.vocab_size - 1) if at else ids
         self._embeds[: len(ids)] = self._model.embed_input_ids(low)
-        if hyper:
-            at = ids_to_device(np.concatenate(hyper), self.device)
-            self._embeds[at] = self.rows.tensors[0][ids_to_device(np.array(self._places_read), self.device)]
+        if at:
+            where, rows = ids_to_device(np.array([at, places]), self.device)
+            self._embeds.index_copy_(0, where, self.rows.tensors[0].index_select(0, rows))
 
     # ---- ids are chosen
 
@@ -259,29 +301,33 @@ class Zip2ZipState(DefaultModelState):
 
     def add_hyper_logits(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Adds the logits of hypertokens to logits [B, W] of a batch, in which only base ids can be chosen yet."""
-        running = [self.requests.get(name) for name in batch.req_ids]
-        most = max((len(one.book) for one in running if one is not None and one.emits), default=0)
+        most, excluded, broken = 0, list[Sequence[int]](), list[int]()
+        for row, name in enumerate(batch.req_ids):
+            request = self.requests.get(name)
+            if request is not None and request.emits:
+                most = max(most, len(request.book))
+            if request is not None and request.broken:
+                broken.append(row)
+            excluded.append(() if request is None else request.excluded)
         if most:
-            slots = self.slots[batch.idx_mapping, :most]
-            first = self.layout.vocab_size
-            logits[:, first : first + most] = torch.where(slots > 0, self._row_logits(slots), -torch.inf)
-        if any(one is not None and one.excluded for one in running):
-            excluded = [() if one is None else one.excluded for one in running]
+            slots, first = self.slots[batch.idx_mapping, :most], self.layout.vocab_size
+            logits[:, first : first + most] = self._row_logits(slots).masked_fill_(slots == 0, -torch.inf)
+        if any(excluded):
             logits.copy_(exclude_ids(logits, logits.float().logsumexp(1), excluded, self._end_id))
-        for row, one in enumerate(running):
-            if one is not None and one.broken:
-                logits[row] = -torch.inf
-                logits[row, self._end_id] = 0.0
+        for row in broken:
+            logits[row] = -torch.inf
+            logits[row, self._end_id] = 0.0
 
     def _row_logits(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the products [B, C] of each request's output with the rows at the places `slots` [B, C].
 
-        Few rows are gathered; of many, those of all places are multiplied, which entries of several requests share.
+        Few rows are gathered, which reads, writes and reads them again; else all places are multiplied: requests share
+        entries.
         """
         h, table = self._model.outputs, self.rows.tensors[-1]
         assert h is not None
-        if slots.numel() <= self.rows.used_places:
-            return torch.einsum("bd,bcd->bc", h, table[slots])
+        if 3 * slots.numel() < self.rows.used_places:
+            return torch.bmm(table[slots], h[:, :, None])[:, :, 0]
         return (h @ table[: self.rows.used_places].T).gather(1, slots)
 
 
@@ -297,47 +343,6 @@ class HyperSampler:
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> Any:
         self._state.add_hyper_logits(logits, input_batch)
         return self._sampler(logits, input_batch)
-
-
-class _UnwrittenRows:
-    """Places of the table whose rows are still to be made or copied; the last row that a place is given counts."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[np.ndarray, int]] = {}
-        self._tuned: list[tuple[np.ndarray, list[torch.Tensor]]] = []
-
-    def add(
-        self,
-        places: Sequence[int],
-        missing: Sequence[int],
-        entries: Entries,
-        tuned: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Notes which of some entries, at these places, have no row yet. tuned: their rows [N, D] per side, if any."""
-        if tuned is not None and missing:
-            self._tuned.append((np.array(places)[missing], [rows[list(missing)] for rows in tuned]))
-        for index in missing:
-            if tuned is not None:
-                self._entries.pop(places[index], None)
-                continue
-            self._entries[places[index]] = entries.base_ids[index], int(entries.lengths[index])
-
-    def take_tuned(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
-        """Returns places [N] and tuned rows [N, D] per side, and forgets them."""
-        found, self._tuned = self._tuned, []
-        return found
-
-    def take(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Returns places [N], entries [N, S] and lengths [N] for each pass of the encoders, and forgets them."""
-        found, self._entries = list(self._entries.items()), {}
-        return [
-            (
-                np.array([place for place, _ in part]),
-                np.array([entry for _, (entry, _) in part]),
-                np.array([length for _, (_, length) in part]),
-            )
-            for part in (found[begin : begin + ENTRIES_PER_PASS] for begin in range(0, len(found), ENTRIES_PER_PASS))
-        ]
 
 
 def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
