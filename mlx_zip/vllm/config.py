@@ -1,4 +1,4 @@
-"""`Zip2ZipConfig`: config.json of a model with hypertokens as transformers and vLLM read it."""
+"""`Zip2ZipConfig`: config.json of a model with hypertokens as transformers and vLLM read it; and the plugin itself."""
 
 # pyright: reportMissingImports=false
 
@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.errors import ConfigError
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.vllm import ARCHITECTURE
 
 UPSTREAM_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"  # of an exported checkpoint
+ARCHITECTURE = "Zip2ZipForCausalLM"  # what vLLM calls our model
 DECODERS = {  # what vLLM calls the decoders that config.json names by model_type
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -79,6 +79,14 @@ class Zip2ZipConfig(PretrainedConfig):
         made = AutoConfig.for_model(self.section["base_model_type"], **self.decoder_keys)
         made.architectures = [name]
         return made
+
+
+def register() -> None:
+    """Tells transformers of our config and vLLM of our model; vLLM calls it in each of its processes."""
+    from vllm import ModelRegistry
+
+    AutoConfig.register(MODEL_TYPE, Zip2ZipConfig, exist_ok=True)
+    ModelRegistry.register_model(ARCHITECTURE, "mlx_zip.vllm.model:Zip2ZipForCausalLM")
 
 
 def config_of_export(folder: Path) -> dict[str, Any] | None:

@@ -42,8 +42,7 @@ from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import Pack, resolve_pack
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
-from mlx_zip.vllm import register
-from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export
+from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export, register
 from mlx_zip.vllm.packs import HYPERTOKENS, pack_arguments
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -80,6 +79,13 @@ class VllmEngine(ThreadedEngine):
         _raise_if_unsupported(request)
         pack_arguments(request.checked.start)
         return request
+
+    def purge_sessions(self) -> int:
+        """See `Engine`. vLLM's prefix cache is emptied too, as far as no request uses it."""
+        count = super().purge_sessions()
+        assert self._llm is not None
+        self._inbox.ask(self._llm.reset_prefix_cache)
+        return count
 
     def save_session(self, name: str, file: Path) -> None:
         raise EngineError("vLLM has the keys and values of sessions; they cannot be written to a file")

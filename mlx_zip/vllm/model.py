@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,7 @@ from mlx_zip.cuda.kernels.packed import Packed, unpack
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.vllm.config import Zip2ZipConfig
-
-if TYPE_CHECKING:
-    from mlx_zip.vllm.state import Zip2ZipState
+from mlx_zip.vllm.state import Zip2ZipState
 
 WEIGHTS = "model*.safetensors"
 
@@ -60,8 +58,6 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
 
     @staticmethod
     def get_model_state_cls() -> type[Zip2ZipState]:
-        from mlx_zip.vllm.state import Zip2ZipState
-
         return Zip2ZipState
 
     # ---- what vLLM calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from mlx_zip.config import SIDES
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.errors import GenerationError
 from mlx_zip.packs.pack import Pack, pack_in_folder, resolve_pack
-
-if TYPE_CHECKING:
-    from mlx_zip.vllm.model import Zip2ZipForCausalLM
 
 HYPERTOKENS, PACK = "mlx_zip_hypertokens", "mlx_zip_pack"  # keys of a request's `extra_args`
 MAX_KEPT_PACKS = 16
@@ -50,9 +47,12 @@ class StartRows:
 
 
 class WorkerPacks:
-    """The packs that requests have named lately, and the model's own. folder: the model's."""
+    """The packs that requests have named lately, and the model's own.
 
-    def __init__(self, model: Zip2ZipForCausalLM, folder: str) -> None:
+    model: our `Zip2ZipForCausalLM`, loaded from `folder`.
+    """
+
+    def __init__(self, model: Any, folder: str) -> None:
         self._model, self._folder = model, Path(folder)
         self._params = model.config.codec_params
         own = pack_in_folder(self._folder, model.config.start) or Pack(model.config.start or ())

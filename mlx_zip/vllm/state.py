@@ -29,7 +29,6 @@ from mlx_zip.cuda.transfers import ids_to_device, to_device
 from mlx_zip.errors import MlxZipError
 from mlx_zip.packs.entries import pad_entries
 from mlx_zip.sampling.exclusions import CanonicalIds
-from mlx_zip.vllm.model import Zip2ZipForCausalLM
 from mlx_zip.vllm.packs import HYPERTOKENS, PACK, StartRows, WorkerPacks
 from mlx_zip.vllm.rows import RowTable
 
@@ -105,14 +104,14 @@ class Zip2ZipState(DefaultModelState):
     """The requests of one worker, their codebooks, and the table of rows that they share.
 
     A request emits hypertokens only if its sender says that it can expand them (`mlx_zip.vllm.packs.HYPERTOKENS`).
-    slots [requests, slots]: on the device, the place in the table of each entry that a request may choose, 0 for none.
+    model: our `Zip2ZipForCausalLM`. slots [requests, slots]: on the device, the place in the table of each entry that a
+    request may choose, 0 for none.
     """
 
     supports_prompt_embeds = False
 
     def __init__(self, vllm_config: VllmConfig, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        assert isinstance(model, Zip2ZipForCausalLM)
         self._model, self.layout = model, model.layout
         self._by_base = model.config.position_mode == "base_token_end"
         self._packs = WorkerPacks(model, vllm_config.model_config.model)
