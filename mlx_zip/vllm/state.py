@@ -287,7 +287,7 @@ class Zip2ZipState(DefaultModelState):
         if not get_pp_group().is_first_rank:
             return
         ids = batch.input_ids[: batch.num_tokens]
-        low = ids.clamp(max=self.layout.vocab_size - 1) if at else ids
+        low = ids.clamp(max=self.layout.vocab_size - 1)  # a broken request may have any id
         self._embeds[: len(ids)] = self._model.embed_input_ids(low)
         if at:
             where, rows = ids_to_device(np.array([at, places]), self.device)

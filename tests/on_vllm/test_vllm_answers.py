@@ -31,6 +31,7 @@ BEGINNINGS = (
 )
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
+    "steps scheduled ahead": {"async_scheduling": True},
     "prompts in chunks of 16 ids, at most 4 at a time": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
     "no prefix cache, no chunks": {"enable_prefix_caching": False, "enable_chunked_prefill": False},
     "blocks for four sequences, so that others are preempted": {"num_gpu_blocks_override": 9, "max_model_len": 256},

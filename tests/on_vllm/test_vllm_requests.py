@@ -88,8 +88,9 @@ def raw_answers(engine: Any, asked: dict[str, tuple[list[int], dict[str, Any]]])
             params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, extra_args=extra or None)
             params.stop_token_ids = sorted(engine.tokenizer.eos_token_ids)
             llm.add_request(name, {"prompt_token_ids": ids}, params)
-        while llm.has_unfinished_requests():
+        for _ in range(20):
             found |= {one.request_id: list(one.outputs[0].token_ids) for one in llm.step()}
+        assert not llm.has_unfinished_requests()
         return found
 
     return engine._inbox.ask(run)
