@@ -23,8 +23,6 @@ from .interface import Engine, Run
 from .shape_table import Models
 from .torch_engines import weight_bytes_per_step
 
-NAMES = ("vllm-zip", "vllm-base")
-
 
 class VllmBenchEngine(Engine):
     """An engine on vLLM. Each new request or conversation begins with an empty prefix cache."""
@@ -39,7 +37,9 @@ class VllmBenchEngine(Engine):
         self.name = name
         self.engine = open_vllm_engine(folder, max_running=1, vllm_args=vllm_args)
         self.tokenizer = self.engine.tokenizer
-        config = self.llm.vllm_config.model_config
+        llm: Any = self.engine._llm
+        vllm_config = llm.vllm_config
+        config, self._torch_device = vllm_config.model_config, torch.device(vllm_config.device_config.device_type)
         self.dtype: torch.dtype = config.dtype
         self.width: int = config.hf_config.hidden_size
         plain = config.hf_config.decoder_config() if name == "vllm-zip" else config.hf_config
@@ -47,11 +47,6 @@ class VllmBenchEngine(Engine):
         values = 2 * config.hf_config.num_hidden_layers * config.get_total_num_kv_heads() * config.get_head_size()
         self.kv_bytes = values * self.dtype.itemsize
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
-
-    @property
-    def llm(self) -> Any:
-        """VLLM's own engine, which only the thread of `engine` may call."""
-        return self.engine._llm
 
     @property
     def device(self) -> dict[str, Any]:
@@ -63,22 +58,14 @@ class VllmBenchEngine(Engine):
         """See `Engine.yardstick`."""
         return torch_yardstick(self._torch_device)
 
-    @property
-    def _torch_device(self) -> torch.device:
-        return torch.device(self.llm.vllm_config.device_config.device_type)
-
     def bandwidth(self) -> float:
         """See `Engine.bandwidth`."""
         return measure_read_bandwidth(self._torch_device)
 
     def start_conversation(self) -> list[int]:
         """Returns the base ids of a new conversation."""
-        self._forget_prompts()
-        return []
-
-    def _forget_prompts(self) -> None:
         self.engine.purge_sessions()
-        self.engine._inbox.ask(self.llm.reset_prefix_cache)
+        return []
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """See `Engine.run`. Raises `MlxZipError` for a text to replay."""

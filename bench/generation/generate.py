@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_at_least, parse_json_map
 from mlx_zip.bench.engines.choice import CHOOSING, ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
 from mlx_zip.bench.engines.interface import DRAFT, ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
@@ -150,8 +150,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--vllm-args",
         metavar="JSON",
-        type=parse_vllm_args,
-        default={},
         help="JSON map of arguments of vLLM's EngineArgs, for the engines on vLLM, for example "
         "'{\"gpu_memory_utilization\": 0.4}' where two of them share a card (default: none)",
     )
@@ -186,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
     args.rows = list(dict.fromkeys(args.rows))
+    args.vllm_args = parse_json_map("--vllm-args", args.vllm_args)
     check_at_least(args, 1, "trials", "windows", "draft", "turns", "conversations")
     check_at_least(args, 0, "warmup")
     check_engine_names(args.engines)
@@ -282,17 +281,6 @@ def parse_size(text: str) -> tuple[int, int]:
     if not (head.isdecimal() and rest.isdecimal() and int(head) >= 1 and int(rest) >= 2):
         raise MlxZipError(f"--sizes {text}: expected P+G, base tokens to read (1 or more) and to write (2 or more)")
     return int(head), int(rest)
-
-
-def parse_vllm_args(text: str) -> dict[str, Any]:
-    """Parses the value of --vllm-args."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON map")
-    return found
 
 
 def check_engines_can_run_mode(engines: Sequence[str], mode: str, rows: Sequence[str]) -> None:
