@@ -14,6 +14,7 @@ HAS_VLLM = find_spec("vllm") is not None
 
 if HAS_VLLM and not Path("/dev/nvidiactl").exists():  # before anything imports vLLM
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers share one node
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, so that tests see the worker
     os.environ["PYTHONPATH"] = os.pathsep.join([str(STUB), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     sys.path.insert(0, str(STUB))

@@ -28,9 +28,13 @@ def answers(**args: int) -> list[list[int]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    return answers()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_ids_are_those_of_one_process(way):
-    alone = answers()
+def test_ids_are_those_of_one_process(way, alone):
     assert [len(ids) > 3 for ids in alone] == [True] * 3
     assert answers(**WAYS[way]) == alone
