@@ -190,6 +190,11 @@ def load_on_vllm(
         config, options["hf_overrides"] = made.zip_config, partial(_replaced_by, made)
     elif pack is not None or any(value is not None for value in changes.values()):
         raise ConfigError(f"{model_name} has no hypertokens: pack, codebook size and canonical decoding are not for it")
+    elif keys.get("quantization"):
+        raise ConfigError(
+            f"vLLM cannot read the packed weights of {folder}; unpack them: mlx_zip convert --dequantize --hf-path "
+            f"{folder} --mlx-path FOLDER"
+        )
     try:
         args = EngineArgs(**options)
     except TypeError as error:

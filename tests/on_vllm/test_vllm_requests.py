@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from mlx_zip.engine.interface import Failed, Submission
-from mlx_zip.errors import EngineError, GenerationError
+from mlx_zip.errors import ConfigError, EngineError, GenerationError
 from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.vllm.llm import LLM
@@ -155,6 +155,11 @@ def test_nothing_is_lost_or_left_behind_by_many_requests(engine):
     assert state.rows.users == held + len(state._held)
     assert until(lambda: not engine.figures().running)
     assert (engine.figures().waiting, engine.figures().failed) == (0, 0)
+
+
+def test_packed_weights_of_a_plain_model_are_refused():
+    with pytest.raises(ConfigError, match="vLLM cannot read the packed weights of .*unpack them: mlx_zip convert"):
+        open_on_vllm("stories-base")
 
 
 def test_texts_go_in_and_come_out(engine):
