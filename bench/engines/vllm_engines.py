@@ -14,7 +14,6 @@ import torch
 
 from mlx_zip.engine.interface import Emitted, Failed, Finished, Started, Submission
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.model_folder import read_model_config
 from mlx_zip.text.stream import TextStream
 from mlx_zip.vllm.engine import open_vllm_engine
 
@@ -32,8 +31,6 @@ class VllmBenchEngine(Engine):
         folder = models.zip_folder if name == "vllm-zip" else models.folder
         if folder is None:
             raise MlxZipError(f"{name} needs a model as a folder: {'--model' if name == 'vllm-zip' else '--base'}")
-        if name == "vllm-base" and "quantization" in read_model_config(folder):
-            raise MlxZipError(f"vLLM cannot read the packed weights in {folder}; name an unpacked --base")
         self.name = name
         self.engine = open_vllm_engine(folder, max_running=1, vllm_args=vllm_args)
         self.tokenizer = self.engine.tokenizer

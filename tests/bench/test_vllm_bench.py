@@ -14,7 +14,6 @@ from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.engines import choice
 from mlx_zip.engine.interface import Counts, Emitted, Failed, Finished, Started
 from mlx_zip.errors import GenerationError, InstallationError, MlxZipError
-from mlx_zip.named import resolve_model_name
 from mlx_zip.text.tokenizers import load_tokenizer
 
 MODULE = "mlx_zip.bench.engines.vllm_engines"
@@ -134,8 +133,8 @@ def test_a_failed_request_ends_the_bench(bench_engine):
         engine.run([5], 3)
 
 
-def test_models_that_vllm_cannot_read_are_refused(bench_engine):
-    with pytest.raises(MlxZipError, match=r"vLLM cannot read the packed weights in .*; name an unpacked --base"):
-        bench_engine(*EVENTS, name="vllm-base", folder=resolve_model_name("stories-base"))
+def test_a_model_that_is_not_named_is_asked_for(bench_engine):
+    with pytest.raises(MlxZipError, match="vllm-base needs a model as a folder: --base"):
+        bench_engine(*EVENTS, name="vllm-base")
     with pytest.raises(MlxZipError, match="vllm-zip needs a model as a folder: --model"):
         bench_engine(*EVENTS, zip_folder=None)
