@@ -192,7 +192,7 @@ def load_on_vllm(
         raise ConfigError(f"{model_name} has no hypertokens: pack, codebook size and canonical decoding are not for it")
     elif keys.get("quantization"):
         raise ConfigError(
-            f"vLLM cannot read the packed weights of {folder}; unpack them: mlx_zip convert --dequantize --hf-path "
+            f"vLLM cannot read the packed weights of {folder}; unpack them: python -m mlx_lm convert -d --hf-path "
             f"{folder} --mlx-path FOLDER"
         )
     try:

@@ -158,7 +158,7 @@ def test_nothing_is_lost_or_left_behind_by_many_requests(engine):
 
 
 def test_packed_weights_of_a_plain_model_are_refused():
-    with pytest.raises(ConfigError, match=r"packed weights of .*; unpack them: mlx_zip convert"):
+    with pytest.raises(ConfigError, match=r"packed weights of .*; unpack them: python -m mlx_lm convert"):
         open_on_vllm("stories-base")
 
 
