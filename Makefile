@@ -103,7 +103,7 @@ fuzz:
 	native/fuzz/run.sh 20
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache native/fuzz/bin native/fuzz/corpus
+	rm -rf $(VENV) $(VENV)-vllm build dist *.egg-info .pytest_cache .hypothesis .ruff_cache native/fuzz/bin native/fuzz/corpus
 	rm -f mlx_zip/codec/_native.c mlx_zip/codec/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -29,6 +29,10 @@ BENCHES = {
         "mlx_zip.bench.serve.timing",
         "time the server: one stream, many streams, two long prompts, later turns of a chat; next to mlx-lm's server",
     ),
+    "load": (
+        "mlx_zip.bench.serve.load",
+        "send a server requests at given rates and time first texts and gaps between texts; also other servers",
+    ),
     "soak": (
         "mlx_zip.bench.serve.soak",
         "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
@@ -74,6 +78,7 @@ TIMED = {
     "batch",
     "drafts",
     "serve",
+    "load",
     "soak",
     "profile",
     "codec",

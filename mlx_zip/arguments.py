@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, GenerationError, failure_reason
 
 _TYPE_WORDS = {"int": "a whole number", "float": "a number"}
 _ARITY_WORDS = {"one argument": "a value", "at least one argument": "at least one value"}
@@ -169,3 +170,14 @@ def add_codebook_flags(add: Any) -> None:
         metavar="N",
         help="maximum number of hypertokens, the pack's entries included (default: the model's)",
     )
+
+
+def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
+    """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise GenerationError(f"{flag} is not valid JSON: {failure_reason(error)}") from error
+    if not isinstance(value, dict):
+        raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
+    return value

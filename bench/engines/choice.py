@@ -16,10 +16,13 @@ LIBRARIES = {
     "zip2zip": ("torch", "zip2zip"),
     "torch-zip": ("torch",),
     "torch-base": ("torch",),
+    "vllm-zip": ("vllm",),
+    "vllm-base": ("vllm",),
     **dict.fromkeys(("mlx-lm", "mlx-zip", "mlx-cuda-zip", "mlx-cuda-base"), ("mlx",)),
 }
 ON_MLX_CUDA = {"mlx-cuda-zip": "mlx-zip", "mlx-cuda-base": "mlx-lm"}  # name: the engine that it is elsewhere
 ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
+CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit the ids that they choose, so they replay no text
 
 
 def check_engine_names(names: Sequence[str]) -> None:
@@ -43,7 +46,7 @@ def engines_need_mlx(names: Sequence[str]) -> bool:
     """
     if find_spec("mlx") is None:
         return any(name.startswith("mlx-") for name in names)
-    return any(not name.startswith("torch-") for name in names)
+    return any(not name.startswith(("torch-", "vllm-")) for name in names)
 
 
 def check_mlx_runs_on_cuda(name: str) -> None:
@@ -54,14 +57,19 @@ def check_mlx_runs_on_cuda(name: str) -> None:
 
 
 def make_engine(name: str, models: Models, options: Any) -> Engine:
-    """Makes the engine called `name`, which `check_engine_names` accepts. options: the flag `published`.
+    """Makes the engine called `name`, which `check_engine_names` accepts.
 
+    options: the flags `published` and `vllm_args` of `bench generate`, those that the engine needs.
     Raises `MlxZipError` if the engine cannot run these models.
     """
     if name.startswith("torch-"):
         from .cuda_engines import TorchEngine  # torch is an extra
 
         return TorchEngine(name, models)
+    if name.startswith("vllm-"):
+        from .vllm_engines import VllmBenchEngine  # so is vLLM
+
+        return VllmBenchEngine(name, models, options.vllm_args)
     if name.startswith("mlx-"):
         return make_mlx_engine(name, models)
     from .torch_engines import make_torch_engine

@@ -18,6 +18,8 @@ ENGINES = {
     "mlx-zip": "the model with hypertokens in mlx_zip",
     "torch-zip": "the model with hypertokens in mlx_zip on PyTorch",
     "torch-base": "the plain model on the same engine as torch-zip",
+    "vllm-zip": "the model with hypertokens on vLLM",
+    "vllm-base": "the plain model on vLLM, from a folder of unpacked weights",
     "mlx-cuda-zip": "mlx-zip, on MLX's CUDA backend",
     "mlx-cuda-base": "mlx-lm, on MLX's CUDA backend",
     "hf": "the plain model in transformers, eager",

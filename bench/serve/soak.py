@@ -27,7 +27,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar
 
-from .client import DIALECTS, Dialect, send_request
+from .client import DIALECTS, Dialect, send_request, served_model_name
 from .server_process import ServerProcess, serve_command
 
 MALFORMED: tuple[Any, ...] = (
@@ -119,7 +119,7 @@ class SoakRun:
 
     async def run(self) -> dict[str, Any]:
         """Sends all requests and returns what was seen."""
-        self.model = (await send_request(self.server.port, "/v1/models")).body["data"][0]["id"]
+        self.model = await served_model_name(self.server.port)
         self.rng = random.Random(self.args.seed)
         kinds = self.rng.choices(
             ("malformed", "cancelled", "whole"),

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +29,7 @@ from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
 from mlx_zip.progress import ProgressBar
 
-from .client import CHAT, DIALECTS, Dialect, Reply, send_request
+from .client import CHAT, DIALECTS, AskedServer, Dialect, Reply, first_text_s, send_request, served_model_name
 from .server_process import ServerProcess, serve_command
 
 PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
@@ -65,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
             ),
         }
         asked = {
-            name: AskedServer(server.port, served_model_name(name, server.port)) for name, server in servers.items()
+            name: AskedServer(
+                server.port, "default_model" if name == "mlx-lm" else asyncio.run(served_model_name(server.port))
+            )
+            for name, server in servers.items()
         }
         figures = {
             "one_stream": measure_one_stream(asked["zip"], *load(args.model), args),
@@ -84,25 +86,6 @@ def run(args: argparse.Namespace) -> int:
     print_record(record, *PACKAGES)
     print(serving_table(record), file=sys.stderr)
     return 0
-
-
-@dataclass(frozen=True)
-class AskedServer:
-    """A server that is asked. model: the name that it has for its model."""
-
-    port: int
-    model: str
-
-    async def answer(self, content: str, max_tokens: int, dialect: Any = CHAT) -> Reply:
-        """Returns the streamed answer to one message."""
-        body = dialect.body([{"role": "user", "content": content}], max_tokens, True) | {"model": self.model}
-        return await send_request(self.port, dialect.path, body)
-
-
-def served_model_name(server: str, port: int) -> str:
-    if server == "mlx-lm":
-        return "default_model"
-    return asyncio.run(send_request(port, "/v1/models")).body["data"][0]["id"]
 
 
 # ---- one stream
@@ -136,15 +119,6 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
         "overhead": {"unit": "share of generate's time", **summarize_samples(overhead)},
         "first_byte_ms": summarize_samples(late),
     }
-
-
-def first_text_s(reply: Reply) -> float:
-    """Returns when the first text of a streamed chat completion came, in seconds after the request."""
-    for seconds, event in reply.events:
-        choices = event.get("choices", ()) if isinstance(event, dict) else ()
-        if any(choice["delta"].get("content") for choice in choices):
-            return seconds
-    return reply.seconds
 
 
 def server_reported_figures(reply: Reply) -> dict[str, Any]:
@@ -273,7 +247,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = [{"role": "user", "content": long_prompt(WORDS, 1000 + number)}]
 
     async def ask(self, port: int) -> float:
-        name = (await send_request(port, "/v1/models")).body["data"][0]["id"]
+        name = await served_model_name(port)
         body: dict[str, Any] = self.dialect.body(self.messages, TOKENS, True) | {"model": name}
         reply: Reply = await send_request(port, self.dialect.path, body)
         prompt, cached, _ = self.dialect.usage(reply)

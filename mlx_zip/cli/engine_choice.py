@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import choose_device
-from mlx_zip.errors import GenerationError, missing_library_error
+from mlx_zip.errors import EngineError, GenerationError, MlxZipError, missing_library_error
 from mlx_zip.models.decoder_options import why_not_on_torch
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
-AUTO, MLX, TORCH, CUDA = "auto", "mlx", "torch", "cuda"
+AUTO, MLX, TORCH, CUDA, VLLM = "auto", "mlx", "torch", "cuda", "vllm"
 ENGINE_NAMES = (AUTO, MLX, TORCH, CUDA)
+SERVING_NAMES = (*ENGINE_NAMES, VLLM)  # of the commands that stand on an engine's interface
 LIBRARIES = ("torch", "triton")
 SMALL_MB = 32  # of weights: for a smaller model PyTorch takes longer to be imported than MLX to answer
-REFUSED = {  # flags that PyTorch has no use for, and what to do
+_ON_TORCH = {  # flags that PyTorch has no use for, and what to do
     "adapter_path": "merge the adapter with mlx_zip convert",
     "max_kv_size": "its KV caches do not rotate",
     "kv_bits": "its KV caches are not quantized",
@@ -37,25 +38,61 @@ REFUSED = {  # flags that PyTorch has no use for, and what to do
     "row_cache_bytes": "its rows are kept in memory only",
     "keep_cache": "its turns are read anew",
 }
+_ON_VLLM = {  # flags that vLLM has no use for, and what to do
+    **{name: _ON_TORCH[name] for name in ("adapter_path", "row_cache", "row_cache_bytes")},
+    **dict.fromkeys(("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"), "vLLM has the keys and values"),
+    **dict.fromkeys(("draft", "draft_model", "draft_exact"), "with hypertokens vLLM proposes no ids"),
+    **dict.fromkeys(
+        ("session_cache", "session_disk_bytes", "session_files", "prompt_cache_bytes"),
+        "vLLM's prefix cache has the keys and values of conversations, and they cannot be written to a file",
+    ),
+    "prefill_step_size": "vLLM cuts prompts itself: --vllm-args '{\"max_num_batched_tokens\": 2048}'",
+}
+REFUSED = {TORCH: _ON_TORCH, CUDA: _ON_TORCH, VLLM: _ON_VLLM}  # engines that stand beside MLX, and what they refuse
 RANK_VARIABLE = "MLX_RANK"  # environment variable in which mlx.launch gives each process its number
 _NEUTRAL_VALUES = {
-    "row_cache": "off",
-    "keep_cache": False,
-    "kv_group_size": 64,
-    "quantized_kv_start": 5000,
-    "draft_exact": False,
+    "row_cache": ("off",),
+    "session_cache": ("off",),
+    "keep_cache": (False,),
+    "kv_group_size": (64,),
+    "quantized_kv_start": (5000,),
+    "draft": ("off",),
+    "draft_exact": (False,),
+    "prompt_cache_bytes": (4 << 30,),
+    "session_disk_bytes": (16 << 30,),
+    "prefill_step_size": (2048,),
 }  # values that ask for nothing
+_VLLM_OPTIONS = (  # of `open_chosen_engine`, that vLLM's engine takes
+    "canonical",
+    "codebook_size",
+    "max_prompt_tokens",
+    "max_running",
+    "max_waiting",
+    "pack",
+    "tokenizer_config",
+    "trust_remote_code",
+    "vllm_args",
+)
+_NOT_IN_VLLM_ARGS = {  # arguments of vLLM that mlx_zip sets, and the flag that does so
+    "model": "--model",
+    "max_num_seqs": "--decode-concurrency",
+    "trust_remote_code": "--trust-remote-code",
+    "hf_overrides": "the model's config.json",
+    "tokenizer": "the model's folder",
+    "skip_tokenizer_init": "mlx_zip, which has the tokenizer",
+}
 
 
-def add_engine_flag(add: Any) -> None:
-    """Declares --engine."""
+def add_engine_flag(add: Any, names: Sequence[str] = ENGINE_NAMES) -> None:
+    """Declares --engine. names: `SERVING_NAMES` for a command that vLLM can run."""
+    vllm = " vllm: vLLM, for many requests at a time, on one card or several;" if VLLM in names else ""
     add(
         "--engine",
-        choices=ENGINE_NAMES,
+        choices=names,
         default=AUTO,
         help="library that runs the model. mlx: MLX; torch: PyTorch, on an NVIDIA card if there is one, else on the "
-        "CPU; cuda: PyTorch on an NVIDIA card only; auto: torch if it is installed, but mlx on a Mac, for a model "
-        f"below {SMALL_MB} MB, and for a flag or model that torch does not support (default: auto)",
+        f"CPU; cuda: PyTorch on an NVIDIA card only;{vllm} auto: torch if it is installed, but mlx on a Mac, for a "
+        f"model below {SMALL_MB} MB, and for a flag or model that torch does not support (default: auto)",
     )
 
 
@@ -91,7 +128,7 @@ def _pick_engine(args: argparse.Namespace, models: Sequence[Any], group: Any) ->
     folders = [find_model_folder(model, getattr(args, "revision", None)) for model in models]
     if folders and max(map(_weight_bytes, folders)) < SMALL_MB << 20:
         return MLX, None
-    if (flag := next(_mlx_only_flags(args), None)) is not None:
+    if (flag := next(_refused_flags(args), None)) is not None:
         return MLX, f"because torch does not take --{flag.replace('_', '-')}"
     for folder in folders:
         if (reason := why_not_on_torch(read_model_config(folder))) is not None:
@@ -103,28 +140,30 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
-def _mlx_only_flags(args: argparse.Namespace) -> Any:
-    for name in REFUSED:
-        if (given := getattr(args, name, None)) is not None and given != _NEUTRAL_VALUES.get(name):
+def _refused_flags(args: argparse.Namespace) -> Iterator[str]:
+    """Yields the given flags that the engine has no use for; for auto those that PyTorch has none for."""
+    for name in REFUSED.get(args.engine, _ON_TORCH):
+        if (given := getattr(args, name, None)) is not None and given not in _NEUTRAL_VALUES.get(name, ()):
             yield name
 
 
 def check_engine_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for a flag that cannot be used together with PyTorch, and on several machines."""
-    if not is_torch(args):
+    """Raises `GenerationError` for a flag that cannot be used with the engine, and on several machines but with MLX."""
+    if args.engine != VLLM and getattr(args, "vllm_args", None) is not None:
+        raise GenerationError(f"--vllm-args cannot be used with --engine {args.engine}: name --engine vllm")
+    if args.engine not in REFUSED:
         return
     if RANK_VARIABLE in os.environ:
-        raise GenerationError(
-            f"--engine {args.engine} runs on one machine; mlx.launch runs a model on several with mlx"
-        )
-    if (name := next(_mlx_only_flags(args), None)) is not None:
+        several = "vLLM starts several itself" if args.engine == VLLM else "mlx.launch runs a model on several with mlx"
+        raise GenerationError(f"--engine {args.engine} runs on one machine; {several}")
+    if (name := next(_refused_flags(args), None)) is not None:
         flag = name.replace("_", "-")
-        raise GenerationError(f"--{flag} cannot be used with --engine {args.engine}: {REFUSED[name]}")
+        raise GenerationError(f"--{flag} cannot be used with --engine {args.engine}: {REFUSED[args.engine][name]}")
 
 
 def machines_of_run(args: argparse.Namespace) -> Any:
     """Returns the machines of this run, None for one machine. Raises `MachineError`."""
-    if is_torch(args) or (args.engine == AUTO and find_spec("mlx") is None):
+    if args.engine in REFUSED or (args.engine == AUTO and find_spec("mlx") is None):
         return None
     from mlx_zip.models.machines import connect_machines
 
@@ -135,7 +174,31 @@ def open_row_store(args: argparse.Namespace) -> Any:
     """Returns a context with the store of rows that flags ask for; with None if the engine has its own."""
     from mlx_zip.cli import row_cache
 
-    return nullcontext() if is_torch(args) else row_cache.open_store(args)
+    return nullcontext() if args.engine in REFUSED else row_cache.open_store(args)
+
+
+def open_vllm_engine(name: Any, **options: Any) -> Any:
+    """Returns the engine of a model on vLLM. options: those of `open_chosen_engine`.
+
+    Raises `InstallationError` if vLLM is not installed, `GenerationError` for arguments that vLLM does not take, and
+    `EngineError` if it does not start.
+    """
+    vllm_args = options["vllm_args"]
+    if found := next((one for one in vllm_args if one in _NOT_IN_VLLM_ARGS), None):
+        raise GenerationError(f"--vllm-args: {found!r} is set by {_NOT_IN_VLLM_ARGS[found]}")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if find_spec("vllm") is None:
+        raise missing_library_error("--engine vllm", "vllm", extra=VLLM)
+    from mlx_zip.vllm.engine import open_vllm_engine
+
+    chosen = {key: options[key] for key in _VLLM_OPTIONS if key in options}
+    try:
+        return open_vllm_engine(name, keep_sessions=options["sessions"] is not None, **chosen)
+    except MlxZipError:
+        raise
+    except (RuntimeError, ValueError) as error:  # of vLLM: for arguments and for devices
+        raise EngineError(f"vLLM does not start: {' '.join(str(error).split())}") from error
 
 
 def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from mlx_zip import named
+from mlx_zip.arguments import parse_json_map
 from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.generation_flags import REFUSED, SAMPLING_FLAGS, add_arguments, check_kv_size, check_model_flag
-from mlx_zip.cli.serving.opening import parse_json_map, request_pack
+from mlx_zip.cli.serving.opening import request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.model_folder import is_plain_model

@@ -90,9 +90,7 @@ class Scheduler:
 
     def work(self) -> None:
         """Does one round: ends cancelled requests, lets waiting ones begin, reads prompts, and takes one step."""
-        for request in [request for request in self.waiting if request.handle.cancelled]:
-            self.waiting.remove(request)
-            self._end_request(request)
+        self._end_cancelled_waiting()
         self._admit()
         self.read_prompts()
         self._take_step()
@@ -134,6 +132,11 @@ class Scheduler:
                 log.exception("a request could not give up its memory")
 
     # ---- waiting requests
+
+    def _end_cancelled_waiting(self) -> None:
+        for request in [request for request in self.waiting if request.handle.cancelled]:
+            self.waiting.remove(request)
+            self._end_request(request)
 
     def _admit(self) -> None:
         """Lets waiting requests begin, in their order, while there is room."""

@@ -239,15 +239,18 @@ class ThreadedEngine(Engine):
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
         self._answers = self._store.answers()
-        self._scheduler = Scheduler(
-            served, self._store, options.max_running, bound, self._forget_ended, partial(self._make_reading, served)
-        )
+        self._scheduler = self._make_scheduler(served, bound)
         self._totals = self._scheduler.totals
         self._update_figures()
 
     @abstractmethod
     def _make_served(self, load: Load, name: str) -> ServedByEngine:
         """Loads the model, sets `tokenizer`, and returns what serves requests. name: of the model."""
+
+    def _make_scheduler(self, served: Any, max_kv_bytes: int | None) -> Scheduler:
+        """Returns what runs the requests on what `_make_served` returned. max_kv_bytes: what `_kv_bound` returned."""
+        make_reading = partial(self._make_reading, served)
+        return Scheduler(served, self._store, self._options.max_running, max_kv_bytes, self._forget_ended, make_reading)
 
     @abstractmethod
     def _make_reading(self, served: Any, request: Request) -> Reading:

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from mlx_zip.bench.serve.client import CHAT, MESSAGES, RESPONSES, Reply, send_request
-from mlx_zip.bench.serve.timing import first_text_s, long_prompt, unfairness_ratio
+from mlx_zip.bench.serve.client import CHAT, MESSAGES, RESPONSES, Reply, first_text_s, send_request
+from mlx_zip.bench.serve.timing import long_prompt, unfairness_ratio
 from mlx_zip.errors import MlxZipError
 
 

@@ -5,10 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
-from mlx_zip.cli import engine_choice, main
+from mlx_zip.cli import command_parser, engine_choice, main
+from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine
+from mlx_zip.errors import EngineError
 from support.serving import MISSING
 from support.slow_cases import slow_but
 
@@ -208,6 +211,111 @@ def test_the_engine_on_pytorch_loads_no_mlx():
     code = "import sys, mlx_zip.cuda.engine\nprint([name for name in ('mlx', 'mlx_lm') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---- vllm
+
+VLLM = ("serve", "--port", "0", "--engine", "vllm")
+
+
+def in_process(capsys, *args):
+    """The one line with which a command is refused before it loads anything."""
+    assert main(args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_without_vllm_the_message_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(engine_choice, "find_spec", lambda name: None)
+    for variable in ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL"):  # which the command sets
+        monkeypatch.setenv(variable, "")
+    line = in_process(capsys, *VLLM)
+    assert "--engine vllm needs vllm, which is not installed" in line
+    assert ".[vllm]" in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *[(name, "x") for name in ("--adapter-path", "--row-cache", "--session-cache", "--session-files")],
+        *[(name, "8") for name in ("--kv-bits", "--kv-group-size", "--quantized-kv-start", "--prefill-step-size")],
+        *[(name, "1G") for name in ("--row-cache-bytes", "--session-disk-bytes", "--prompt-cache-bytes")],
+        ("--draft", "lookup"),
+        ("--draft-model", "stories"),
+    ],
+)
+def test_flags_that_vllm_has_no_use_for_are_refused(capsys, flag, value):
+    assert f"{flag} cannot be used with --engine vllm: " in in_process(capsys, *VLLM, flag, value)
+
+
+def test_a_chat_on_vllm_has_no_rotating_cache(capsys):
+    pytest.importorskip("prompt_toolkit")
+    line = in_process(capsys, "chat", "--engine", "vllm", "--model", "stories-base", "--max-kv-size", "64")
+    assert "--max-kv-size cannot be used with --engine vllm: " in line
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("{", "--vllm-args is not valid JSON"),
+        ("[1]", "--vllm-args must be a JSON map"),
+        ('{"max_num_seqs": 2}', "--vllm-args: 'max_num_seqs' is set by --decode-concurrency"),
+        ('{"model": "x"}', "--vllm-args: 'model' is set by --model"),
+    ],
+)
+def test_arguments_for_vllm_are_checked_before_it_is_imported(capsys, given, expected):
+    assert expected in in_process(capsys, *VLLM, "--vllm-args", given)
+
+
+@pytest.mark.parametrize("engine", ["auto", "mlx", "torch", "cuda"])
+def test_arguments_for_vllm_need_vllm(capsys, engine):
+    line = in_process(capsys, "serve", "--engine", engine, "--vllm-args", "{}")
+    assert f"--vllm-args cannot be used with --engine {engine}: name --engine vllm" in line
+
+
+@pytest.mark.parametrize("command", [SHORT, ("evaluate", "--model", "stories"), ("cache-prompt", "--prompt", "x")])
+def test_commands_without_an_engine_of_many_requests_do_not_offer_vllm(capsys, command):
+    with pytest.raises(SystemExit):
+        main([*command, "--engine", "vllm"])
+    assert "'vllm' is not one of auto, mlx, torch, cuda" in capsys.readouterr().err
+
+
+def test_mlx_launch_does_not_start_vllm(monkeypatch, capsys):
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert "--engine vllm runs on one machine" in in_process(capsys, *VLLM)
+
+
+def test_vllm_gets_the_options_that_it_has_and_its_errors_are_told_in_one_line(monkeypatch):
+    asked = {}
+
+    def open_vllm_engine(name, **options):
+        asked.update(options, name=name)
+        raise ValueError("1 validation error for ModelConfig\n  it is too long")
+
+    engine = types.ModuleType("mlx_zip.vllm.engine")
+    engine.open_vllm_engine = open_vllm_engine
+    monkeypatch.setitem(sys.modules, "mlx_zip.vllm.engine", engine)
+    monkeypatch.setattr(engine_choice, "find_spec", lambda name: object())
+    for variable in ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(variable, "")
+    args = command_parser("serve", "x").parse_args(
+        ["--engine", "vllm", "--decode-concurrency", "3", "--no-canonical", "--vllm-args", '{"block_size": 32}']
+    )
+    with pytest.raises(EngineError, match="vLLM does not start: 1 validation error for ModelConfig it is too long"):
+        open_chosen_engine(None, "some", **engine_options(args, "stories", None), row_cache=None)
+    assert asked == {
+        "name": "some",
+        "canonical": False,
+        "codebook_size": None,
+        "keep_sessions": True,
+        "max_prompt_tokens": None,
+        "max_running": 3,
+        "max_waiting": 64,
+        "pack": None,
+        "tokenizer_config": {},
+        "trust_remote_code": False,
+        "vllm_args": {"block_size": 32},
+    }
 
 
 # ---- auto

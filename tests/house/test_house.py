@@ -38,6 +38,7 @@ DOORS = {"__main__", "cli", "selftest"}  # they reach the rooms on demand, leave
 HEAVY = {  # where a library that is large or optional may be imported; the declared ones not named here, anywhere
     "torch": {"cuda", "training", "vllm", "bench", "recipes"},
     "triton": {"cuda", "vllm", "bench"},
+    "vllm": {"vllm"},
     "starlette": {"server", "apps"},
     "prompt_toolkit": {"cli"},
     "rich": {"cli"},
@@ -45,7 +46,7 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "lm_eval": {"evaluation"},
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
-    "transformers": {"text", "training", "converters", "bench", "recipes", *DOORS},
+    "transformers": {"text", "training", "vllm", "converters", "bench", "recipes", *DOORS},
     "mlx": {"device", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"models", *LOOPS, "converters", "bench", *DOORS},
 }

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook_flags, check_at_least
+from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
 from mlx_zip.cli import colours, engine_choice, row_cache
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
@@ -110,7 +110,6 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _make_settings(args: argparse.Namespace) -> Any:
     """Returns what answers are asked for with. Raises `GenerationError` for sampling flags out of range."""
-    from mlx_zip.cli.serving.opening import parse_json_map
     from mlx_zip.sampling.options import Sampling
 
     sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if name != "seed"}

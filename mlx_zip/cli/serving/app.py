@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook_flags, check_at_least
+from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine, open_row_store
 from mlx_zip.cli.generation_flags import add_draft_flags, add_kv_quantization_flags, check_model_flag
@@ -21,7 +21,6 @@ from mlx_zip.cli.serving.opening import (
     engine_options,
     import_server_part,
     open_chosen_engine,
-    parse_json_map,
     report_engine_fault,
     server_pack_options,
 )

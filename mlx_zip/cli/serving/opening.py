@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_zip.arguments import parse_json_map
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, failure_reason, first_message_line, missing_library_error
@@ -37,8 +37,11 @@ def import_server_part(module: str, command: str) -> Any:
 def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
     """Returns the engine of a model. group: the machines that the model is split over, None for one.
 
-    engine: mlx, torch or cuda.
+    engine: mlx, torch, cuda or vllm.
     """
+    if engine == engine_choice.VLLM:
+        return engine_choice.open_vllm_engine(name, **options)
+    options.pop("vllm_args", None)
     if engine != engine_choice.MLX:
         return engine_choice.open_torch_engine(name, engine, **options)
     if group is None:
@@ -86,6 +89,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "draft_model": args.draft_model,
         "num_draft_tokens": args.num_draft_tokens,
         "draft_exact": args.draft_exact,
+        "vllm_args": parse_json_map("--vllm-args", args.vllm_args),
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,
@@ -134,17 +138,6 @@ def _read_template(given: str) -> str:
         return expand_home(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, DataError) as error:
         raise GenerationError(f"--chat-template {given}: {failure_reason(error)}") from error
-
-
-def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
-    """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise GenerationError(f"{flag} is not valid JSON: {failure_reason(error)}") from error
-    if not isinstance(value, dict):
-        raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
-    return value
 
 
 def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:

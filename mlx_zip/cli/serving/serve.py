@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_at_least, parse_json_map
 from mlx_zip.cli import engine_choice
 from mlx_zip.cli.generation_flags import check_model_flag
 from mlx_zip.cli.serving.opening import (
     engine_options,
     import_server_part,
     open_chosen_engine,
-    parse_json_map,
     report_engine_fault,
     server_pack_options,
     session_folder,

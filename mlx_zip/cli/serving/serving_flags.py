@@ -61,7 +61,13 @@ def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
         "--model",
         help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
     )
-    engine_choice.add_engine_flag(add)
+    engine_choice.add_engine_flag(add, engine_choice.SERVING_NAMES)
+    add(
+        "--vllm-args",
+        metavar="JSON",
+        help="JSON map of further arguments of vLLM's EngineArgs, with --engine vllm, for example "
+        "'{\"tensor_parallel_size\": 2}' (default: none)",
+    )
     add_adapter_flag(add)
     add_trust_remote_code_flag(add)
     add("--chat-template", metavar="TEXT|FILE", help="chat template in Jinja's language (default: the model's own)")

@@ -1,0 +1,117 @@
+"""`Zip2ZipConfig`: config.json of a model with hypertokens as transformers and vLLM read it; and the plugin itself."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from mlx_zip.config import ZipConfig, parse_zip_section
+from mlx_zip.errors import ConfigError
+from mlx_zip.layout import MODEL_TYPE, Layout
+
+UPSTREAM_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"  # of an exported checkpoint
+ARCHITECTURE = "Zip2ZipForCausalLM"  # what vLLM calls our model
+DECODERS = {  # what vLLM calls the decoders that config.json names by model_type
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_PACKING = ("quantization", "quantization_config")  # MLX's own, which vLLM would take for one of its methods
+_NOT_THE_DECODERS = (*_PACKING, "model_type", "name_or_path", "_name_or_path", "mlx_zip")
+
+
+class Zip2ZipConfig(PretrainedConfig):
+    """The decoder's config with a wider vocabulary, that of the logits: base ids, hypertokens and the base tail.
+
+    section: the `zip2zip` section of config.json. decoder_keys: the other keys, without those of MLX's quantization.
+    packing: that quantization, {} for none. encoder_file: of an exported checkpoint, "" for a converted folder.
+    """
+
+    model_type = MODEL_TYPE
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Takes the keys of config.json, or those that `to_dict` gives. Raises `ConfigError`."""
+        self.section: dict[str, Any] = kwargs.pop("zip2zip", None) or kwargs.pop("section", {})
+        decoder: dict[str, Any] | None = kwargs.pop("decoder_keys", None)
+        packing = kwargs.pop("packing", None) or {}
+        self.encoder_file: str = kwargs.pop("encoder_file", "")
+        if decoder is None:
+            packing = kwargs.get(_PACKING[0]) or {}
+            decoder = {key: value for key, value in kwargs.items() if key not in _NOT_THE_DECODERS}
+        self.decoder_keys, self.packing = decoder, packing
+        if not self.section:  # transformers makes an empty one to compare with
+            super().__init__(**kwargs)
+            return
+        base = self.decoder_config().to_dict()
+        super().__init__(**{**base, "architectures": [ARCHITECTURE], "vocab_size": self.layout.width})
+        self.model_type = MODEL_TYPE
+
+    @property
+    def zip_config(self) -> ZipConfig:
+        """What the section says of codec and encoders. Raises `ConfigError`."""
+        return parse_zip_section(self.section)
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of the logits. Raises `ConfigError`."""
+        config = self.zip_config
+        return Layout(config.vocab_size, config.codebook_size, self.decoder_keys["vocab_size"])
+
+    @property
+    def decoder_name(self) -> str:
+        """What vLLM calls the decoder. Raises `ConfigError` for one that is not supported."""
+        kind = self.section.get("base_model_type")
+        if kind not in DECODERS:
+            raise ConfigError(f"base_model_type {kind!r} is not supported on vLLM; supported: {', '.join(DECODERS)}")
+        return DECODERS[kind]
+
+    def decoder_config(self) -> PretrainedConfig:
+        """Returns the decoder's own config. Raises `ConfigError` for a decoder that is not supported."""
+        name = self.decoder_name
+        made = AutoConfig.for_model(self.section["base_model_type"], **self.decoder_keys)
+        made.architectures = [name]
+        return made
+
+
+def register() -> None:
+    """Tells transformers of our config and vLLM of our model; vLLM calls it in each of its processes."""
+    from vllm import ModelRegistry
+
+    AutoConfig.register(MODEL_TYPE, Zip2ZipConfig, exist_ok=True)
+    ModelRegistry.register_model(ARCHITECTURE, "mlx_zip.vllm.model:Zip2ZipForCausalLM")
+
+
+def config_of_export(folder: Path) -> dict[str, Any] | None:
+    """Returns config.json of an exported checkpoint as a converted folder would have it; None for any other folder.
+
+    Raises `ConfigError` for files that cannot be read and for a checkpoint whose decoder lies elsewhere.
+    """
+    if not (folder / UPSTREAM_CONFIG).is_file():
+        return None
+    config, section = (_read_object(folder / name) for name in ("config.json", UPSTREAM_CONFIG))
+    if config.get("model_type") == MODEL_TYPE:
+        return None
+    if not (list(folder.glob("model*.safetensors")) and (folder / ENCODERS).is_file()):
+        raise ConfigError(f"{folder} does not hold its decoder; convert it first: mlx_zip convert --hf-path {folder}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    section = {**section, "base_model_type": config.get("model_type"), "pad_token_id": pad_id}
+    return {**config, "zip2zip": section, "encoder_file": ENCODERS}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path} is no JSON object")
+    return dict(found)

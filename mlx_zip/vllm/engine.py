@@ -1,0 +1,469 @@
+"""`VllmEngine`: vLLM behind the interface that server, chat and harness know. vLLM's scheduler decides what runs when.
+
+Prompts are compressed here, and what a request may read and ask for is checked here, before vLLM sees it: a worker
+cannot refuse. The ids of ended requests are kept, so that a chat goes on with the ids that it had; their keys and
+values are in vLLM's prefix cache, as long as it has room for them.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.config import ZipConfig
+from mlx_zip.cuda.network.checkpoint import folder_fingerprint
+from mlx_zip.device import peak_rss_bytes
+from mlx_zip.engine.interface import Deliver, EngineInfo, SessionInfo, Submission
+from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.request import Chosen, Request
+from mlx_zip.engine.scheduler import Scheduler
+from mlx_zip.engine.scored import Compressed, Scored
+from mlx_zip.engine.sessions.session import Ids, Session
+from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
+from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
+from mlx_zip.engine.threaded import ThreadedEngine
+from mlx_zip.errors import ConfigError, EngineError, GenerationError
+from mlx_zip.layout import MODEL_TYPE
+from mlx_zip.models.decoder_options import has_tied_head
+from mlx_zip.models.model_folder import find_model_folder, read_model_config
+from mlx_zip.named import resolve_model_name
+from mlx_zip.packs.pack import Pack, resolve_pack
+from mlx_zip.sampling.options import Sampling
+from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
+from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export, register
+from mlx_zip.vllm.packs import HYPERTOKENS, pack_arguments
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+
+MOST_LOGPROBS = 20  # of the likeliest ids per step, OpenAI's number
+MAX_RUNNING = 256  # requests at a time, vLLM's own number
+_SESSIONS_BYTES = 256 << 20  # of kept ids
+
+
+class VllmEngine(ThreadedEngine):
+    """An engine on vLLM. load: returns what `load_on_vllm` returns."""
+
+    _llm: LLMEngine | None = None  # None until it is loaded
+
+    def _make_served(self, load: Callable[[], VllmModel], name: str) -> VllmServed:
+        model = load()
+        self.tokenizer, self._llm = model.tokenizer, model.llm
+        return VllmServed(model, name, self._options.run)
+
+    def _make_scheduler(self, served: VllmServed, max_kv_bytes: int | None) -> Scheduler:
+        return VllmScheduler(served, self._store, self._forget_ended)
+
+    def _make_reading(self, served: Any, request: Request) -> NoReturn:
+        raise NotImplementedError("vLLM reads prompts")
+
+    def _score_in_parts(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
+        raise GenerationError("vLLM does not tell how likely the ids of a prompt are; --engine mlx and torch do")
+
+    def check(self, submission: Submission) -> None:
+        """Raises `GenerationError` for a submission that cannot be met."""
+        self._make_request(submission, lambda event: None)
+
+    def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
+        request = super()._make_request(submission, deliver)
+        _raise_if_unsupported(request)
+        pack_arguments(request.checked.start)
+        return request
+
+    def purge_sessions(self) -> int:
+        """See `Engine`. vLLM's prefix cache is emptied too, as far as no request uses it."""
+        count = super().purge_sessions()
+        assert self._llm is not None
+        self._inbox.ask(self._llm.reset_prefix_cache)
+        return count
+
+    def save_session(self, name: str, file: Path) -> None:
+        raise EngineError("vLLM has the keys and values of sessions; they cannot be written to a file")
+
+    def load_session(self, file: Path) -> SessionInfo:
+        raise EngineError(f"{file}: vLLM cannot go on from the keys and values in a file")
+
+    def _kv_bound(self, served: Any) -> None:
+        """Returns None: vLLM gives its blocks to the requests that it runs."""
+
+    def _memory_figures(self) -> dict[str, int]:
+        return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
+
+    def _free_thread(self) -> None:
+        if self._llm is not None:
+            self._llm.engine_core.shutdown()
+
+
+def open_vllm_engine(
+    model_name: str | Path,
+    *,
+    dtype: str | None = None,
+    pack: Any = None,
+    canonical: bool | None = None,
+    codebook_size: int | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    max_running: int = MAX_RUNNING,
+    max_waiting: int = 4 * MAX_RUNNING,
+    max_prompt_tokens: int | None = None,
+    keep_sessions: bool = True,
+    vllm_args: Mapping[str, Any] | None = None,
+) -> VllmEngine:
+    """Loads a model on vLLM and returns an engine that serves it.
+
+    model_name: a folder, converted or exported, a bundled model's name or a hub id. dtype: "float32", "float16" or
+    "bfloat16", None for what vLLM takes. pack: what requests begin with unless they name another; None for the model's
+    own. canonical, codebook_size: None for config.json's. tokenizer_config: `chat_template` only. vllm_args: further
+    arguments of vLLM's `EngineArgs`, for example {"tensor_parallel_size": 2}. Raises `ConfigError`, `ModelError`,
+    `DataError`, and what vLLM raises.
+    """
+    load = partial(
+        load_on_vllm,
+        model_name,
+        dtype=dtype,
+        pack=pack,
+        changes={"canonical": canonical, "codebook_size": codebook_size},
+        chat_template=(tokenizer_config or {}).get("chat_template"),
+        trust_remote_code=trust_remote_code,
+        vllm_args={"max_num_seqs": max_running, **(vllm_args or {})},
+    )
+    options = ServeOptions(max_running, max_waiting, max_prompt_tokens)
+    make_store = partial(make_id_store, options=SessionOptions(max_bytes=_SESSIONS_BYTES)) if keep_sessions else None
+    return VllmEngine(load, str(model_name), options, make_store)
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class VllmModel:
+    """A model that vLLM has loaded. config: None for a plain model. pack: what requests begin with, None for nothing
+    but the model's own. tied: whether the head is the embedding. fingerprint: of the weights.
+    """
+
+    llm: LLMEngine
+    tokenizer: Tokenizer
+    config: ZipConfig | None
+    pack: Pack | None
+    tied: bool
+    fingerprint: str
+
+
+def load_on_vllm(
+    model_name: str | Path,
+    *,
+    dtype: str | None,
+    pack: Any,
+    changes: Mapping[str, Any],
+    chat_template: str | None,
+    trust_remote_code: bool,
+    vllm_args: Mapping[str, Any],
+) -> VllmModel:
+    """Loads a model; arguments as in `open_vllm_engine`. changes: fields of `ZipConfig`, None for no change."""
+    register()
+    export = config_of_export(resolve_model_name(model_name))
+    folder = resolve_model_name(model_name) if export is not None else find_model_folder(model_name)
+    keys = read_model_config(folder) if export is None else export
+    hyper = keys["model_type"] == MODEL_TYPE or export is not None
+    options: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "max_logprobs": MOST_LOGPROBS,
+        "disable_log_stats": True,
+        "trust_remote_code": trust_remote_code,
+        **({} if dtype is None else {"dtype": dtype}),
+        **vllm_args,
+    }
+    config = made = None
+    if hyper:
+        made = _with_changes(Zip2ZipConfig(**keys), changes)
+        config, options["hf_overrides"] = made.zip_config, partial(_replaced_by, made)
+    elif pack is not None or any(value is not None for value in changes.values()):
+        raise ConfigError(f"{model_name} has no hypertokens: pack, codebook size and canonical decoding are not for it")
+    elif keys.get("quantization"):
+        raise ConfigError(
+            f"vLLM cannot read the packed weights of {folder}; unpack them: python -m mlx_lm convert -d --hf-path "
+            f"{folder} --mlx-path FOLDER"
+        )
+    try:
+        args = EngineArgs(**options)
+    except TypeError as error:
+        raise ConfigError(f"vLLM's arguments: {error}") from error
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer._tokenizer.chat_template = chat_template
+    tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
+    start = None if pack is None else resolve_pack(pack)
+    fingerprint = folder_fingerprint(folder, tied)
+    return VllmModel(LLMEngine.from_engine_args(args), tokenizer, config, start, tied, fingerprint)
+
+
+def _with_changes(config: Zip2ZipConfig, changes: Mapping[str, Any]) -> Zip2ZipConfig:
+    """Returns a config whose section has these fields of `ZipConfig`, None for no change. Raises `ConfigError`."""
+    chosen = {name: value for name, value in changes.items() if value is not None}
+    section = {**config.section, **replace(config.zip_config, **chosen).to_dict()} if chosen else config.section
+    return Zip2ZipConfig(section=section, decoder_keys=config.decoder_keys, packing=config.packing,
+                         encoder_file=config.encoder_file)  # fmt: skip
+
+
+def _replaced_by(made: Zip2ZipConfig, _found: Any) -> Zip2ZipConfig:
+    return made
+
+
+class VllmServed:
+    """A model on vLLM, and what requests have of it on this side: their codebooks.
+
+    The names are those of `mlx_zip.engine.parts.Served`.
+    """
+
+    machines, batches, long_context, weight_bytes = None, False, None, 0
+
+    def __init__(self, model: VllmModel, name: str, options: RunOptions) -> None:
+        self.model, self.options, config = model, options, model.config
+        vllm_model = model.llm.vllm_config.model_config
+        hf_config = vllm_model.hf_config
+        self.hyper = config is not None
+        self.by_base = config is not None and config.position_mode == "base_token_end"
+        self.canonical = config is not None and config.canonical
+        self.vocab_size = hf_config.vocab_size if config is None else config.vocab_size
+        ids = vllm_model.max_model_len
+        self.context = min(ids, hf_config.max_position_embeddings) if self.by_base else ids
+        values = 2 * hf_config.num_hidden_layers * vllm_model.get_total_num_kv_heads() * vllm_model.get_head_size()
+        self.kv_bytes_per_id = values * vllm_model.dtype.itemsize
+        self.params = None if config is None else config.codec_params
+        if self.params is not None and model.pack is not None:
+            model.pack.check_made_for(model.tokenizer)
+            self.params = self.params.with_start(model.pack)
+        self.facts = ModelFacts(
+            vocab_size=self.vocab_size,
+            width=hf_config.vocab_size,
+            context=self.context,
+            by_base=self.by_base,
+            params=self.params,
+            tokenizer=tokenizer_fingerprint(model.tokenizer),
+            check_start=start_check(model.fingerprint, self._one_row, hf_config.hidden_size),
+            kv_bytes_per_id=self.kv_bytes_per_id,
+        )
+        if model.pack is not None:
+            self.facts.check_start(model.pack)
+        self.info: EngineInfo = engine_info(name, model.fingerprint, self.facts)
+
+    @property
+    def _one_row(self) -> bool:
+        """Whether an entry's input row is its output row."""
+        config = self.model.config
+        return config is not None and config.encoder.tie_encoders and self.model.tied
+
+    def new_cache(self, start: Any) -> IdLog:
+        """Returns the codebook of a new request. start: what it begins with, None for the model's own."""
+        return IdLog(self.params, start)
+
+    def state_of(self, cache: IdLog) -> IdLog | None:
+        """Returns what has the codebook, None for a plain model."""
+        return cache if cache.books else None
+
+    def make_draws(self, options: Sampling, state: Any) -> NoDraws:
+        """Returns what stands for a sampler here: vLLM draws the ids."""
+        return NoDraws(options.temp == 0)
+
+    def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
+        """Returns no penalties: requests with such are refused."""
+        return []
+
+    def make_drafter(self, text: Any, prediction: Any) -> None:
+        """Returns None: nothing is proposed."""
+
+    def free(self, cache: Any) -> None:
+        """Does nothing: there is no device memory in it."""
+
+    def free_unused(self) -> None:
+        """Does nothing: vLLM has its memory from the beginning."""
+
+    def settle(self) -> None:
+        """Does nothing."""
+
+
+@dataclass(frozen=True)
+class NoDraws:
+    """What a request knows of its sampler, which is in vLLM. greedy: whether the best id is always chosen."""
+
+    greedy: bool
+    state: None = None
+
+
+class IdLog:
+    """What a request has on this side of vLLM: a codebook, whose log is what vLLM has read; none for a plain model."""
+
+    def __init__(self, params: CodecParams | None, start: Pack | None) -> None:
+        self.books = [] if params is None else [Codebook(params.with_start(start))]
+
+
+class IdCaches:
+    """The ids of ended requests as a store of sessions keeps them. The names are those of `SessionCaches`."""
+
+    own_pack_key = ""
+
+    def __init__(self, served: VllmServed) -> None:
+        self._served = served
+        self.merge_size = 1 if served.params is None else served.params.merge_size
+
+    def held_ids(self, cache: IdLog, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
+        if not cache.books:
+            held = np.array(base_ids or (), np.uint32)
+            return held, np.arange(1, len(held) + 1, dtype=np.uint32)
+        book = cache.books[0]
+        return book.base_ids(), np.cumsum(book.logged()[1], dtype=np.uint32)
+
+    def prepare_to_keep(self, cache: IdLog) -> Ids:
+        return cache.books[0].ids if cache.books else np.zeros(0, np.uint32)
+
+    def measure(self, kept: Ids) -> tuple[int, bool]:
+        return kept.nbytes, True
+
+    def count_fitting_ids(self, ids: int) -> int:
+        return ids
+
+    def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> IdLog:
+        log = self._served.new_cache(start)
+        if log.books:
+            log.books[0].push(session.cache[:ids])
+        return log
+
+
+def make_id_store(served: VllmServed, options: SessionOptions) -> SessionStore:
+    """Returns a new store of the ids of ended requests."""
+    return SessionStore(IdCaches(served), options)
+
+
+# ---- requests
+
+
+@dataclass
+class Running:
+    """A request that vLLM has. name: vLLM's. done: whether vLLM has ended it."""
+
+    request: Request
+    name: str
+    done: bool = False
+
+
+class VllmScheduler(Scheduler):
+    """Hands requests to vLLM as they come, and their events back; what runs when is vLLM's affair."""
+
+    def __init__(self, served: VllmServed, store: Any, ended: Callable[[Request], None]) -> None:
+        super().__init__(served, store, sys.maxsize, None, ended, self._submit)
+        self._llm, self._names = served.model.llm, itertools.count()
+        self._model = served.model
+
+    def work(self) -> None:
+        """Hands waiting requests to vLLM, takes back cancelled ones, and has vLLM take a step."""
+        self._end_cancelled_waiting()
+        self._admit()
+        for running in list(self.readings):
+            if running.request.handle.cancelled or running.request.error is not None:
+                self._end_running(running)
+        if self._llm.has_unfinished_requests():
+            running_by_name = {running.name: running for running in self.readings}
+            for output in self._llm.step():
+                if output.request_id in running_by_name:
+                    self._take_output(running_by_name[output.request_id], output)
+
+    def _submit(self, request: Request) -> Running:
+        """Gives a request to vLLM. Raises what vLLM raises for one that it refuses."""
+        book, name = request.book, str(next(self._names))
+        before = request.held_base_ids() if book is None else book.ids.tolist()
+        prompt: dict[str, Any] = {"prompt_token_ids": [*before, *request.prompt_ids.tolist()]}
+        if request.checked.pack_key:
+            prompt["cache_salt"] = request.checked.pack_key
+        try:
+            self._llm.add_request(name, prompt, sampling_params(request, self._model.pack))
+        except ValueError as error:
+            raise GenerationError(f"vLLM refuses the request: {error}") from error
+        if book is None:
+            request.note_read(request.prompt_ids)
+        else:
+            book.push(request.prompt_ids)
+        return Running(request, name)
+
+    def _take_output(self, running: Running, output: Any) -> None:
+        """Takes the ids that vLLM has chosen for a request, in their order."""
+        request, made, running.done = running.request, output.outputs[0], output.finished
+        for at, chosen in enumerate(made.token_ids):
+            found = made.logprobs[at] if made.logprobs else {}
+            self._fail_if_it_raises([request], partial(self._take_id, request, _chosen(request, chosen, found)))
+            if request.ended or request.reason is not None:
+                break
+        if request.error is None and request.reason is None and output.finished:
+            request.reason = "length" if made.finish_reason == "length" else None
+            if request.reason is None:
+                request.error = EngineError(f"vLLM has ended the request: {made.finish_reason}")
+        if request.error is not None or request.reason is not None:
+            self._end_running(running)
+
+    def _take_id(self, request: Request, chosen: Chosen) -> None:
+        request.count_chosen(chosen)
+        if request.reason is None:
+            if request.book is None:
+                request.note_read([chosen.id])
+            else:
+                request.book.push(chosen.id)
+        self._deliver_emitted(request)
+
+    def _end_running(self, running: Running) -> None:
+        if not running.done:
+            self._llm.abort_request([running.name])
+        self.readings.remove(running)
+        self._end_request(running.request)
+
+
+def sampling_params(request: Request, own_pack: Pack | None) -> SamplingParams:
+    """Returns a request's options as vLLM's. own_pack: what requests without a pack begin with, if not the model's."""
+    submission, options = request.submission, request.checked.sampling
+    pack = own_pack if request.checked.start is None else request.checked.start
+    return SamplingParams(
+        temperature=options.temp,
+        top_p=options.top_p or 1.0,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        seed=None if options.seed is None else options.seed % (1 << 63),
+        max_tokens=None if submission.max_tokens == -1 else submission.max_tokens,
+        logprobs=submission.top_logprobs,
+        stop_token_ids=sorted(submission.eos_ids),
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={HYPERTOKENS: True, **pack_arguments(pack)} if request.book is not None else None,
+    )
+
+
+def _chosen(request: Request, one: int, found: Mapping[int, Any]) -> Chosen:
+    """Returns a chosen id. found: vLLM's log-probabilities of the likeliest ids and the chosen one, by id."""
+    if not found:
+        return Chosen(one)
+    top = request.submission.top_logprobs or 0
+    likely = sorted(((value.rank, key, value.logprob) for key, value in found.items() if value.rank <= top))
+    return Chosen(one, found[one].logprob, [(key, logprob) for _, key, logprob in likely])
+
+
+def _raise_if_unsupported(request: Request) -> None:
+    """Raises `GenerationError` for what vLLM does not do with hypertokens, or does otherwise than this project."""
+    options, submission = request.checked.sampling, request.submission
+    wrong = {
+        "a grammar or JSON schema": submission.constraint is not None,
+        "penalties and logit_bias": options.has_penalties,
+        "XTC": options.xtc_probability > 0,
+        "min_tokens_to_keep above 1": options.min_tokens_to_keep > 1,
+        f"more than {MOST_LOGPROBS} top_logprobs": (submission.top_logprobs or 0) > MOST_LOGPROBS,
+    }
+    if found := [what for what, asked in wrong.items() if asked]:
+        raise GenerationError(f"--engine vllm does not take {found[0]}; --engine mlx and torch do")

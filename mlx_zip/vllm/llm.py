@@ -1,0 +1,83 @@
+"""`LLM`: texts in, texts out, on vLLM."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.engine.interface import Counts, Emitted, Failed, Finished, Submission
+from mlx_zip.text.stream import TextStream
+from mlx_zip.vllm.engine import open_vllm_engine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model wrote. base_ids: the text's. reason: "stop" at an end of text, or "length". counts: its figures."""
+
+    text: str
+    base_ids: tuple[int, ...]
+    reason: str
+    counts: Counts
+
+
+class LLM:
+    """A model on vLLM for texts that are all known at the beginning. Use it in a `with` statement, or call `close`."""
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Loads a model. Arguments, and what is raised, as in `mlx_zip.vllm.engine.open_vllm_engine`."""
+        self.engine = open_vllm_engine(model, max_waiting=1 << 31, keep_sessions=False, **options)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives up the model."""
+        self.engine.close()
+
+    def generate(
+        self, prompts: str | Sequence[str], max_tokens: int = 256, pack: Any = None, **sampling: Any
+    ) -> list[Answer]:
+        """Returns the answer to each prompt, in their order; vLLM runs them together.
+
+        max_tokens: base tokens of an answer. pack: what codebooks begin with, None for the model's own. sampling:
+        fields of `mlx_zip.sampling.options.Sampling`, for example `temp`. Raises `GenerationError` for a request that
+        cannot be met, before any is submitted to vLLM, and the error of the first one that fails.
+        """
+        tokenizer, arrived = self.engine.tokenizer, queue.SimpleQueue[tuple[int, Any]]()
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        ends = frozenset(tokenizer.eos_token_ids)
+        asked = [Submission(tokenizer.encode(one), max_tokens, ends, sampling, pack=pack) for one in texts]
+        for one in asked:
+            self.engine.check(one)
+        tickets = [
+            self.engine.submit(one, partial(lambda index, event: arrived.put((index, event)), index))
+            for index, one in enumerate(asked)
+        ]
+        try:
+            return self._take_answers(arrived, len(texts))
+        finally:
+            for ticket in tickets:
+                self.engine.cancel(ticket)
+
+    def _take_answers(self, arrived: queue.SimpleQueue[tuple[int, Any]], count: int) -> list[Answer]:
+        """Returns the answers of `count` requests. arrived: their events with the request's number."""
+        base_ids: list[list[int]] = [[] for _ in range(count)]
+        answers = dict[int, Answer]()
+        while len(answers) < count:
+            index, event = arrived.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Emitted):
+                base_ids[index] += event.base_ids
+            elif isinstance(event, Finished):
+                ids = tuple(base_ids[index])
+                text = TextStream(self.engine.tokenizer).feed(ids, last=True).text
+                answers[index] = Answer(text, ids, event.reason, event.counts)
+        return [answers[index] for index in range(count)]

@@ -1,0 +1,223 @@
+"""`Zip2ZipForCausalLM`: one of vLLM's decoders with hyper-encoders beside it. Its state is in `mlx_zip.vllm.state`."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.interfaces import SupportsPP
+from vllm.model_executor.models.utils import init_vllm_registered_model
+
+from mlx_zip.config import SIDES
+from mlx_zip.cuda.kernels.packed import Packed, unpack
+from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
+from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.vllm.config import Zip2ZipConfig
+from mlx_zip.vllm.state import Zip2ZipState
+
+WEIGHTS = "model*.safetensors"
+
+
+class Zip2ZipForCausalLM(nn.Module, SupportsPP):
+    """A model with hypertokens. layout: the columns of its logits.
+
+    Embeddings of ids come from `Zip2ZipState`, which also adds the logits of hypertokens; all layers are vLLM's.
+    outputs [N, D]: the body's outputs that `compute_logits` was called with last. Raises `ConfigError` for what vLLM
+    cannot do together with hypertokens.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        _refuse_what_is_unsupported(vllm_config)
+        config = vllm_config.model_config.hf_config
+        assert isinstance(config, Zip2ZipConfig)
+        self.hf_config, self.config, self.layout = config, config.zip_config, config.layout
+        self.dtype = vllm_config.model_config.dtype
+        self.decoder = init_vllm_registered_model(vllm_config, hf_config=config.decoder_config(), prefix=prefix)
+        if self.config.encoder.model_size != (width := self.decoder.config.hidden_size):
+            raise ConfigError(
+                f"the encoder makes rows of width {self.config.encoder.model_size}, the model's are {width}"
+            )
+        self.make_empty_intermediate_tensors = self.decoder.make_empty_intermediate_tensors
+        self.outputs: torch.Tensor | None = None
+        self.allow_patterns_overrides = [WEIGHTS]  # vLLM's loader would read a draft head too
+        folder, revision = vllm_config.model_config.model, vllm_config.model_config.revision
+        files = [config.encoder_file] if config.encoder_file else []
+        self.secondary_weights = [
+            DefaultModelLoader.Source(folder, revision, allow_patterns_overrides=[file]) for file in files
+        ]
+
+    @staticmethod
+    def get_model_state_cls() -> type[Zip2ZipState]:
+        return Zip2ZipState
+
+    # ---- what vLLM calls
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns embeddings [N, D] of base ids [N]."""
+        return self.decoder.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        return self.decoder(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Returns logits [N, W] in which only base ids can be chosen: which hypertokens can depends on the request."""
+        low = self.decoder.compute_logits(hidden_states)
+        self.outputs = hidden_states
+        if low is None:
+            return None
+        logits = low.new_full((len(low), self.layout.width), -torch.inf)
+        logits[:, : self.layout.vocab_size] = low[:, : self.layout.vocab_size]
+        return logits
+
+    # ---- weights
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads the tensors of a converted folder or an exported checkpoint; returns the names that were loaded.
+
+        Raises `ModelError` naming a tensor that is missing or no part of the model.
+        """
+        self._encoder_tensors: dict[str, torch.Tensor] = {}
+        loaded = self.decoder.load_weights(self._without_encoders(self._dense(weights)))
+        self._make_encoders()
+        return {f"decoder.{name}" for name in loaded}
+
+    def _without_encoders(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the decoder's tensors; those of the encoders are put aside."""
+        tied = self.decoder.config.tie_word_embeddings
+        for name, tensor in weights:
+            if name.startswith(SIDES):
+                self._encoder_tensors[name] = tensor
+            elif not (tied and name.startswith("lm_head.")) and "rotary_emb.inv_freq" not in name:
+                yield name, tensor
+
+    def _dense(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields tensors; a matrix that MLX has packed is unpacked as soon as its three tensors are there."""
+        if not self.hf_config.packing:
+            yield from weights
+            return
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in weights:
+            module, _, kind = name.rpartition(".")
+            if kind not in ("scales", "biases") and tensor.dtype != torch.uint32:
+                yield name, tensor
+                continue
+            found = parts.setdefault(module, {})
+            found[kind] = tensor
+            if len(found) == 3:
+                yield f"{module}.weight", self._unpack(module, parts.pop(module))
+        if parts:
+            raise ModelError(f"{sorted(parts)[0]} is quantized, but its weight, scales or biases are missing")
+
+    def _unpack(self, module: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        own = self.hf_config.packing.get(module)
+        settings = own if isinstance(own, dict) else self.hf_config.packing
+        if settings.get("mode", "affine") != "affine":
+            raise ModelError(f"{module} is quantized in the mode {settings['mode']!r}; supported: affine")
+        packed = Packed(
+            parts["weight"].view(torch.int32), parts["scales"], parts["biases"], settings["bits"],
+            settings["group_size"],
+        )  # fmt: skip
+        try:
+            packed.check()
+        except ValueError as error:
+            raise ModelError(f"{module}: {error}") from error
+        return unpack(packed, self.dtype)
+
+    def _make_encoders(self) -> None:
+        """Makes the encoders of the sides that this worker needs, by side."""
+        tied, keep = self.config.encoder.tie_encoders, self.dtype if self.device.type == "cpu" else None
+        prefixes = {side: SIDES[0] if tied else side for side in self.sides}
+        made = {
+            prefix: make_encoder(
+                self.config.encoder,
+                self.config.merge_size,
+                EncoderWeights(self._take_encoder_tensor, prefix, keep),
+            )
+            for prefix in sorted(set(prefixes.values()))
+        }
+        self.encoders = {side: made[prefix] for side, prefix in prefixes.items()}
+        if rest := sorted(name for name in self._encoder_tensors if name.startswith(tuple(made))):
+            raise ModelError(f"{rest[0]} is no part of this model")
+        del self._encoder_tensors
+
+    def _take_encoder_tensor(self, name: str, *shape: int) -> torch.Tensor:
+        value = self._encoder_tensors.pop(name, None)
+        if value is None:
+            raise ModelError(f"the tensor {name} is missing")
+        if tuple(value.shape) != shape:
+            raise ModelError(f"{name} has shape {list(value.shape)}, expected {list(shape)}")
+        return value.to(self.device, self.dtype)
+
+    # ---- rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.decoder.parameters()).device
+
+    @cached_property
+    def one_row(self) -> bool:
+        """Whether an entry's input row is its output row."""
+        return self.config.encoder.tie_encoders and self.decoder.config.tie_word_embeddings
+
+    @cached_property
+    def sides(self) -> tuple[str, ...]:
+        """The sides whose rows this worker needs: inputs where ids are embedded, outputs where logits are made."""
+        group = get_pp_group()
+        if self.one_row:
+            return SIDES[:1] if group.is_first_rank or group.is_last_rank else ()
+        return SIDES[:1] * group.is_first_rank + SIDES[1:] * group.is_last_rank
+
+    def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+        """Returns rows [N, D] per side of entries [N, S] int64, padded with the pad id, lengths [N] int64.
+
+        With tensor parallelism every worker must call it with the same entries.
+        """
+        places = torch.arange(entries.numel(), device=entries.device).view(entries.shape)
+        return [
+            self.encoders[side](places, lengths, _base_rows(self._table(side), entries.reshape(-1)))
+            for side in self.sides
+        ]
+
+    def _table(self, side: str) -> VocabParallelEmbedding:
+        """Returns the matrix from whose rows a side's rows are made."""
+        inputs = side == SIDES[0] and get_pp_group().is_first_rank
+        return self.decoder.model.embed_tokens if inputs else self.decoder.lm_head
+
+
+def _base_rows(table: VocabParallelEmbedding, ids: torch.Tensor) -> torch.Tensor:
+    """Returns rows [N, D] of a matrix that may be split over several workers; `ParallelLMHead` has no such call."""
+    return VocabParallelEmbedding.forward(table, ids)
+
+
+def _refuse_what_is_unsupported(config: VllmConfig) -> None:
+    """Raises `ConfigError` for options of vLLM under which hypertokens cannot be, or were never tried."""
+    wrong = {
+        "its first model runner, which would give wrong output (VLLM_USE_V2_MODEL_RUNNER=0, or Triton is missing)":
+            not config.use_v2_model_runner,
+        "LoRA adapters: merge them first (mlx_zip convert)": config.lora_config is not None,
+        "speculative decoding": config.speculative_config is not None,
+        "prompt embeddings": config.model_config.enable_prompt_embeds,
+        "one of its own quantizations": config.quant_config is not None,
+        "batch-sharded sampling": config.parallel_config.enable_batch_sharded_sampling,
+        "context parallelism": config.parallel_config.prefill_context_parallel_size > 1
+        or config.parallel_config.decode_context_parallel_size > 1,
+    }  # fmt: skip
+    if found := [what for what, is_on in wrong.items() if is_on]:
+        raise ConfigError(f"a model with hypertokens cannot run on vLLM with {found[0]}")

@@ -1,0 +1,89 @@
+"""Packs on their way to a worker: what a request says of its pack, and what a worker makes of that."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.config import SIDES
+from mlx_zip.cuda.network.checkpoint import folder_fingerprint
+from mlx_zip.errors import GenerationError
+from mlx_zip.packs.pack import Pack, pack_in_folder, resolve_pack
+
+HYPERTOKENS, PACK = "mlx_zip_hypertokens", "mlx_zip_pack"  # keys of a request's `extra_args`
+MAX_KEPT_PACKS = 16
+
+
+def pack_arguments(pack: Pack | None) -> dict[str, Any]:
+    """Returns what a request's `extra_args` say of its pack; None is the model's own. Raises `GenerationError`.
+
+    Tuned rows stay in their file, which has to be at the same place on every machine.
+    """
+    if pack is None:
+        return {}
+    if pack.rows is None:
+        return {PACK: [list(entry) for entry in pack.entries]}
+    if pack.name is None or not Path(pack.name).is_file():
+        raise GenerationError("pack: one with tuned rows must be given as a file, which the workers read too")
+    return {PACK: str(Path(pack.name).resolve())}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StartRows:
+    """What codebooks begin with. params: the codec. keys: names of the start entries in a worker's table of rows.
+
+    tuned: rows [P, D] of the entries, per side of the worker, None if they are encoded like any other.
+    """
+
+    params: CodecParams
+    keys: list[bytes]
+    tuned: list[torch.Tensor] | None = None
+
+
+class WorkerPacks:
+    """The packs that requests have named lately, and the model's own.
+
+    model: our `Zip2ZipForCausalLM`, loaded from `folder`.
+    """
+
+    def __init__(self, model: Any, folder: str) -> None:
+        self._model, self._folder = model, Path(folder)
+        self._params = model.config.codec_params
+        own = pack_in_folder(self._folder, model.config.start) or Pack(model.config.start or ())
+        self.own = self._start_with(own)
+        self._found: OrderedDict[Any, StartRows] = OrderedDict()
+
+    def find(self, asked: Any) -> StartRows:
+        """Returns what a request begins with. asked: what `pack_arguments` wrote, None for the model's own pack.
+
+        Raises `MlxZipError` for what is no pack of this model.
+        """
+        if asked is None:
+            return self.own
+        key = asked if isinstance(asked, str) else tuple(map(tuple, asked))
+        if key not in self._found:
+            self._found[key] = self._start_with(resolve_pack(key))
+            if len(self._found) > MAX_KEPT_PACKS:
+                self._found.popitem(last=False)
+        self._found.move_to_end(key)
+        return self._found[key]
+
+    def _start_with(self, pack: Pack) -> StartRows:
+        params = self._params.with_start(pack)
+        keys = [np.array(entry, np.uint32).tobytes() for entry in pack.entries]  # as `entry_keys` names entries
+        if pack.rows is None:
+            return StartRows(params, keys)
+        pack.rows.check_model(self._fingerprint(), self._model.one_row, self._model.decoder.config.hidden_size)
+        mark = pack.rows.fingerprint.encode()  # rows that were tuned are others than those that an encoder makes
+        sides = {SIDES[0]: pack.rows.input, SIDES[1]: pack.rows.output}
+        tuned = [torch.from_numpy(np.ascontiguousarray(sides[side])) for side in self._model.sides]
+        return StartRows(params, [mark + key for key in keys], tuned)
+
+    def _fingerprint(self) -> str:
+        return folder_fingerprint(self._folder, self._model.decoder.config.tie_word_embeddings)

@@ -1,0 +1,87 @@
+"""`RowTable`: the hyper rows of all requests of one worker, by the base ids of their entries."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+
+class RowTable:
+    """Rows of entries on the device: one tensor [places, D] per side that this worker needs.
+
+    sides: 0 to 2. An entry that requests have installed stays; of the others the least recently used one gives its
+    place to a new one. If requests need more places than there are, the tensors grow by half: they are read outside of
+    vLLM's graphs, so their addresses may change. Place 0 holds nothing.
+    """
+
+    def __init__(self, sides: int, places: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensors = [torch.zeros((1 + places, width), dtype=dtype, device=device) for _ in range(sides)]
+        self._places: dict[bytes, int] = {}
+        self._keys: list[bytes] = [b""]  # by place, as far as places were ever used
+        self._users = [1]  # by place
+        self._unused: OrderedDict[int, None] = OrderedDict()  # places that hold a row nobody needs, oldest first
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def used_places(self) -> int:
+        """How many places were ever used, with place 0."""
+        return len(self._keys)
+
+    @property
+    def users(self) -> int:
+        """How often requests have installed entries that they still hold."""
+        return sum(self._users) - 1
+
+    def acquire(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
+
+        Each call counts one user of each entry, until `release`. keys: names of the entries.
+        """
+        places, missing = list[int](), list[int]()
+        for index, key in enumerate(keys):
+            place = self._places.get(key)
+            if place is None:
+                place = self._new_place(key)
+                missing.append(index)
+            elif not self._users[place]:
+                del self._unused[place]
+            self._users[place] += 1
+            places.append(place)
+        return places, missing
+
+    def release(self, places: Sequence[int]) -> None:
+        """Counts one user less of the entry at each place."""
+        for place in places:
+            self._users[place] -= 1
+            if not self._users[place]:
+                self._unused[place] = None
+
+    def write(self, places: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Writes rows [N, D], one tensor per side, to places [N] int64."""
+        for table, made in zip(self.tensors, rows, strict=True):
+            table[places] = made.to(table.dtype)
+
+    def _new_place(self, key: bytes) -> int:
+        if len(self._keys) <= self._capacity:
+            place = len(self._keys)
+            self._keys.append(key)
+            self._users.append(0)
+        elif self._unused:
+            place, _ = self._unused.popitem(last=False)
+            del self._places[self._keys[place]]
+            self._keys[place] = key
+        else:
+            self.tensors = [
+                torch.cat([table, torch.zeros_like(table[: 1 + self._capacity // 2])]) for table in self.tensors
+            ]
+            return self._new_place(key)
+        self._places[key] = place
+        return place
+
+    @property
+    def _capacity(self) -> int:
+        return len(self.tensors[0]) - 1 if self.tensors else 1 << 62

@@ -1,0 +1,357 @@
+"""`Zip2ZipState`: what a worker knows of each request that runs: its codebook, and where the rows of its entries are.
+
+The ids of a sequence determine its codebook, so only ids cross the borders of processes. A request that comes back
+after preemption, or whose beginning lies in the prefix cache, has its ids replayed.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.states import RequestState
+
+from mlx_zip.codec import Codebook
+from mlx_zip.cuda.hyper_rows import ENTRIES_PER_PASS, entry_keys
+from mlx_zip.cuda.sampling import exclude_ids
+from mlx_zip.cuda.transfers import ids_to_device, to_device
+from mlx_zip.errors import MlxZipError
+from mlx_zip.packs.entries import pad_entries
+from mlx_zip.sampling.exclusions import CanonicalIds
+from mlx_zip.vllm.packs import HYPERTOKENS, PACK, StartRows, WorkerPacks
+from mlx_zip.vllm.rows import RowTable
+
+log = logging.getLogger("mlx_zip")
+MOST_ROWS = 32_768  # places of the table of rows, unless fewer can be in use; it grows if more are
+
+
+class RunningRequest:
+    """A request. index: its slot among vLLM's requests. ids: those that were known when it came.
+
+    emits: whether it may choose hypertokens; else its codebook is followed only to read them. keeps_entries: whether no
+    entry is ever evicted. places: of the row of the entry in each slot of its codebook, 0 for none. excluded: ids that
+    canonical decoding forbids next. broken: whether an id could not be read; then nothing but its end can be chosen.
+    """
+
+    def __init__(self, index: int, data: NewRequestData, start: StartRows, emits: bool, canonical: bool) -> None:
+        assert data.prefill_token_ids is not None
+        self.index, self.ids, self.start, self.emits = index, data.prefill_token_ids, start, emits
+        self._prompt_ids, self._first_id = data.prompt_len, start.params.vocab_size
+        self.book, self.broken = Codebook(start.params), False
+        self.keeps_entries = start.params.policy == "freeze"
+        self.places = [0] * start.params.codebook_size
+        self._canonical = CanonicalIds(self.book) if canonical and emits else None
+        self.excluded: Sequence[int] = ()
+
+    def read(self, ids: Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
+        """Reads ids into the codebook; returns slots and names of what they install. Raises `CodecError`."""
+        if self._canonical is None:
+            return self._push(ids[0] if len(ids) == 1 else ids)
+        prompt = max(0, self._prompt_ids - self.book.mark())
+        slots, names = list[int](), list[bytes]()
+        for part in ([ids[:prompt]] if prompt else []) + [[one] for one in ids[prompt:]]:
+            more = self._push(part)
+            slots += more[0]
+            names += more[1]
+            if self.book.mark() >= self._prompt_ids:
+                self.excluded = self._canonical.excluded()
+        return slots, names
+
+    def _push(self, ids: int | Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
+        book = self.book
+        known = len(book)
+        new = book.push(ids)
+        if self.keeps_entries:
+            slots = range(known, len(book))
+            return slots, [book.words(slot) for slot in slots]
+        return new.slots.tolist(), entry_keys(new.base_ids, new.lengths)
+
+    def hypertokens(self, ids: Sequence[int]) -> list[int]:
+        """Returns which of some ids are hypertokens."""
+        first = self._first_id
+        return [n for n, one in enumerate(ids) if one >= first]
+
+    def places_of(self, ids: Sequence[int]) -> list[int]:
+        """Returns the places of hypertokens' rows. Only for a codebook that keeps what it has installed."""
+        return [self.places[one - self._first_id] for one in ids]
+
+    def names_read(self, count: int, at: Sequence[int]) -> list[bytes]:
+        """Returns the names of the entries that ids `at` of the last `count` ids stood for when they were read."""
+        first, own = self.book.mark() - count, self.start.keys
+        base_ids, lengths = self.book.logged(first)
+        names = entry_keys(base_ids[at], lengths[at])
+        slots = (self.book.ids[first:][at] - np.uint32(self._first_id)).tolist()
+        return [own[slot] if slot < len(own) else name for slot, name in zip(slots, names, strict=True)]
+
+    def positions(self, count: int) -> np.ndarray:
+        """Returns the position of the last base id of each of the last `count` ids read."""
+        spans = self.book.logged(self.book.mark() - count)[1].astype(np.int64)
+        return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
+
+
+class Zip2ZipState(DefaultModelState):
+    """The requests of one worker, their codebooks, and the table of rows that they share.
+
+    A request emits hypertokens only if its sender says that it can expand them (`mlx_zip.vllm.packs.HYPERTOKENS`).
+    model: our `Zip2ZipForCausalLM`. slots [requests, slots]: on the device, the place in the table of each entry that a
+    request may choose, 0 for none.
+    """
+
+    supports_prompt_embeds = False
+
+    def __init__(self, vllm_config: VllmConfig, model: Any, encoder_cache: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self._model, self.layout = model, model.layout
+        self._by_base = model.config.position_mode == "base_token_end"
+        self._packs = WorkerPacks(model, vllm_config.model_config.model)
+        width, slots = model.decoder.config.hidden_size, model.config.codebook_size
+        self.rows = RowTable(len(model.sides), min(self.max_num_reqs * slots, MOST_ROWS), width, self.dtype, device)
+        self._embeds = torch.zeros((self.max_num_tokens, width), dtype=self.dtype, device=device)
+        self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        self.slots = torch.zeros((self.max_num_reqs, slots), dtype=torch.int64, device=device)
+        self.requests: dict[str, RunningRequest] = {}
+        self._untuned: dict[int, bytes] = {}  # places whose rows are still to be encoded, and the entries' names
+        self._tuned: dict[int, list[torch.Tensor]] = {}  # places whose rows [D] per side are still to be copied
+        self._changed: dict[int, int] = {}  # what is to be written to `slots`, by place in it
+        self._held: list[int] = []  # places that only the step's own ids need
+        self._end_id = _end_id(vllm_config)
+
+    # ---- requests come and go
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        name, params, broken = new_req_data.req_id, new_req_data.sampling_params, False
+        asked = (params.extra_args if params is not None else None) or {}
+        try:
+            start = self._packs.find(asked.get(PACK))
+        except (MlxZipError, TypeError, ValueError) as error:
+            start, broken = self._packs.own, True
+            log.error("request %s is ended: its pack cannot be used: %s", name, error)
+        emits = _may_emit(params, asked)
+        request = RunningRequest(req_index, new_req_data, start, emits, self._model.config.canonical)
+        self.requests[name], request.broken = request, broken
+        self.slots[req_index].zero_()
+        self._install(request, range(len(start.keys)), start.keys, start.tuned)
+        self._read_ids(name, request, request.ids[: new_req_data.num_computed_tokens])
+
+    def remove_request(self, req_id: str) -> None:
+        super().remove_request(req_id)
+        request = self.requests.pop(req_id, None)
+        if request is not None:
+            self.rows.release([place for place in request.places if place])
+
+    # ---- ids are read
+
+    def _read_ids(self, name: str, request: RunningRequest, ids: Sequence[int]) -> bool:
+        """Reads ids; returns whether they could be read. One that cannot ends the request, and nothing else."""
+        if request.broken:
+            return False
+        try:
+            slots, names = request.read(ids)
+            if slots:
+                self._install(request, slots, names)
+        except MlxZipError as error:
+            self._end_broken(name, request, error)
+        return not request.broken
+
+    def _end_broken(self, name: str, request: RunningRequest, why: object) -> None:
+        request.broken = True
+        log.error("request %s is ended: %s", name, why)
+
+    def _install(
+        self,
+        request: RunningRequest,
+        slots: Sequence[int],
+        names: Sequence[bytes],
+        tuned: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Notes the entries of these names in slots of a request. tuned: rows [N, D] per side, if they have such."""
+        places, missing = self.rows.acquire(names)
+        self._note_missing(places, missing, names, tuned)
+        for slot, place in zip(slots, places, strict=True):
+            if before := request.places[slot]:
+                self.rows.release([before])
+            request.places[slot] = place
+        if request.emits:
+            first = request.index * self.slots.shape[1]
+            self._changed.update(zip([first + slot for slot in slots], places, strict=True))
+
+    def _note_missing(
+        self,
+        places: Sequence[int],
+        missing: Sequence[int],
+        names: Sequence[bytes],
+        tuned: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Notes which entries have no row yet; what a place was to hold before does not count any more."""
+        for index in missing:
+            place = places[index]
+            self._untuned.pop(place, None)
+            self._tuned.pop(place, None)
+            if tuned is None:
+                self._untuned[place] = names[index]
+            else:
+                self._tuned[place] = [rows[index] for rows in tuned]
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Reads the step's ids into the codebooks, makes the rows of new entries, and returns the ids' embeddings."""
+        inputs, padded = super().prepare_inputs(input_batch, req_states), input_batch.num_tokens_after_padding
+        if any(name in self.requests for name in input_batch.req_ids):  # a dummy batch is of nobody's
+            self.rows.release(self._held)
+            self._held = []
+            at, places = self._read_step(input_batch)
+            self._write_rows()
+            self._embed(input_batch, at, places)
+        inputs["inputs_embeds"] = self._embeds[:padded]
+        if self._by_base:
+            inputs["positions"] = self._positions[:padded]
+        return inputs
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """Returns the buffers that vLLM's graphs read."""
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        inputs["inputs_embeds"] = self._embeds[:num_tokens]
+        if self._by_base:
+            inputs["positions"] = self._positions[:num_tokens]
+        return inputs
+
+    def _read_step(self, batch: InputBatch) -> tuple[list[int], list[int]]:
+        """Reads the ids of a batch into the codebooks of their requests.
+
+        Returns which of the batch's ids are hypertokens, and the places of their rows.
+        """
+        at, places, chosen = list[int](), list[int](), None
+        starts, computed = batch.query_start_loc_np.tolist(), batch.num_computed_tokens_np.tolist()
+        for row, name in enumerate(batch.req_ids):
+            request, begin, end = self.requests.get(name), starts[row], starts[row + 1]
+            if request is None or request.broken:
+                continue
+            ids = request.ids[computed[row] : computed[row] + end - begin]
+            if len(ids) < end - begin:  # chosen by the model, so the device has them
+                chosen = batch.input_ids.tolist() if chosen is None else chosen
+                ids = [*ids, *chosen[begin + len(ids) : end]]
+            if request.book.mark() != computed[row]:
+                self._end_broken(name, request, f"vLLM has read {computed[row]} ids, its codebook others")
+            elif self._read_ids(name, request, ids):
+                hyper = request.hypertokens(ids)
+                if hyper:
+                    at += [begin + n for n in hyper]
+                    places += self._places_read(request, ids, hyper)
+                if self._by_base:
+                    self._positions[begin:end] = to_device(request.positions(len(ids)), self.device)
+        return at, places
+
+    def _places_read(self, request: RunningRequest, ids: Sequence[int], hyper: Sequence[int]) -> list[int]:
+        """Returns the places of the rows of hypertokens, ids `hyper` of those that a request has just read."""
+        if request.keeps_entries:
+            return request.places_of([ids[n] for n in hyper])
+        names = request.names_read(len(ids), hyper)
+        places, missing = self.rows.acquire(names)  # an entry may have been evicted since, by a later id
+        self._note_missing(places, missing, names)
+        self._held += places
+        return places
+
+    def _write_rows(self) -> None:
+        """Makes the rows that the table lacks, and tells the device which entries requests may choose."""
+        if self._tuned:
+            sides = [torch.stack(rows).to(self.device) for rows in zip(*self._tuned.values(), strict=True)]
+            self.rows.write(ids_to_device(np.array(list(self._tuned)), self.device), sides)
+            self._tuned.clear()
+        missing = list(self._untuned.items())
+        for begin in range(0, len(missing), ENTRIES_PER_PASS):
+            places, names = zip(*missing[begin : begin + ENTRIES_PER_PASS], strict=True)
+            entries = [np.frombuffer(name, np.uint32) for name in names]
+            base_ids, lengths = pad_entries(entries, self._model.config.merge_size, self._model.config.pad_id)
+            made = self._model.encode(ids_to_device(base_ids, self.device), ids_to_device(lengths, self.device))
+            self.rows.write(ids_to_device(np.array(places), self.device), made)
+        self._untuned.clear()
+        if self._changed:
+            changes = np.array([list(self._changed), list(self._changed.values())])
+            where, places = ids_to_device(changes, self.device)
+            self.slots.view(-1).index_copy_(0, where, places)
+            self._changed.clear()
+
+    def _embed(self, batch: InputBatch, at: Sequence[int], places: Sequence[int]) -> None:
+        """Writes the embeddings of a batch's ids. at, places: of the hypertokens among them, and of their rows."""
+        if not get_pp_group().is_first_rank:
+            return
+        ids = batch.input_ids[: batch.num_tokens]
+        low = ids.clamp(max=self.layout.vocab_size - 1)  # a broken request may have any id
+        self._embeds[: len(ids)] = self._model.embed_input_ids(low)
+        if at:
+            where, rows = ids_to_device(np.array([at, places]), self.device)
+            self._embeds.index_copy_(0, where, self.rows.tensors[0].index_select(0, rows))
+
+    # ---- ids are chosen
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
+        return HyperSampler(sampler, self), None
+
+    def add_hyper_logits(self, logits: torch.Tensor, batch: InputBatch) -> None:
+        """Adds the logits of hypertokens to logits [B, W] of a batch, in which only base ids can be chosen yet."""
+        most, excluded, broken = 0, list[Sequence[int]](), list[int]()
+        for row, name in enumerate(batch.req_ids):
+            request = self.requests.get(name)
+            if request is not None and request.emits:
+                most = max(most, len(request.book))
+            if request is not None and request.broken:
+                broken.append(row)
+            excluded.append(() if request is None else request.excluded)
+        if most:
+            slots, first = self.slots[batch.idx_mapping, :most], self.layout.vocab_size
+            logits[:, first : first + most] = self._row_logits(slots).masked_fill_(slots == 0, -torch.inf)
+        if any(excluded):
+            logits.copy_(exclude_ids(logits, logits.float().logsumexp(1), excluded, self._end_id))
+        for row in broken:
+            logits[row] = -torch.inf
+            logits[row, self._end_id] = 0.0
+
+    def _row_logits(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the products [B, C] of each request's output with the rows at the places `slots` [B, C].
+
+        Few rows are gathered, which reads, writes and reads them again; else all places are multiplied: requests share
+        entries.
+        """
+        h, table = self._model.outputs, self.rows.tensors[-1]
+        assert h is not None
+        if 3 * slots.numel() < self.rows.used_places:
+            return torch.bmm(table[slots], h[:, :, None])[:, :, 0]
+        return (h @ table[: self.rows.used_places].T).gather(1, slots)
+
+
+class HyperSampler:
+    """vLLM's sampler, which sees the logits of hypertokens too."""
+
+    def __init__(self, sampler: Any, state: Zip2ZipState) -> None:
+        self._sampler, self._state = sampler, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> Any:
+        self._state.add_hyper_logits(logits, input_batch)
+        return self._sampler(logits, input_batch)
+
+
+def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
+    """Returns whether a request may choose hypertokens: its sender can expand them, and no part of vLLM would trip."""
+    if params is None or not asked.get(HYPERTOKENS):
+        return False
+    return params.structured_outputs is None and params.prompt_logprobs is None
+
+
+def _end_id(config: VllmConfig) -> int:
+    """Returns the id that ends a request whose ids cannot be read."""
+    ends = getattr(config.model_config.hf_config, "eos_token_id", None)
+    return int(ends[0] if isinstance(ends, list) else ends or 0)

@@ -1,0 +1,114 @@
+"""Models of each architecture that we run on vLLM choose the ids that they choose on MLX."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("vllm")
+
+from mlx_zip import load, stream_generate
+from mlx_zip.converters import convert
+from mlx_zip.converters.export import export
+from mlx_zip.engine.interface import Submission
+from mlx_zip.errors import ConfigError
+from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export
+from mlx_zip.vllm.model import Zip2ZipForCausalLM
+from support import tiny
+from support.on_vllm import answer_all, open_on_vllm
+from support.serving import ENDLESS
+from support.torch_folders import save
+
+SMALL = {"initial_vocab_size": tiny.VOCAB, "max_codebook_size": 6, "max_subtokens": 4, "disabled_ids": [0, 1, 2]}
+# no averaging encoder: an entry of one repeated id has that id's row there, and which of two equal logits wins is open
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, one encoder": ("llama", {"encoder": "res_latent_attn", "tie_encoders": True}),
+    "mistral, entries evicted": ("mistral", {"encoder": "transformer", "compression": {**SMALL, "policy": "lru"}}),
+    "phi3, positions of base tokens": ("phi3", {"encoder": "res_latent_attn", "position_mode": "base_token_end"}),
+    "qwen2, start entries": ("qwen2", {"encoder": "attention", "compression": SMALL, "start": [[5, 6], [7, 8, 9]]}),
+    "qwen3, canonical": ("qwen3", {"encoder": "attention", "canonical": True}),
+}
+
+
+def made(case: str) -> Any:
+    """Returns a random model of a case, whose heads are as wide as vLLM's attention on a CPU wants them."""
+    family, changes = CASES[case]
+    changes = dict(changes)
+    config = tiny.tiny_config(family, changes.pop("encoder"), hidden=256, **changes)
+    config["torch_dtype"] = "float32"  # else vLLM looks into the file, which MLX writes without metadata
+    if family == "phi3":  # its heads are 128 wide, and so are its factors
+        del config["rope_scaling"]
+    else:
+        config["head_dim"] = 64
+    return tiny.random_model(config, 0, 0.1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_chooses_the_ids_that_it_chooses_on_mlx(case, tmp_path, monkeypatch):
+    model = made(case)
+    monkeypatch.setattr("mlx_zip.vllm.engine.load_tokenizer", lambda *given, **options: ENDLESS)
+    prompts = [tiny.base_ids(length, seed) for seed, length in enumerate((3, 20, 45))]
+    expected = [list(stream_generate(model, ENDLESS, prompt, 16)) for prompt in prompts]
+    with open_on_vllm(save(model, tmp_path / "m"), 4, {"max_num_batched_tokens": 32}) as engine:
+        watches = answer_all(engine, [Submission(prompt, 16, top_logprobs=0) for prompt in prompts])
+        for watch, responses in zip(watches, expected, strict=True):
+            assert watch.ids == [one.token for one in responses]
+            likely = [float(one.logprobs[one.token]) for one in responses]
+            np.testing.assert_allclose([event.logprob for event in watch.emitted], likely, atol=1e-3)
+        assert any(one >= tiny.VOCAB for watch in watches for one in watch.ids)
+
+
+def test_an_exported_checkpoint_is_read_as_it_is(tmp_path):
+    exported = export("stories", tmp_path / "export", dtype="float32", drop_start=True, progress=False)
+    model, tokenizer = load(str(convert(str(exported), tmp_path / "converted", progress=False)))
+    prompt = tokenizer.encode("Once upon a time there was a little girl. The little girl had a")
+    expected = [one.token for one in stream_generate(model, ENDLESS, prompt, 24)]
+    with open_on_vllm(exported, 2) as engine:
+        assert answer_all(engine, [Submission(prompt, 24)])[0].ids == expected
+        assert engine.info.codebook_size == model.config.codebook_size
+
+
+def test_folders_that_hold_no_decoder_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "zip2zip_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="does not hold its decoder; convert it first"):
+        config_of_export(tmp_path)
+    (tmp_path / "zip2zip_config.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"zip2zip_config\.json cannot be read"):
+        config_of_export(tmp_path)
+    assert config_of_export(tmp_path / "nowhere") is None
+
+
+def test_a_decoder_that_is_none_of_ours_is_refused():
+    config = tiny.tiny_config("llama")
+    config["zip2zip"] = {**config["zip2zip"], "base_model_type": "gpt2"}
+    with pytest.raises(ConfigError, match="base_model_type 'gpt2' is not supported on vLLM; supported: llama, mistral"):
+        Zip2ZipConfig(**config)
+
+
+USUAL: dict[str, Any] = {
+    "use_v2_model_runner": True,
+    "lora_config": None,
+    "speculative_config": None,
+    "quant_config": None,
+}
+REFUSED = {
+    "first model runner": {"use_v2_model_runner": False},
+    "LoRA": {"lora_config": object()},
+    "speculative decoding": {"speculative_config": object()},
+    "its own quantizations": {"quant_config": object()},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_options_of_vllm_that_do_not_go_with_hypertokens_are_refused_at_the_start(what):
+    parallel = SimpleNamespace(
+        enable_batch_sharded_sampling=False, prefill_context_parallel_size=1, decode_context_parallel_size=1
+    )
+    common = {"model_config": SimpleNamespace(enable_prompt_embeds=False), "parallel_config": parallel}
+    with pytest.raises(ConfigError, match=what):
+        Zip2ZipForCausalLM(vllm_config=SimpleNamespace(**common, **{**USUAL, **REFUSED[what]}))
