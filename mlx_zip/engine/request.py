@@ -92,8 +92,8 @@ class Request:
     error: what made it fail. whole: False if nobody knows what its cache holds after an error. draws: its sampler.
     penalties: its logits processors but canonical decoding. outgrown: whether the KV caches have no room for more of
     it. ended: whether its last event was delivered. keep: whether its session is kept, False after a purge. next_ids:
-    those that its cache reads next when a `Reading` is made of it. logprobs [W]: those of the id taken last, with
-    `Inline.logprobs`.
+    those that its cache reads next when a `Reading` is made of it. max_steps: ids that it may emit at most. logprobs
+    [W]: those of the id taken last, with `Inline.logprobs`.
     """
 
     def __init__(self, checked: Checked, deliver: Deliver, inline: Inline | None = None) -> None:
@@ -148,7 +148,7 @@ class Request:
         if context is not None and room < 1:
             raise context_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - found.ids), context)
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
-        self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
+        self._limit, self.max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
@@ -224,7 +224,7 @@ class Request:
                 return expansion[:n], "stop"
             if self.base_tokens + n >= self._limit:
                 return expansion[:n], "length"
-        return expansion, "length" if self.steps + 1 >= self._max_steps else None
+        return expansion, "length" if self.steps + 1 >= self.max_steps else None
 
     def count_chosen(self, chosen: Chosen) -> None:
         """Counts an id that has been chosen; the request ends with it if `reason` is not None then."""
@@ -259,7 +259,7 @@ class Request:
         """
         if self.drafter is None or self.reason is not None:
             return 0
-        room = min(self._limit - self.base_tokens, self._max_steps - self.steps) - 1
+        room = min(self._limit - self.base_tokens, self.max_steps - self.steps) - 1
         if self._context is not None:
             position, per_id = self.held_ids, 1
             if self._by_base:

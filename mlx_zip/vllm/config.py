@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.errors import ConfigError
 from mlx_zip.layout import MODEL_TYPE, Layout
+from mlx_zip.text.tokenizers import load_tokenizer
 
 UPSTREAM_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"  # of an exported checkpoint
 ARCHITECTURE = "Zip2ZipForCausalLM"  # what vLLM calls our model
@@ -29,7 +30,7 @@ _NOT_THE_DECODERS = (*_PACKING, "model_type", "name_or_path", "_name_or_path", "
 
 
 class Zip2ZipConfig(PretrainedConfig):
-    """The decoder's config with a wider vocabulary, that of the logits: base ids, hypertokens and the base tail.
+    """The decoder's config with a wider vocabulary: base ids, hypertokens, the base tail, and `broken_id`.
 
     section: the `zip2zip` section of config.json. decoder_keys: the other keys, without those of MLX's quantization.
     packing: that quantization, {} for none. encoder_file: of an exported checkpoint, "" for a converted folder.
@@ -51,8 +52,8 @@ class Zip2ZipConfig(PretrainedConfig):
             super().__init__(**kwargs)
             return
         base = self.decoder_config().to_dict()
-        super().__init__(**{**base, "architectures": [ARCHITECTURE], "vocab_size": self.layout.width})
-        self.model_type = MODEL_TYPE
+        del base["model_type"]
+        super().__init__(**{**base, "architectures": [ARCHITECTURE], "vocab_size": self.broken_id + 1})
 
     @property
     def zip_config(self) -> ZipConfig:
@@ -64,6 +65,11 @@ class Zip2ZipConfig(PretrainedConfig):
         """The columns of the logits. Raises `ConfigError`."""
         config = self.zip_config
         return Layout(config.vocab_size, config.codebook_size, self.decoder_keys["vocab_size"])
+
+    @property
+    def broken_id(self) -> int:
+        """The id beyond all others that ends a request of ours whose ids a worker could not read."""
+        return self.layout.width
 
     @property
     def decoder_name(self) -> str:
@@ -101,7 +107,7 @@ def config_of_export(folder: Path) -> dict[str, Any] | None:
         return None
     if not (list(folder.glob("model*.safetensors")) and (folder / ENCODERS).is_file()):
         raise ConfigError(f"{folder} does not hold its decoder; convert it first: mlx_zip convert --hf-path {folder}")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)._tokenizer
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     section = {**section, "base_model_type": config.get("model_type"), "pad_token_id": pad_id}
     return {**config, "zip2zip": section, "encoder_file": ENCODERS}

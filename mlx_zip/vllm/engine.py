@@ -10,16 +10,22 @@ values are in vLLM's prefix cache, as long as it has room for them.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from threading import Thread
+from typing import Any, NoReturn, cast
 
 import numpy as np
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.exceptions import VLLMError
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
@@ -34,7 +40,7 @@ from mlx_zip.engine.sessions.session import Ids, Session
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
-from mlx_zip.errors import ConfigError, EngineError, GenerationError
+from mlx_zip.errors import ConfigError, EngineError, GenerationError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoder_options import has_tied_head
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
@@ -43,22 +49,25 @@ from mlx_zip.packs.pack import Pack, resolve_pack
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export, register
-from mlx_zip.vllm.packs import HYPERTOKENS, pack_arguments
+from mlx_zip.vllm.packs import HYPERTOKENS, TELL_BROKEN, pack_arguments
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 MOST_LOGPROBS = 20  # of the likeliest ids per step, OpenAI's number
 MAX_RUNNING = 256  # requests at a time, vLLM's own number
 _SESSIONS_BYTES = 256 << 20  # of kept ids
+RETRY_S = 0.05  # after which vLLM is asked again to empty its prefix cache
 
 
 class VllmEngine(ThreadedEngine):
     """An engine on vLLM. load: returns what `load_on_vllm` returns."""
 
     _llm: LLMEngine | None = None  # None until it is loaded
+    _purge_due = False  # whether vLLM's prefix cache is to be emptied once no request uses it
 
     def _make_served(self, load: Callable[[], VllmModel], name: str) -> VllmServed:
         model = load()
-        self.tokenizer, self._llm = model.tokenizer, model.llm
+        self.tokenizer, self._llm, self._broken_id = model.tokenizer, model.llm, model.broken_id
+        _raise_when_core_dies(model.llm.engine_core)
         return VllmServed(model, name, self._options.run)
 
     def _make_scheduler(self, served: VllmServed, max_kv_bytes: int | None) -> Scheduler:
@@ -77,15 +86,22 @@ class VllmEngine(ThreadedEngine):
     def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
         request = super()._make_request(submission, deliver)
         _raise_if_unsupported(request)
-        pack_arguments(request.checked.start)
+        with _refusals():
+            sampling_params(request, self._broken_id, submission.max_tokens)
         return request
 
     def purge_sessions(self) -> int:
-        """See `Engine`. vLLM's prefix cache is emptied too, as far as no request uses it."""
+        """See `Engine`. vLLM's prefix cache is emptied too, as soon as no request uses it."""
         count = super().purge_sessions()
-        assert self._llm is not None
-        self._inbox.ask(self._llm.reset_prefix_cache)
+        self._purge_due = True
+        self._inbox.ask(self._free_when_idle)
         return count
+
+    def _free_when_idle(self) -> float | None:
+        """Empties the prefix cache if that is due; vLLM refuses as long as a request has blocks."""
+        if self._purge_due and self._llm is not None:
+            self._purge_due = not self._llm.reset_prefix_cache()
+        return RETRY_S if self._purge_due else None
 
     def save_session(self, name: str, file: Path) -> None:
         raise EngineError("vLLM has the keys and values of sessions; they cannot be written to a file")
@@ -148,7 +164,8 @@ def open_vllm_engine(
 @dataclass(frozen=True)
 class VllmModel:
     """A model that vLLM has loaded. config: None for a plain model. pack: what requests begin with, None for nothing
-    but the model's own. tied: whether the head is the embedding. fingerprint: of the weights.
+    but the model's own. tied: whether the head is the embedding. fingerprint: of the weights. broken_id: see
+    `Zip2ZipConfig`, None for a plain model.
     """
 
     llm: LLMEngine
@@ -157,6 +174,7 @@ class VllmModel:
     pack: Pack | None
     tied: bool
     fingerprint: str
+    broken_id: int | None
 
 
 def load_on_vllm(
@@ -174,7 +192,7 @@ def load_on_vllm(
     export = config_of_export(resolve_model_name(model_name))
     folder = resolve_model_name(model_name) if export is not None else find_model_folder(model_name)
     keys = read_model_config(folder) if export is None else export
-    hyper = keys["model_type"] == MODEL_TYPE or export is not None
+    hyper = export is not None or keys["model_type"] == MODEL_TYPE
     options: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -205,7 +223,8 @@ def load_on_vllm(
     tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
     start = None if pack is None else resolve_pack(pack)
     fingerprint = folder_fingerprint(folder, tied)
-    return VllmModel(LLMEngine.from_engine_args(args), tokenizer, config, start, tied, fingerprint)
+    broken_id = None if made is None else made.broken_id
+    return VllmModel(LLMEngine.from_engine_args(args), tokenizer, config, start, tied, fingerprint, broken_id)
 
 
 def _with_changes(config: Zip2ZipConfig, changes: Mapping[str, Any]) -> Zip2ZipConfig:
@@ -226,7 +245,9 @@ class VllmServed:
     The names are those of `mlx_zip.engine.parts.Served`.
     """
 
-    machines, batches, long_context, weight_bytes = None, False, None, 0
+    machines: Any = None
+    long_context: int | None = None
+    batches, weight_bytes = False, 0
 
     def __init__(self, model: VllmModel, name: str, options: RunOptions) -> None:
         self.model, self.options, config = model, options, model.config
@@ -246,7 +267,7 @@ class VllmServed:
             self.params = self.params.with_start(model.pack)
         self.facts = ModelFacts(
             vocab_size=self.vocab_size,
-            width=hf_config.vocab_size,
+            width=hf_config.vocab_size - self.hyper,  # the last id is none that can be emitted
             context=self.context,
             by_base=self.by_base,
             params=self.params,
@@ -285,6 +306,9 @@ class VllmServed:
 
     def free(self, cache: Any) -> None:
         """Does nothing: there is no device memory in it."""
+
+    def forget_text(self) -> None:
+        """Does nothing: no text is kept here."""
 
     def free_unused(self) -> None:
         """Does nothing: vLLM has its memory from the beginning."""
@@ -342,7 +366,7 @@ class IdCaches:
 
 def make_id_store(served: VllmServed, options: SessionOptions) -> SessionStore:
     """Returns a new store of the ids of ended requests."""
-    return SessionStore(IdCaches(served), options)
+    return SessionStore(cast(Any, IdCaches(served)), options)  # no files: they lack what only those need
 
 
 # ---- requests
@@ -361,7 +385,8 @@ class VllmScheduler(Scheduler):
     """Hands requests to vLLM as they come, and their events back; what runs when is vLLM's affair."""
 
     def __init__(self, served: VllmServed, store: Any, ended: Callable[[Request], None]) -> None:
-        super().__init__(served, store, sys.maxsize, None, ended, self._submit)
+        super().__init__(served, store, sys.maxsize, None, ended, cast(Any, self._submit))
+        self.readings: deque[Any] = deque()  # of `Running`
         self._llm, self._names = served.model.llm, itertools.count()
         self._model = served.model
 
@@ -377,6 +402,9 @@ class VllmScheduler(Scheduler):
             for output in self._llm.step():
                 if output.request_id in running_by_name:
                     self._take_output(running_by_name[output.request_id], output)
+        for running in [] if self._llm.has_unfinished_requests() else list(self.readings):
+            running.request.error = EngineError("vLLM has lost the request")
+            self._end_running(running)
 
     def _submit(self, request: Request) -> Running:
         """Gives a request to vLLM. Raises what vLLM raises for one that it refuses."""
@@ -385,10 +413,9 @@ class VllmScheduler(Scheduler):
         prompt: dict[str, Any] = {"prompt_token_ids": [*before, *request.prompt_ids.tolist()]}
         if request.checked.pack_key:
             prompt["cache_salt"] = request.checked.pack_key
-        try:
-            self._llm.add_request(name, prompt, sampling_params(request, self._model.pack))
-        except ValueError as error:
-            raise GenerationError(f"vLLM refuses the request: {error}") from error
+        most = -1 if request.max_steps == math.inf else int(request.max_steps)
+        with _refusals():
+            self._llm.add_request(name, prompt, sampling_params(request, self._model.broken_id, most, self._model.pack))
         if book is None:
             request.note_read(request.prompt_ids)
         else:
@@ -398,6 +425,8 @@ class VllmScheduler(Scheduler):
     def _take_output(self, running: Running, output: Any) -> None:
         """Takes the ids that vLLM has chosen for a request, in their order."""
         request, made, running.done = running.request, output.outputs[0], output.finished
+        if not request.steps:
+            self._count_cached(request, output.num_cached_tokens or 0)
         for at, chosen in enumerate(made.token_ids):
             found = made.logprobs[at] if made.logprobs else {}
             self._fail_if_it_raises([request], partial(self._take_id, request, _chosen(request, chosen, found)))
@@ -410,7 +439,15 @@ class VllmScheduler(Scheduler):
         if request.error is not None or request.reason is not None:
             self._end_running(running)
 
+    def _count_cached(self, request: Request, ids: int) -> None:
+        """Counts the base tokens of the prompt that vLLM's prefix cache had, in place of those of a kept session."""
+        book, before = request.book, request.cached_tokens
+        request.cached_tokens = ids if book is None else int(book.logged(0, ids)[1].sum())
+        self.totals.cached_tokens += request.cached_tokens - before
+
     def _take_id(self, request: Request, chosen: Chosen) -> None:
+        if chosen.id == self._model.broken_id:
+            raise EngineError("a worker of vLLM could not read the request's ids or its pack; vLLM's log says why")
         request.count_chosen(chosen)
         if request.reason is None:
             if request.book is None:
@@ -426,24 +463,51 @@ class VllmScheduler(Scheduler):
         self._end_request(running.request)
 
 
-def sampling_params(request: Request, own_pack: Pack | None) -> SamplingParams:
-    """Returns a request's options as vLLM's. own_pack: what requests without a pack begin with, if not the model's."""
+def sampling_params(request: Request, broken_id: int | None, most: int, own_pack: Pack | None = None) -> SamplingParams:
+    """Returns a request's options as vLLM's. Raises `GenerationError`, and what vLLM raises.
+
+    broken_id: of a model with hypertokens. most: ids, -1 for as many as the context has room for. own_pack: what
+    requests without a pack begin with, if not the model's.
+    """
     submission, options = request.submission, request.checked.sampling
     pack = own_pack if request.checked.start is None else request.checked.start
+    ours = {} if broken_id is None else {HYPERTOKENS: True, TELL_BROKEN: True, **pack_arguments(pack)}
     return SamplingParams(
         temperature=options.temp,
         top_p=options.top_p or 1.0,
         top_k=options.top_k,
         min_p=options.min_p,
         seed=None if options.seed is None else options.seed % (1 << 63),
-        max_tokens=None if submission.max_tokens == -1 else submission.max_tokens,
+        max_tokens=None if most == -1 else most,
         logprobs=submission.top_logprobs,
-        stop_token_ids=sorted(submission.eos_ids),
+        stop_token_ids=sorted(submission.eos_ids) + ([] if broken_id is None else [broken_id]),
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={HYPERTOKENS: True, **pack_arguments(pack)} if request.book is not None else None,
+        extra_args=ours or None,
     )
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises `GenerationError` for what vLLM refuses."""
+    try:
+        yield
+    except (ValueError, VLLMError) as error:
+        raise GenerationError(f"vLLM refuses the request: {first_message_line(error)}") from error
+
+
+def _raise_when_core_dies(core: Any) -> None:
+    """Has vLLM's next `step` raise if its core, in a process of its own, has died: it would wait for ever."""
+    reader = getattr(core, "output_queue_thread", None)
+    if reader is None:  # the core is in this process
+        return
+
+    def tell() -> None:
+        reader.join()
+        core.outputs_queue.put_nowait(EngineDeadError())
+
+    Thread(target=tell, name="vLLM's end", daemon=True).start()
 
 
 def _chosen(request: Request, one: int, found: Mapping[int, Any]) -> Chosen:
@@ -456,7 +520,7 @@ def _chosen(request: Request, one: int, found: Mapping[int, Any]) -> Chosen:
 
 
 def _raise_if_unsupported(request: Request) -> None:
-    """Raises `GenerationError` for what vLLM does not do with hypertokens, or does otherwise than this project."""
+    """Raises `GenerationError` for what vLLM does not do, or does otherwise than this project."""
     options, submission = request.checked.sampling, request.submission
     wrong = {
         "a grammar or JSON schema": submission.constraint is not None,

@@ -56,11 +56,10 @@ class LLM:
         asked = [Submission(tokenizer.encode(one), max_tokens, ends, sampling, pack=pack) for one in texts]
         for one in asked:
             self.engine.check(one)
-        tickets = [
-            self.engine.submit(one, partial(lambda index, event: arrived.put((index, event)), index))
-            for index, one in enumerate(asked)
-        ]
+        tickets = []
         try:
+            for index, one in enumerate(asked):
+                tickets.append(self.engine.submit(one, partial(_put_numbered, arrived, index)))
             return self._take_answers(arrived, len(texts))
         finally:
             for ticket in tickets:
@@ -81,3 +80,7 @@ class LLM:
                 text = TextStream(self.engine.tokenizer).feed(ids, last=True).text
                 answers[index] = Answer(text, ids, event.reason, event.counts)
         return [answers[index] for index in range(count)]
+
+
+def _put_numbered(arrived: queue.SimpleQueue[tuple[int, Any]], index: int, event: Any) -> None:
+    arrived.put((index, event))

@@ -1,6 +1,6 @@
 """`Zip2ZipForCausalLM`: one of vLLM's decoders with hyper-encoders beside it. Its state is in `mlx_zip.vllm.state`."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         return self.decoder(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Returns logits [N, W] in which only base ids can be chosen: which hypertokens can depends on the request."""
+        """Returns logits [N, W + 1]. Hypertokens are at -inf; `Zip2ZipState` adds their logits per request."""
         low = self.decoder.compute_logits(hidden_states)
         self.outputs = hidden_states
         if low is None:
             return None
-        logits = low.new_full((len(low), self.layout.width), -torch.inf)
+        logits = low.new_full((len(low), self.hf_config.vocab_size), -torch.inf)
         logits[:, : self.layout.vocab_size] = low[:, : self.layout.vocab_size]
         return logits
 

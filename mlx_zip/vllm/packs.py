@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.packs.pack import Pack, pack_in_folder, resolve_pack
 
-HYPERTOKENS, PACK = "mlx_zip_hypertokens", "mlx_zip_pack"  # keys of a request's `extra_args`
+# keys of a request's `extra_args`: whether its sender can expand hypertokens, and knows the id of a broken request
+HYPERTOKENS, PACK, TELL_BROKEN = "mlx_zip_hypertokens", "mlx_zip_pack", "mlx_zip_tell_broken"
 MAX_KEPT_PACKS = 16
 
 
@@ -31,7 +33,7 @@ def pack_arguments(pack: Pack | None) -> dict[str, Any]:
         return {PACK: [list(entry) for entry in pack.entries]}
     if pack.name is None or not Path(pack.name).is_file():
         raise GenerationError("pack: one with tuned rows must be given as a file, which the workers read too")
-    return {PACK: str(Path(pack.name).resolve())}
+    return {PACK: [str(Path(pack.name).resolve()), pack.fingerprint]}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,9 +68,9 @@ class WorkerPacks:
         """
         if asked is None:
             return self.own
-        key = asked if isinstance(asked, str) else tuple(map(tuple, asked))
+        key = tuple(one if isinstance(one, str) else tuple(one) for one in asked)
         if key not in self._found:
-            self._found[key] = self._start_with(resolve_pack(key))
+            self._found[key] = self._start_with(_read_pack(key))
             if len(self._found) > MAX_KEPT_PACKS:
                 self._found.popitem(last=False)
         self._found.move_to_end(key)
@@ -79,11 +81,23 @@ class WorkerPacks:
         keys = [np.array(entry, np.uint32).tobytes() for entry in pack.entries]  # as `entry_keys` names entries
         if pack.rows is None:
             return StartRows(params, keys)
-        pack.rows.check_model(self._fingerprint(), self._model.one_row, self._model.decoder.config.hidden_size)
-        mark = pack.rows.fingerprint.encode()  # rows that were tuned are others than those that an encoder makes
+        pack.rows.check_model(self._fingerprint, self._model.one_row, self._model.decoder.config.hidden_size)
+        mark = pack.rows.fingerprint.encode()  # a tuned row differs from the encoded one, so it has another key
         sides = {SIDES[0]: pack.rows.input, SIDES[1]: pack.rows.output}
         tuned = [torch.from_numpy(np.ascontiguousarray(sides[side])) for side in self._model.sides]
         return StartRows(params, [mark + key for key in keys], tuned)
 
+    @cached_property
     def _fingerprint(self) -> str:
         return folder_fingerprint(self._folder, self._model.decoder.config.tie_word_embeddings)
+
+
+def _read_pack(asked: tuple[Any, ...]) -> Pack:
+    """Returns the pack of entries, or of a file and the fingerprint that it had when it was asked for."""
+    if not (len(asked) == 2 and all(isinstance(one, str) for one in asked)):
+        return resolve_pack(asked)
+    path, fingerprint = asked
+    pack = resolve_pack(path)
+    if pack.fingerprint != fingerprint:
+        raise DataError(f"{path} is another pack than the one that was asked for; it has changed, or machines differ")
+    return pack

@@ -4,7 +4,7 @@ The ids of a sequence determine its codebook, so only ids cross the borders of p
 after preemption, or whose beginning lies in the prefix cache, has its ids replayed.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from mlx_zip.codec import Codebook
 from mlx_zip.cuda.hyper_rows import ENTRIES_PER_PASS, entry_keys
 from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import ids_to_device, to_device
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.packs.entries import pad_entries
 from mlx_zip.sampling.exclusions import CanonicalIds
-from mlx_zip.vllm.packs import HYPERTOKENS, PACK, StartRows, WorkerPacks
+from mlx_zip.vllm.packs import HYPERTOKENS, PACK, TELL_BROKEN, StartRows, WorkerPacks
 from mlx_zip.vllm.rows import RowTable
 
 log = logging.getLogger("mlx_zip")
@@ -41,32 +41,33 @@ class RunningRequest:
 
     emits: whether it may choose hypertokens; else its codebook is followed only to read them. keeps_entries: whether no
     entry is ever evicted. places: of the row of the entry in each slot of its codebook, 0 for none. excluded: ids that
-    canonical decoding forbids next. broken: whether an id could not be read; then nothing but its end can be chosen.
+    canonical decoding forbids next. broken: whether an id could not be read; then nothing but its end can be chosen,
+    with tells_broken the id that says so.
     """
 
     def __init__(self, index: int, data: NewRequestData, start: StartRows, emits: bool, canonical: bool) -> None:
         assert data.prefill_token_ids is not None
         self.index, self.ids, self.start, self.emits = index, data.prefill_token_ids, start, emits
         self._prompt_ids, self._first_id = data.prompt_len, start.params.vocab_size
-        self.book, self.broken = Codebook(start.params), False
+        self.book, self.broken, self.tells_broken = Codebook(start.params), False, False
         self.keeps_entries = start.params.policy == "freeze"
         self.places = [0] * start.params.codebook_size
         self._canonical = CanonicalIds(self.book) if canonical and emits else None
         self.excluded: Sequence[int] = ()
 
     def read(self, ids: Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
-        """Reads ids into the codebook; returns slots and names of what they install. Raises `CodecError`."""
+        """Reads ids into the codebook; returns slots and keys of what they install. Raises `CodecError`."""
         if self._canonical is None:
             return self._push(ids[0] if len(ids) == 1 else ids)
         prompt = max(0, self._prompt_ids - self.book.mark())
-        slots, names = list[int](), list[bytes]()
+        slots, keys = list[int](), list[bytes]()
         for part in ([ids[:prompt]] if prompt else []) + [[one] for one in ids[prompt:]]:
             more = self._push(part)
             slots += more[0]
-            names += more[1]
+            keys += more[1]
             if self.book.mark() >= self._prompt_ids:
                 self.excluded = self._canonical.excluded()
-        return slots, names
+        return slots, keys
 
     def _push(self, ids: int | Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
         book = self.book
@@ -86,13 +87,25 @@ class RunningRequest:
         """Returns the places of hypertokens' rows. Only for a codebook that keeps what it has installed."""
         return [self.places[one - self._first_id] for one in ids]
 
-    def names_read(self, count: int, at: Sequence[int]) -> list[bytes]:
-        """Returns the names of the entries that ids `at` of the last `count` ids stood for when they were read."""
-        first, own = self.book.mark() - count, self.start.keys
-        base_ids, lengths = self.book.logged(first)
-        names = entry_keys(base_ids[at], lengths[at])
-        slots = (self.book.ids[first:][at] - np.uint32(self._first_id)).tolist()
-        return [own[slot] if slot < len(own) else name for slot, name in zip(slots, names, strict=True)]
+    def keys_read(self, ids: Sequence[int], at: Sequence[int]) -> list[bytes]:
+        """Returns the keys of the entries that the hypertokens `at` of the ids just read stood for then."""
+        own, slots = self.start.keys, [ids[n] - self._first_id for n in at]
+        base_ids, lengths = self.book.logged(self.book.mark() - len(ids))
+        keys = entry_keys(base_ids[at], lengths[at])
+        return [own[slot] if slot < len(own) else key for slot, key in zip(slots, keys, strict=True)]
+
+    def read_up_to_bad(self, ids: Sequence[int], read: int) -> int:
+        """Reads the ids before the one that cannot be read, after `read` refused them together; returns how many.
+
+        What is computed of them is right, and vLLM's prefix cache keeps it. read: ids that were read before.
+        """
+        self.book.rewind(read)
+        for count, one in enumerate(ids):
+            try:
+                self.book.push(one)
+            except CodecError:
+                return count
+        return len(ids)
 
     def positions(self, count: int) -> np.ndarray:
         """Returns the position of the last base id of each of the last `count` ids read."""
@@ -121,26 +134,28 @@ class Zip2ZipState(DefaultModelState):
         self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
         self.slots = torch.zeros((self.max_num_reqs, slots), dtype=torch.int64, device=device)
         self.requests: dict[str, RunningRequest] = {}
-        self._untuned: dict[int, bytes] = {}  # places whose rows are still to be encoded, and the entries' names
+        self._untuned: dict[int, bytes] = {}  # places whose rows are still to be encoded, and the entries' keys
         self._tuned: dict[int, list[torch.Tensor]] = {}  # places whose rows [D] per side are still to be copied
         self._changed: dict[int, int] = {}  # what is to be written to `slots`, by place in it
         self._held: list[int] = []  # places that only the step's own ids need
-        self._end_id = _end_id(vllm_config)
+        self._end_id, self._broken_id = _end_id(vllm_config), model.hf_config.broken_id
+        self._last_position = model.decoder.config.max_position_embeddings - 1
 
     # ---- requests come and go
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
-        name, params, broken = new_req_data.req_id, new_req_data.sampling_params, False
-        asked = (params.extra_args if params is not None else None) or {}
+        name, params, start = new_req_data.req_id, new_req_data.sampling_params, self._packs.own
+        asked, wrong = (params.extra_args if params is not None else None) or {}, None
         try:
             start = self._packs.find(asked.get(PACK))
         except (MlxZipError, TypeError, ValueError) as error:
-            start, broken = self._packs.own, True
-            log.error("request %s is ended: its pack cannot be used: %s", name, error)
+            wrong = f"its pack cannot be used: {error}"
         emits = _may_emit(params, asked)
         request = RunningRequest(req_index, new_req_data, start, emits, self._model.config.canonical)
-        self.requests[name], request.broken = request, broken
+        self.requests[name], request.tells_broken = request, bool(asked.get(TELL_BROKEN))
+        if wrong is not None:
+            self._end_broken(name, request, wrong)
         self.slots[req_index].zero_()
         self._install(request, range(len(start.keys)), start.keys, start.tuned)
         self._read_ids(name, request, request.ids[: new_req_data.num_computed_tokens])
@@ -153,17 +168,19 @@ class Zip2ZipState(DefaultModelState):
 
     # ---- ids are read
 
-    def _read_ids(self, name: str, request: RunningRequest, ids: Sequence[int]) -> bool:
-        """Reads ids; returns whether they could be read. One that cannot ends the request, and nothing else."""
-        if request.broken:
-            return False
+    def _read_ids(self, name: str, request: RunningRequest, ids: Sequence[int]) -> int:
+        """Reads ids; returns how many could be read. One that cannot ends the request, and nothing else."""
+        if not ids:
+            return 0
+        read = request.book.mark()
         try:
-            slots, names = request.read(ids)
-            if slots:
-                self._install(request, slots, names)
-        except MlxZipError as error:
+            slots, keys = request.read(ids)
+        except CodecError as error:
             self._end_broken(name, request, error)
-        return not request.broken
+            return request.read_up_to_bad(ids, read)
+        if request.emits and slots:  # else rows are made for the entries that are read only
+            self._install(request, slots, keys)
+        return len(ids)
 
     def _end_broken(self, name: str, request: RunningRequest, why: object) -> None:
         request.broken = True
@@ -173,12 +190,12 @@ class Zip2ZipState(DefaultModelState):
         self,
         request: RunningRequest,
         slots: Sequence[int],
-        names: Sequence[bytes],
+        keys: Sequence[bytes],
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Notes the entries of these names in slots of a request. tuned: rows [N, D] per side, if they have such."""
-        places, missing = self.rows.acquire(names)
-        self._note_missing(places, missing, names, tuned)
+        """Notes the entries of these keys in slots of a request. tuned: rows [N, D] per side, if they have such."""
+        places, missing = self.rows.acquire(keys)
+        self._note_missing(places, missing, keys, tuned)
         for slot, place in zip(slots, places, strict=True):
             if before := request.places[slot]:
                 self.rows.release([before])
@@ -191,7 +208,7 @@ class Zip2ZipState(DefaultModelState):
         self,
         places: Sequence[int],
         missing: Sequence[int],
-        names: Sequence[bytes],
+        keys: Sequence[bytes],
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Notes which entries have no row yet; what a place was to hold before does not count any more."""
@@ -200,7 +217,7 @@ class Zip2ZipState(DefaultModelState):
             self._untuned.pop(place, None)
             self._tuned.pop(place, None)
             if tuned is None:
-                self._untuned[place] = names[index]
+                self._untuned[place] = keys[index]
             else:
                 self._tuned[place] = [rows[index] for rows in tuned]
 
@@ -235,30 +252,36 @@ class Zip2ZipState(DefaultModelState):
         starts, computed = batch.query_start_loc_np.tolist(), batch.num_computed_tokens_np.tolist()
         for row, name in enumerate(batch.req_ids):
             request, begin, end = self.requests.get(name), starts[row], starts[row + 1]
-            if request is None or request.broken:
+            if request is None:
                 continue
             ids = request.ids[computed[row] : computed[row] + end - begin]
             if len(ids) < end - begin:  # chosen by the model, so the device has them
                 chosen = batch.input_ids.tolist() if chosen is None else chosen
                 ids = [*ids, *chosen[begin + len(ids) : end]]
             if request.book.mark() != computed[row]:
-                self._end_broken(name, request, f"vLLM has read {computed[row]} ids, its codebook others")
-            elif self._read_ids(name, request, ids):
+                if not request.broken:
+                    self._end_broken(name, request, f"vLLM has read {computed[row]} ids, the codebook others")
+            elif count := self._read_ids(name, request, ids):
+                ids = ids[:count]
                 hyper = request.hypertokens(ids)
                 if hyper:
                     at += [begin + n for n in hyper]
                     places += self._places_read(request, ids, hyper)
                 if self._by_base:
-                    self._positions[begin:end] = to_device(request.positions(len(ids)), self.device)
+                    positions = request.positions(count)
+                    if positions[-1] > self._last_position and not request.broken:
+                        self._end_broken(name, request, f"position {positions[-1]} is beyond {self._last_position}")
+                    positions = np.minimum(positions, self._last_position)
+                    self._positions[begin : begin + count] = to_device(positions, self.device)
         return at, places
 
     def _places_read(self, request: RunningRequest, ids: Sequence[int], hyper: Sequence[int]) -> list[int]:
         """Returns the places of the rows of hypertokens, ids `hyper` of those that a request has just read."""
-        if request.keeps_entries:
+        if request.keeps_entries and request.emits and not request.broken:
             return request.places_of([ids[n] for n in hyper])
-        names = request.names_read(len(ids), hyper)
-        places, missing = self.rows.acquire(names)  # an entry may have been evicted since, by a later id
-        self._note_missing(places, missing, names)
+        keys = request.keys_read(ids, hyper)
+        places, missing = self.rows.acquire(keys)  # an entry may have been evicted since, by a later id
+        self._note_missing(places, missing, keys)
         self._held += places
         return places
 
@@ -270,8 +293,8 @@ class Zip2ZipState(DefaultModelState):
             self._tuned.clear()
         missing = list(self._untuned.items())
         for begin in range(0, len(missing), ENTRIES_PER_PASS):
-            places, names = zip(*missing[begin : begin + ENTRIES_PER_PASS], strict=True)
-            entries = [np.frombuffer(name, np.uint32) for name in names]
+            places, keys = zip(*missing[begin : begin + ENTRIES_PER_PASS], strict=True)
+            entries = [tuple(np.frombuffer(key, np.uint32).tolist()) for key in keys]
             base_ids, lengths = pad_entries(entries, self._model.config.merge_size, self._model.config.pad_id)
             made = self._model.encode(ids_to_device(base_ids, self.device), ids_to_device(lengths, self.device))
             self.rows.write(ids_to_device(np.array(places), self.device), made)
@@ -300,28 +323,27 @@ class Zip2ZipState(DefaultModelState):
 
     def add_hyper_logits(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Adds the logits of hypertokens to logits [B, W] of a batch, in which only base ids can be chosen yet."""
-        most, excluded, broken = 0, list[Sequence[int]](), list[int]()
+        most, excluded, broken = 0, list[Sequence[int]](), list[tuple[int, int]]()
         for row, name in enumerate(batch.req_ids):
             request = self.requests.get(name)
             if request is not None and request.emits:
                 most = max(most, len(request.book))
             if request is not None and request.broken:
-                broken.append(row)
+                broken.append((row, self._broken_id if request.tells_broken else self._end_id))
             excluded.append(() if request is None else request.excluded)
         if most:
             slots, first = self.slots[batch.idx_mapping, :most], self.layout.vocab_size
             logits[:, first : first + most] = self._row_logits(slots).masked_fill_(slots == 0, -torch.inf)
         if any(excluded):
-            logits.copy_(exclude_ids(logits, logits.float().logsumexp(1), excluded, self._end_id))
-        for row in broken:
+            logits.copy_(exclude_ids(logits, logits.float().logsumexp(1), excluded, self._broken_id))
+        for row, end in broken:
             logits[row] = -torch.inf
-            logits[row, self._end_id] = 0.0
+            logits[row, end] = 0.0
 
     def _row_logits(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the products [B, C] of each request's output with the rows at the places `slots` [B, C].
 
-        Few rows are gathered, which reads, writes and reads them again; else all places are multiplied: requests share
-        entries.
+        Gathers the rows if they are under a third of the used places; else multiplies all places once.
         """
         h, table = self._model.outputs, self.rows.tensors[-1]
         assert h is not None
@@ -345,7 +367,10 @@ class HyperSampler:
 
 
 def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
-    """Returns whether a request may choose hypertokens: its sender can expand them, and no part of vLLM would trip."""
+    """Returns whether a request may choose hypertokens.
+
+    Its sender must be able to expand them, and ask neither for a grammar nor for log-probabilities of its prompt.
+    """
     if params is None or not asked.get(HYPERTOKENS):
         return False
     return params.structured_outputs is None and params.prompt_logprobs is None
@@ -354,4 +379,4 @@ def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
 def _end_id(config: VllmConfig) -> int:
     """Returns the id that ends a request whose ids cannot be read."""
     ends = getattr(config.model_config.hf_config, "eos_token_id", None)
-    return int(ends[0] if isinstance(ends, list) else ends or 0)
+    return int((ends or [0])[0] if isinstance(ends, list) else ends or 0)

@@ -39,12 +39,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def submissions(tokenizer: Any, count: int) -> list[Submission]:
-    """Requests with prompts of many lengths, half of them with beginnings in common; every fourth has a small pack."""
+    """Requests with prompts of many lengths; half of them begin alike, for several blocks. Every fourth has a pack."""
     rng = random.Random(0)
-    made = []
+    common, made = " ".join(BEGINNINGS * 3), []
     for number in range(count):
         text = " ".join(rng.choice(BEGINNINGS) for _ in range(rng.randint(1, 5)))
-        ids = tokenizer.encode(text)
+        ids = tokenizer.encode(f"{common} {text}" if number % 4 < 2 else text)
         pack = Pack(tuple(dict.fromkeys(pairwise(ids[2:12])))) if number % 4 == 3 else None
         made.append(Submission(ids, rng.randint(8, 32), pack=pack, top_logprobs=1))
     return made
@@ -65,13 +65,12 @@ def on_mlx(folder):
 
 
 @pytest.fixture
-def replayed(monkeypatch):
-    """The requests that came back to the worker with ids that the model had chosen."""
+def came(monkeypatch):
+    """What the worker was told of each request: ids chosen before it came (back), and ids computed before."""
     found, real = [], Zip2ZipState.add_request
 
     def noted(self, index, data):
-        if len(data.prefill_token_ids) > data.prompt_len:
-            found.append(data.req_id)
+        found.append((len(data.prefill_token_ids) - data.prompt_len, data.num_computed_tokens))
         return real(self, index, data)
 
     monkeypatch.setattr(Zip2ZipState, "add_request", noted)
@@ -79,19 +78,22 @@ def replayed(monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ids_and_log_probabilities_are_those_of_mlx(folder, on_mlx, way, replayed):
+def test_ids_and_log_probabilities_are_those_of_mlx(folder, on_mlx, way, came):
     asked, expected = on_mlx
-    cancelled = range(5, len(asked), 10)
+    cancelled, left = range(5, len(asked), 5), 0
     with open_on_vllm(folder, vllm_args=WAYS[way]) as engine:
         for concurrency in (1, 16) if way == "as it is" else (16,):
             watches = answer_all(engine, asked, concurrency, cancelled)
             for index, (ours, theirs) in enumerate(zip(watches, expected, strict=True)):
                 if index in cancelled:
                     assert ours.ids == theirs.ids[: len(ours.ids)]
+                    left += 0 < len(ours.ids) < len(theirs.ids)
                     continue
                 assert (ours.ids, ours.base_ids, ours.end.reason) == (theirs.ids, theirs.base_ids, theirs.end.reason)
                 likely = [[event.logprob for event in watch.emitted] for watch in (ours, theirs)]
                 np.testing.assert_allclose(*likely, atol=1e-3)
         answer_all(engine, asked[:1])  # vLLM tells a worker of ended requests with the next step only
         assert len(worker_state(engine).requests) <= 1
-    assert bool(replayed) == ("preempted" in way)
+    assert left
+    assert any(chosen for chosen, _ in came) == ("preempted" in way)
+    assert any(computed for _, computed in came) == ("no prefix cache" not in way)

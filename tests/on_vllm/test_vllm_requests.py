@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
+from mlx_zip.codec import Codebook
 from mlx_zip.engine.interface import Failed, Submission
 from mlx_zip.errors import ConfigError, EngineError, GenerationError
 from mlx_zip.named import resolve_model_name
-from mlx_zip.packs.pack import Pack, load_pack
+from mlx_zip.packs.pack import Pack, load_pack, save_pack
 from mlx_zip.vllm.llm import LLM
 from mlx_zip.vllm.packs import HYPERTOKENS, PACK
 from support.http_server import until
@@ -42,6 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a grammar": ({"constraint": Broken("mask")}, "a grammar or JSON schema"),
     "a penalty": ({"sampling": {"repetition_penalty": 1.2}}, "penalties and logit_bias"),
     "a bias": ({"sampling": {"logit_bias": {5: 1.0}}}, "penalties and logit_bias"),
+    "a temperature that vLLM does not take": ({"sampling": {"temp": 2.5}}, "vLLM refuses the request: .*temperature"),
     "XTC": ({"sampling": {"xtc_probability": 0.5}}, "XTC"),
     "min_tokens_to_keep": ({"sampling": {"min_p": 0.1, "min_tokens_to_keep": 2}}, "min_tokens_to_keep"),
     "too many log-probabilities": ({"top_logprobs": 21}, "more than 20 top_logprobs"),
@@ -107,13 +110,34 @@ def test_a_worker_survives_ids_and_packs_that_it_cannot_read(engine, prompt):
             "the same without hypertokens": ([5000], {}),
             "a pack that is no list": (prompt, {HYPERTOKENS: True, PACK: 7}),
             "a pack of nonsense": (prompt, {HYPERTOKENS: True, PACK: [[1], "x"]}),
-            "a pack file that is not there": (prompt, {HYPERTOKENS: True, PACK: "/nowhere.npz"}),
+            "a pack file that is not there": (prompt, {HYPERTOKENS: True, PACK: ["/nowhere.npz", "0"]}),
         },
     )
     good = found.pop("good")
     assert len(good) == 8
     assert all(len(ids) == 1 and ids[0] in end for ids in found.values())
     assert answer_all(engine, [Submission(prompt, 12)])[0].ids == expected
+
+
+def test_what_was_computed_before_an_id_that_cannot_be_read_is_right(engine):
+    long = engine.tokenizer.encode(" ".join([PROMPT] * 8))
+    begun = Codebook(worker_state(engine)._packs.own.params)
+    ids = begun.compress(long).tolist()[:70]
+    assert max(ids) >= engine.info.vocab_size
+    asked = {"bad": ([*ids[:64], 5999, *ids[64:]], {HYPERTOKENS: True}), "good": (ids, {HYPERTOKENS: True})}
+    raw_answers(engine, {"bad": asked["bad"]})
+    after = raw_answers(engine, {"good": asked["good"]})["good"]  # finds two blocks of the other's in the prefix cache
+    engine.purge_sessions()
+    assert raw_answers(engine, {"good": asked["good"]})["good"] == after
+
+
+def test_a_pack_file_that_has_changed_since_is_an_error(engine, prompt, tmp_path, monkeypatch):
+    file, whole = tmp_path / "pack.npz", load_pack(resolve_model_name("stories") / "pack.npz")
+    assert whole.rows is not None
+    save_pack(file, replace(whole, entries=whole.entries[:9], rows=whole.rows.chosen(range(9))))
+    monkeypatch.setattr("mlx_zip.vllm.packs.resolve_pack", lambda asked: Pack(((5, 6),)))
+    watch = answer_all(engine, [Submission(prompt, 12, pack=file)])[0]
+    assert "could not read the request's ids or its pack" in str(watch.end.error)
 
 
 def test_clients_that_cannot_expand_hypertokens_get_base_ids_only(engine, prompt):
@@ -137,7 +161,7 @@ def test_nothing_is_lost_or_left_behind_by_many_requests(engine):
     expected = [answer_all(engine, [one])[0].ids for one in asked]
     numbers = [rng.randrange(len(asked)) for _ in range(SOAK)]
     cancelled = set(rng.sample(range(SOAK), SOAK // 10))
-    refused = 0
+    refused, failed = 0, engine.figures().failed
     for _ in range(SOAK // 20):
         with pytest.raises(GenerationError):
             engine.submit(Submission([7, 999_999]), print)
@@ -154,7 +178,7 @@ def test_nothing_is_lost_or_left_behind_by_many_requests(engine):
     held = sum(sum(place > 0 for place in request.places) for request in state.requests.values())
     assert state.rows.users == held + len(state._held)
     assert until(lambda: not engine.figures().running)
-    assert (engine.figures().waiting, engine.figures().failed) == (0, 0)
+    assert (engine.figures().waiting, engine.figures().failed) == (0, failed)
 
 
 def test_packed_weights_of_a_plain_model_are_refused():

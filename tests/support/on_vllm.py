@@ -51,17 +51,36 @@ def dequantized(name: str, folder: Path) -> Path:
     return folder
 
 
+class Leaving(Watch):
+    """Receives the events of a request that is given up after its second id. ticket: set after it was submitted."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine, self.ticket = engine, None
+
+    def __call__(self, event: Any) -> None:
+        super().__call__(event)
+        if self.ticket is not None and len(self.emitted) >= 2:
+            self._engine.cancel(self.ticket)
+
+
 def answer_all(
     engine: Engine, submissions: Sequence[Submission], concurrency: int = 16, cancelled: Sequence[int] = ()
 ) -> list[Watch]:
-    """Returns what requests got of which so many are under way at a time. cancelled: indices of those given up soon."""
+    """Returns what requests got of which so many are under way at a time.
+
+    cancelled: indices of requests that are given up, every second one at once, the others in their answer's middle.
+    """
     watches = list[Watch]()
     for index, submission in enumerate(submissions):
         if index >= concurrency:
             _wait(watches[index - concurrency])
-        watches.append(Watch())
+        leaving = index in cancelled and list(cancelled).index(index) % 2 == 0
+        watches.append(Leaving(engine) if leaving else Watch())
         ticket = engine.submit(submission, watches[-1])
-        if index in cancelled:
+        if isinstance(watches[-1], Leaving):
+            watches[-1].ticket = ticket
+        elif index in cancelled:
             engine.cancel(ticket)
     return [_wait(watch) for watch in watches]
 
