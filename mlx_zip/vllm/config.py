@@ -48,6 +48,8 @@ class Zip2ZipConfig(PretrainedConfig):
             packing = kwargs.get(_PACKING[0]) or {}
             decoder = {key: value for key, value in kwargs.items() if key not in _NOT_THE_DECODERS}
         self.decoder_keys, self.packing = decoder, packing
+        if not isinstance(self.section, dict) or (self.section and type(decoder.get("vocab_size")) is not int):
+            raise ConfigError("config.json: its zip2zip section must be an object, and vocab_size an integer")
         if not self.section:  # transformers makes an empty one to compare with
             super().__init__(**kwargs)
             return

@@ -213,6 +213,7 @@ def _refuse_what_is_unsupported(config: VllmConfig) -> None:
             not config.use_v2_model_runner,
         "LoRA adapters: merge them first (mlx_zip convert)": config.lora_config is not None,
         "speculative decoding": config.speculative_config is not None,
+        "weights that are not read (load_format dummy)": config.load_config.load_format == "dummy",
         "prompt embeddings": config.model_config.enable_prompt_embeds,
         "one of its own quantizations": config.quant_config is not None,
         "batch-sharded sampling": config.parallel_config.enable_batch_sharded_sampling,

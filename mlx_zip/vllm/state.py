@@ -371,7 +371,7 @@ def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
 
     Its sender must be able to expand them, and ask neither for a grammar nor for log-probabilities of its prompt.
     """
-    if params is None or not asked.get(HYPERTOKENS):
+    if params is None or asked.get(HYPERTOKENS) not in (True, 1):
         return False
     return params.structured_outputs is None and params.prompt_logprobs is None
 

@@ -83,6 +83,12 @@ def test_folders_that_hold_no_decoder_are_refused(tmp_path):
     assert config_of_export(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("changes", [{"zip2zip": [1]}, {"vocab_size": None}])
+def test_a_damaged_config_is_refused(changes):
+    with pytest.raises(ConfigError, match=r"config\.json: its zip2zip section must be an object, and vocab_size an"):
+        Zip2ZipConfig(**{**tiny.tiny_config("llama"), **changes})
+
+
 def test_a_decoder_that_is_none_of_ours_is_refused():
     config = tiny.tiny_config("llama")
     config["zip2zip"] = {**config["zip2zip"], "base_model_type": "gpt2"}
@@ -109,6 +115,10 @@ def test_options_of_vllm_that_do_not_go_with_hypertokens_are_refused_at_the_star
     parallel = SimpleNamespace(
         enable_batch_sharded_sampling=False, prefill_context_parallel_size=1, decode_context_parallel_size=1
     )
-    common = {"model_config": SimpleNamespace(enable_prompt_embeds=False), "parallel_config": parallel}
+    common = {
+        "model_config": SimpleNamespace(enable_prompt_embeds=False),
+        "parallel_config": parallel,
+        "load_config": SimpleNamespace(load_format="auto"),
+    }
     with pytest.raises(ConfigError, match=what):
         Zip2ZipForCausalLM(vllm_config=SimpleNamespace(**common, **{**USUAL, **REFUSED[what]}))

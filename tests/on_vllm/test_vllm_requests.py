@@ -140,8 +140,15 @@ def test_a_pack_file_that_has_changed_since_is_an_error(engine, prompt, tmp_path
     assert "could not read the request's ids or its pack" in str(watch.end.error)
 
 
+def test_a_limit_that_no_context_has_room_for_harms_nobody(engine, prompt):
+    any_id = frozenset(range(engine.info.vocab_size))
+    watch = answer_all(engine, [Submission(prompt, (1 << 31) - 1, eos_ids=any_id)])[0]
+    assert (watch.end.reason, len(watch.ids)) == ("stop", 1)
+    assert engine.alive
+
+
 def test_clients_that_cannot_expand_hypertokens_get_base_ids_only(engine, prompt):
-    ids = raw_answers(engine, {"a client of vLLM": (prompt, {})})["a client of vLLM"]
+    ids = raw_answers(engine, {"a client of vLLM": (prompt, {HYPERTOKENS: "no"})})["a client of vLLM"]
     assert len(ids) == 8
     assert max(ids) < engine.info.vocab_size
 
