@@ -145,6 +145,7 @@ def test_a_limit_that_no_context_has_room_for_harms_nobody(engine, prompt):
     watch = answer_all(engine, [Submission(prompt, (1 << 31) - 1, eos_ids=any_id)])[0]
     assert (watch.end.reason, len(watch.ids)) == ("stop", 1)
     assert engine.alive
+    engine.check(Submission(prompt, sampling={"repetition_penalty": 1.0, "presence_penalty": 0, "logit_bias": {}}))
 
 
 def test_clients_that_cannot_expand_hypertokens_get_base_ids_only(engine, prompt):
