@@ -524,8 +524,7 @@ def _raise_if_unsupported(request: Request) -> None:
     options, submission = request.checked.sampling, request.submission
     wrong = {
         "a grammar or JSON schema": submission.constraint is not None,
-        "penalties and logit_bias": options.has_penalties
-        and options.repetition_penalty != 1.0
+        "penalties and logit_bias": options.repetition_penalty not in (None, 1.0)
         or bool(options.presence_penalty or options.frequency_penalty or options.logit_bias),
         "XTC": options.xtc_probability > 0,
         "min_tokens_to_keep above 1": options.min_tokens_to_keep > 1,
