@@ -48,7 +48,7 @@ _ON_VLLM = {  # flags that vLLM has no use for, and what to do
     ),
     "prefill_step_size": "vLLM cuts prompts itself: --vllm-args '{\"max_num_batched_tokens\": 2048}'",
 }
-REFUSED = {TORCH: _ON_TORCH, CUDA: _ON_TORCH, VLLM: _ON_VLLM}  # engines that stand beside MLX, and what they refuse
+REFUSED = {TORCH: _ON_TORCH, CUDA: _ON_TORCH, VLLM: _ON_VLLM}  # by engine: the flags that it refuses
 RANK_VARIABLE = "MLX_RANK"  # environment variable in which mlx.launch gives each process its number
 _NEUTRAL_VALUES = {
     "row_cache": ("off",),

@@ -14,9 +14,10 @@ from transformers import AutoConfig, PretrainedConfig
 from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.errors import ConfigError
 from mlx_zip.layout import MODEL_TYPE, Layout
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME
 from mlx_zip.text.tokenizers import load_tokenizer
 
-UPSTREAM_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"  # of an exported checkpoint
+ENCODERS = "zip2zip_encoders.safetensors"  # of an exported checkpoint
 ARCHITECTURE = "Zip2ZipForCausalLM"  # what vLLM calls our model
 DECODERS = {  # what vLLM calls the decoders that config.json names by model_type
     "llama": "LlamaForCausalLM",
@@ -90,7 +91,7 @@ class Zip2ZipConfig(PretrainedConfig):
 
 
 def register() -> None:
-    """Tells transformers of our config and vLLM of our model; vLLM calls it in each of its processes."""
+    """Registers our config with transformers and our model with vLLM, which calls this in each of its processes."""
     from vllm import ModelRegistry
 
     AutoConfig.register(MODEL_TYPE, Zip2ZipConfig, exist_ok=True)
@@ -102,9 +103,9 @@ def config_of_export(folder: Path) -> dict[str, Any] | None:
 
     Raises `ConfigError` for files that cannot be read and for a checkpoint whose decoder lies elsewhere.
     """
-    if not (folder / UPSTREAM_CONFIG).is_file():
+    if not (folder / UPSTREAM_CONFIG_NAME).is_file():
         return None
-    config, section = (_read_object(folder / name) for name in ("config.json", UPSTREAM_CONFIG))
+    config, section = (_read_object(folder / name) for name in ("config.json", UPSTREAM_CONFIG_NAME))
     if config.get("model_type") == MODEL_TYPE:
         return None
     if not (list(folder.glob("model*.safetensors")) and (folder / ENCODERS).is_file()):

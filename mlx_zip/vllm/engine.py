@@ -1,4 +1,4 @@
-"""`VllmEngine`: vLLM behind the interface that server, chat and harness know. vLLM's scheduler decides what runs when.
+"""`VllmEngine`: an engine (`mlx_zip.engine.interface.Engine`) whose model vLLM runs, and whose requests it schedules.
 
 Prompts are compressed here, and what a request may read and ask for is checked here, before vLLM sees it: a worker
 cannot refuse. The ids of ended requests are kept, so that a chat goes on with the ids that it had; their keys and

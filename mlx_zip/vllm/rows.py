@@ -23,9 +23,6 @@ class RowTable:
         self._users = [1]  # by place
         self._unused: OrderedDict[int, None] = OrderedDict()  # places that hold a row nobody needs, oldest first
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     @property
     def used_places(self) -> int:
         """How many places were ever used, with place 0."""
@@ -39,7 +36,7 @@ class RowTable:
     def acquire(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
         """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
 
-        Each call counts one user of each entry, until `release`. keys: names of the entries.
+        Each call counts one user of each entry, until `release`. keys: what each entry is called here.
         """
         places, missing = list[int](), list[int]()
         for index, key in enumerate(keys):

@@ -39,7 +39,7 @@ MOST_ROWS = 32_768  # places of the table of rows, unless fewer can be in use; i
 class RunningRequest:
     """A request. index: its slot among vLLM's requests. ids: those that were known when it came.
 
-    emits: whether it may choose hypertokens; else its codebook is followed only to read them. keeps_entries: whether no
+    emits: whether it may choose hypertokens; if not, its codebook serves only to read them. keeps_entries: whether no
     entry is ever evicted. places: of the row of the entry in each slot of its codebook, 0 for none. excluded: ids that
     canonical decoding forbids next. broken: whether an id could not be read; then nothing but its end can be chosen,
     with tells_broken the id that says so.
@@ -260,7 +260,9 @@ class Zip2ZipState(DefaultModelState):
                 ids = [*ids, *chosen[begin + len(ids) : end]]
             if request.book.mark() != computed[row]:
                 if not request.broken:
-                    self._end_broken(name, request, f"vLLM has read {computed[row]} ids, the codebook others")
+                    self._end_broken(
+                        name, request, f"vLLM has read {computed[row]} ids, the codebook {request.book.mark()}"
+                    )
             elif count := self._read_ids(name, request, ids):
                 ids = ids[:count]
                 hyper = request.hypertokens(ids)
