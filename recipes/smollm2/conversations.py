@@ -221,17 +221,20 @@ def repeated_share(ids: Sequence[int], n: int = 4) -> float:
 
 
 class ParallelTexts:
-    """Texts that a plain model reads side by side on the CPU: one id per text and pass.
+    """Texts that a plain model reads side by side: one id per text and pass.
 
     A text may begin while others are being written, and it is read id by id too: with dozens of texts that costs
     little more per id than a long prompt does.
     """
 
-    def __init__(self, model: Path, count: int, length: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, model: Path, count: int, length: int, dtype: str = "float32", device: str | torch.device = "cpu"
+    ) -> None:
         """Opens a model's folder for `count` texts of at most `length` ids. Raises `ModelError`, `ConfigError`."""
-        self._model = open_model(model, "cpu", dtype, hypertokens=False)
+        self._model = open_model(model, device, dtype, hypertokens=False)
         self._kv = self._model.decoder.make_kv_cache(count, length)
-        self._none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
+        none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
+        self._none = none.to(self._model.device, self._model.dtype)
 
     def __len__(self) -> int:
         return len(self._none)
@@ -243,9 +246,10 @@ class ParallelTexts:
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Reads one id of each text, ids [count] int64, and returns logits [n, V] of the texts in wanted [n] int64."""
-        h = self._model.embed(ids[:, None], self._none)[:, 0]
+        device = self._model.device
+        h = self._model.embed(ids.to(device)[:, None], self._none)[:, 0]
         out = self._model.decoder.step(h, self._kv.lengths.clone(), self._kv)
-        return self._model.base_logits(out[wanted])
+        return self._model.base_logits(out[wanted.to(device)])
 
 
 def draw_ids(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, points: Sequence[float]) -> list[int]:
@@ -254,8 +258,9 @@ def draw_ids(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, 
     points: numbers in 0..1, one per row, that choose the id.
     """
     best = logits.topk(min(MOST_DRAWN_FROM, logits.shape[-1]))
-    shares = (best.values / torch.tensor(temperatures)[:, None]).softmax(-1).cumsum(-1)
-    places = torch.searchsorted(shares, torch.tensor(points)[:, None] * top_p)
+    heat, point = (torch.tensor(values, device=logits.device)[:, None] for values in (temperatures, points))
+    shares = (best.values / heat).softmax(-1).cumsum(-1)
+    places = torch.searchsorted(shares, point * top_p)
     return best.indices.gather(1, places).squeeze(1).tolist()
 
 
@@ -271,7 +276,7 @@ def write_conversations(
     A row whose conversation has ended begins the next one at once, so all rows are always at work.
     """
     rows = [ConversationWriter(next(seeds), talk, tokenizer) for _ in range(len(texts))]
-    ids, drawn = torch.zeros(len(rows), dtype=torch.int64), dict[int, int]()
+    ids, drawn = [0] * len(rows), dict[int, int]()
     while True:
         finished = []
         for row, writing in enumerate(rows):
@@ -286,7 +291,7 @@ def write_conversations(
         if finished and done(finished):
             return
         drawing = {row: one for row, one in enumerate(rows) if not one.given}
-        logits = texts.step(ids, torch.tensor(list(drawing), dtype=torch.int64))
+        logits = texts.step(torch.tensor(ids), torch.tensor(list(drawing), dtype=torch.int64))
         points = [one.draw.random() for one in drawing.values()]
         chosen_ids = draw_ids(logits, [one.temperature for one in drawing.values()], talk.top_p, points)
         drawn = dict(zip(drawing, chosen_ids, strict=True))
@@ -310,8 +315,12 @@ def sample_conversations(
     wanted, kept = getattr(talk, part), sum(one["length"] for one in have if "messages" in one)
     if kept >= wanted:
         return
-    low = multiplies_bfloat16() and not talk.exact
-    texts = ParallelTexts(model, talk.rows, talk.total, "bfloat16" if low else "float32")
+    on_card = torch.cuda.is_available()
+    low = (on_card or multiplies_bfloat16()) and not talk.exact
+    # in few passes only short conversations would come to their ends
+    most = max(1, wanted // (2 * talk.total))
+    rows, device = (min(talk.card_rows, most), "cuda") if on_card else (talk.rows, "cpu")
+    texts = ParallelTexts(model, rows, talk.total, "bfloat16" if low else "float32", device)
     file.parent.mkdir(parents=True, exist_ok=True)
     seeds = make_seeds(pools, part, talk.alone, {one["number"] for one in have})
     with open(file, "a", encoding="utf-8") as out:

@@ -71,7 +71,7 @@ class TextSizes:
 class TalkSettings:
     """How conversations are sampled; sizes in base ids.
 
-    rows: conversations at a time. question, answer, total: most ids of a turn that the model writes as the user, as the
+    rows, card_rows: conversations at a time, on a CPU and on an NVIDIA card. question, answer, total: most ids of a turn that the model writes as the user, as the
     assistant, and of a whole conversation. top_p: part of the probability that is drawn from. temperatures: one is
     drawn for each conversation. alone: part of the conversations whose first user turn is the model's too. second: part
     that has a second user turn. repeated: largest part of repeated 4-grams of a turn that is kept. train, held_out: ids
@@ -79,6 +79,7 @@ class TalkSettings:
     """
 
     rows: int = 40
+    card_rows: int = 2048
     question: int = 128
     answer: int = 384
     total: int = 768
