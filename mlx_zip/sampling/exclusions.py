@@ -39,6 +39,7 @@ class _EntryPrefixes:
         self.known: set[BaseIds] = set()
         self.slots_by_prefix: defaultdict[BaseIds, list[int]] = defaultdict(list)
         self.suffixes_by_prefix: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
+        self._among_these: dict[BaseIds, tuple[list[int], frozenset[BaseIds]]] = {}
 
     def add(self, first: int, entries: Iterable[BaseIds], others: Collection[BaseIds] = ()) -> None:
         """Adds entries, which take the slots from `first` on. others: more entries, which are known elsewhere."""
@@ -51,6 +52,18 @@ class _EntryPrefixes:
                 self.suffixes_by_prefix[entry[:n]].append((slot, entry[n:]))
                 if entry[:n] in self.known or entry[:n] in others:
                     break  # shorter beginnings have that entry, which excludes at least as much
+
+    def excluded_among_these(self, base_ids: BaseIds, vocab_size: int) -> tuple[list[int], frozenset[BaseIds]]:
+        """Returns the base ids and the slots' ids that cannot follow `base_ids` if there are no other entries.
+
+        With them come the rests of the entries that begin with `base_ids`. Found once: add nothing afterwards.
+        """
+        if (found := self._among_these.get(base_ids)) is None:
+            rests = [rest for _, rest in self.suffixes_by_prefix.get(base_ids, ())]
+            ids = [rest[0] for rest in rests if len(rest) == 1]
+            ids += [vocab_size + slot for rest in rests for slot in self.slots_by_prefix.get(rest, ())]
+            found = self._among_these[base_ids] = ids, frozenset(rests)
+        return found
 
 
 @lru_cache(maxsize=4)
@@ -88,14 +101,17 @@ class ForbiddenFollowers:
         installed: number of entries when the id that `base_ids` begin with was chosen; at least as many as existed when
         this object was made.
         """
-        out: list[int] = []
-        for entries in (self._start, self._grown):
-            for slot, rest in entries.suffixes_by_prefix.get(base_ids, ()):
-                if slot >= installed:
-                    break
-                out += rest if len(rest) == 1 else ()
-                out += [self.vocab_size + one for one in self._start.slots_by_prefix.get(rest, ())]
-                out += [self.vocab_size + one for one in self._grown.slots_by_prefix.get(rest, ())]
+        start, grown, vocab = self._start, self._grown, self.vocab_size
+        ids, rests = start.excluded_among_these(base_ids, vocab)
+        out = ids.copy()
+        for rest in rests & grown.slots_by_prefix.keys():
+            out += [vocab + one for one in grown.slots_by_prefix[rest]]
+        for slot, rest in grown.suffixes_by_prefix.get(base_ids, ()):
+            if slot >= installed:
+                break
+            out += rest if len(rest) == 1 else ()
+            out += [vocab + one for one in start.slots_by_prefix.get(rest, ())]
+            out += [vocab + one for one in grown.slots_by_prefix.get(rest, ())]
         return out
 
 

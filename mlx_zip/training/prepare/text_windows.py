@@ -23,22 +23,23 @@ def encode_sources(
 ) -> Iterator[EncodedRecord]:
     """Yields encoded records until they have `most_ids` base ids; the loss counts all of them.
 
-    skipped: is called with a line for every invalid record.
+    Each source gives at most its share of these ids. skipped: is called with a line for every invalid record.
     """
-    encoder, read = RecordEncoder(tokenizer, "all"), 0
+    encoder, shares = RecordEncoder(tokenizer, "all"), sum(source.share for source in sources)
     for source in sources:
-        for item in SourceReader(source):
+        left = round(most_ids * source.share / shares)
+        for item in SourceReader(source) if left else ():
             record = parse_item(item, source.columns)
             encoded = record if isinstance(record, Skipped) else encoder.encode([record])[0]
             if isinstance(encoded, Skipped):
                 if not encoded.empty:
                     skipped(f"skipped {encoded.where}: {encoded.reason}")
                 continue
-            part = slice(most_ids - read)
+            part = slice(left)
             yield replace(encoded, ids=encoded.ids[part], counted=encoded.counted[part], n_bytes=encoded.n_bytes[part])
-            read += len(encoded.ids)
-            if read >= most_ids:
-                return
+            left -= len(encoded.ids)
+            if left <= 0:
+                break
 
 
 def cut_records(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Window]:

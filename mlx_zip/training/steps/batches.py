@@ -216,8 +216,9 @@ class _ReplayedSample:
 
     def excluded(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
-        found = find_excluded_ids(Codebook(self.params), self.ids[:-1])
-        at, column = np.unique(np.stack(found), axis=1)
+        at, column = find_excluded_ids(Codebook(self.params), self.ids[:-1])
+        ids = self.params.vocab_size + self.params.codebook_size
+        at, column = np.divmod(np.unique(at * ids + column), ids)
         broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
         kept = (self.weights[at] > 0) & ~np.isin(at, broken)
         return at[kept], column[kept]
