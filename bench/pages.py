@@ -24,7 +24,7 @@ from .plots import render_figure
 from .recording import add_record_flag
 from .records import Records, table, write_whole
 from .steps import mac_steps
-from .tables import drafts, performance, smollm2
+from .tables import drafts, nvidia, performance, smollm2
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance, mac_steps, smollm2, drafts, near_ties, *paper_table_modules()):
+    for module in (performance, mac_steps, nvidia, smollm2, drafts, near_ties, *paper_table_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")

@@ -24,11 +24,10 @@ from mlx_zip import named
 from mlx_zip.arguments import Parser, check_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import atomic_file, exit_on_signals
-from mlx_zip.packs.pack import save_pack
 from mlx_zip.text.tokenizers import load_tokenizer
 from recipes.stories.commands import run_in_own_process
 
-from .settings import FULL, SECOND, SMALL, Leg, Settings
+from .settings import FULL, LARGE_PACK, SMALL, Leg, Settings
 from .texts import make_data_card, make_texts, write_texts
 
 MIXED = "mixed"  # name of the pack that the model is trained with
@@ -96,30 +95,17 @@ def write_card(recipe: Recipe) -> None:
 
 
 def make_packs(recipe: Recipe) -> None:
-    """Learns packs/NAME.npz of each domain, and of all, by use or as the settings choose. Raises `TrainingError`."""
+    """Learns packs/NAME.npz of each domain, and of all. Raises `TrainingError`."""
     packs, folder = recipe.settings.packs, recipe.out / "packs"
     require_path(recipe.data / "README.md", "run the stage data first")
     folder.mkdir(parents=True, exist_ok=True)
     for name in packs.domains:
         learn_pack(recipe, name, ["--data", *map(str, list_training_files(recipe, name))], [name])
-    if packs.chosen is None:
-        mixture = folder / "mixed.yaml"
-        named = {name: json.dumps([str(file) for file in list_training_files(recipe, name)]) for name, _ in packs.mixed}
-        sources = [f"  - data: {named[name]}\n    share: {share}\n" for name, share in packs.mixed]
-        mixture.write_text("sources:\n" + "".join(sources), encoding="utf-8")
-        learn_pack(recipe, MIXED, ["--mixture", str(mixture)], packs.domains)
-    elif not (out := folder / f"{MIXED}.npz").exists():
-        from .mixed_pack import learn_mixed_pack  # needs PyTorch
-
-        save_pack(
-            out,
-            learn_mixed_pack(
-                recipe.model,
-                {name: list_training_files(recipe, name) for name, _ in packs.mixed},
-                packs,
-                print_progress,
-            ),
-        )
+    mixture = folder / "mixed.yaml"
+    named = {name: json.dumps([str(file) for file in list_training_files(recipe, name)]) for name, _ in packs.mixed}
+    sources = [f"  - data: {named[name]}\n    share: {share}\n" for name, share in packs.mixed]
+    mixture.write_text("sources:\n" + "".join(sources), encoding="utf-8")
+    learn_pack(recipe, MIXED, ["--mixture", str(mixture)], packs.domains)
 
 
 def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequence[str]) -> None:
@@ -235,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = Path(args.model).expanduser().resolve() if args.model else unpack_base(out)
         require_path(model / "config.json", "name a model folder with --model")
         with exit_on_signals():
-            settings = SMALL if args.small else SECOND if args.second else FULL
+            settings = SMALL if args.small else LARGE_PACK if args.large_pack else FULL
             run_stages(Recipe(settings, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         print_progress(f"error: {error}")
@@ -264,9 +250,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     which = made.add_mutually_exclusive_group()
     which.add_argument(
-        "--second",
+        "--large-pack",
         action="store_true",
-        help="make the second try of docs/reports/smollm2.md, which is not shipped (default: the shipped adapter)",
+        help="give the model 2,816 entries to begin with, which is not shipped (default: 1,024)",
     )
     which.add_argument(
         "--small", action="store_true", help="make little data without any package, as a test (default: off)"

@@ -1,11 +1,11 @@
 """Every choice of the recipe: packages, sizes, requests, packs, training.
 
-`FULL` is the run that made the shipped adapter, `SECOND` a later one that is not shipped, `SMALL` a test.
+`FULL` is the run that made the shipped adapter, `LARGE_PACK` the same with more entries, `SMALL` a test.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 PYPI, NPM = "PyPI", "npm"
 
@@ -71,11 +71,12 @@ class TextSizes:
 class TalkSettings:
     """How conversations are sampled; sizes in base ids.
 
-    rows, card_rows: conversations at a time, on a CPU and on an NVIDIA card. question, answer, total: most ids of a turn that the model writes as the user, as the
-    assistant, and of a whole conversation. top_p: part of the probability that is drawn from. temperatures: one is
-    drawn for each conversation. alone: part of the conversations whose first user turn is the model's too. second: part
-    that has a second user turn. repeated: largest part of repeated 4-grams of a turn that is kept. train, held_out: ids
-    of conversations to keep. exact: whether to sample in float32 where bfloat16 is faster.
+    rows, card_rows: conversations at a time, on a CPU and on an NVIDIA card. question, answer, total: most ids of a
+    turn that the model writes as the user, as the assistant, and of a whole conversation. top_p: part of the
+    probability that is drawn from. temperatures: one is drawn for each conversation. alone: part of the conversations
+    whose first user turn is the model's too. second: part that has a second user turn. repeated: largest part of
+    repeated 4-grams of a turn that is kept. train, held_out: ids of conversations to keep. exact: whether to sample in
+    float32 where bfloat16 is faster.
     """
 
     rows: int = 40
@@ -88,85 +89,65 @@ class TalkSettings:
     alone: float = 0.35
     second: float = 0.35
     repeated: float = 0.5
-    train: int = 400_000
-    held_out: int = 40_000
+    train: int = 3_600_000
+    held_out: int = 60_000
     exact: bool = False
 
 
 @dataclass(frozen=True)
-class EntryChoice:
-    """How the entries of a mixed pack that cost few bits are chosen (`mixed_pack`).
-
-    size: most entries. most_ids: base ids that the pack is learned from, of which one in `every` windows is compressed.
-    predicted: base ids that the base predicts. most_bits: bits that an entry may cost per id that it saves. least: how
-    often it has to occur.
-    """
-
-    size: int
-    most_ids: int
-    every: int
-    predicted: int
-    most_bits: float
-    least: int
-
-
-@dataclass(frozen=True)
 class PackSettings:
-    """Packs. size: most entries of each. most_ids: base ids of each domain that a pack is learned from. merge_size,
-    codebook_size: of the model, entries of a pack included. window: base ids that are compressed separately.
-    mixed: domains of the mixed pack and their shares. chosen: how that one's entries are chosen, None for by use alone.
+    """Packs. size: most entries of each. most_ids: base ids that a pack is learned from. merge_size: of the model.
+    growth: entries of a codebook beside the pack's. window: base ids that are compressed separately. domains: that get
+    a pack of their own. mixed: domains of the mixed pack, which the model is trained with, and their shares.
     """
 
     size: int = 1024
-    most_ids: int = 400_000
+    most_ids: int = 2_500_000
     merge_size: int = 4
-    codebook_size: int = 1088
+    growth: int = 32
     window: int = 1024
     domains: tuple[str, ...] = ("chat", "code", "math")
-    mixed: tuple[tuple[str, float], ...] = (("chat", 0.35), ("code", 0.35), ("math", 0.2), ("medical", 0.1))
-    chosen: EntryChoice | None = None
+    mixed: tuple[tuple[str, float], ...] = (("chat", 0.4), ("code", 0.4), ("math", 0.12), ("medical", 0.08))
+
+    @property
+    def codebook_size(self) -> int:
+        """Most entries of a codebook."""
+        return self.size + self.growth
 
 
 @dataclass(frozen=True)
 class Leg:
     """One leg of the training. mixture: domains and their shares. start: share of each domain's documents after which
-    the leg begins to read; those before come last. samples: most windows that are prepared; context: base ids of each.
-    repeated: whether documents are read again where a domain has too few for its share; else the leg ends there.
+    the leg begins to read; those before come last. samples: most windows that are prepared; context: most base ids of
+    each. repeated: whether documents are read again where a domain has too few for its share; else the leg ends there.
     plain: windows that are prepared beside them, which both models read without hypertokens.
     encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
     """
 
-    mixture: tuple[tuple[str, float], ...] = (("code", 0.45), ("chat", 0.35), ("math", 0.1), ("medical", 0.1))
+    mixture: tuple[tuple[str, float], ...] = (
+        *(("code", 0.4), ("chat", 0.27), ("chat_cut", 0.13), ("math", 0.1), ("medical", 0.06)),
+        *(("docs", 0.015), ("tasks", 0.025)),
+    )
     start: float = 0.0
-    repeated: bool = False
-    samples: int = 4000
-    plain: int = 0
-    context: int = 512
-    iters: int = 300
-    batch_size: int = 2
-    warmup: int = 20
+    repeated: bool = True
+    samples: int = 13_400
+    plain: int = 2_200
+    context: int = 1024
+    iters: int = 466
+    batch_size: int = 12
+    warmup: int = 40
     seed: int = 1
-    learning_rate: float = 7e-4
+    learning_rate: float = 1.2e-3
     min_learning_rate: float = 2e-5
-    lora_rank: int = 32
+    lora_rank: int = 24
     lora_scale: float = 2.0
-    save_every: int = 20
+    save_every: int = 100
     valid_share: float = 0.0
     encoder: tuple[str | int | float, ...] = (
-        *("--encoder", "res_latent_attn", "--encoder-size", 256, "--encoder-layers", 1, "--encoder-heads", 4),
-        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
+        *("--encoder", "res_latent_attn", "--encoder-size", 128, "--encoder-layers", 1, "--encoder-heads", 4),
+        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4),
+        *("--pack-rows", "--pack-learning-rate", 2e-3, "--position-mode", "base_token_end"),
     )
-
-
-FIRST_LEG = Leg()
-SECOND_LEG = Leg(
-    mixture=(("code", 0.5), ("chat", 0.3), ("math", 0.1), ("medical", 0.1)),
-    start=0.3,
-    iters=320,
-    seed=2,
-    learning_rate=5e-4,
-    min_learning_rate=1e-5,
-)
 
 
 @dataclass(frozen=True)
@@ -203,38 +184,13 @@ class Settings:
     texts: TextSizes = TextSizes()
     talk: TalkSettings = TalkSettings()
     packs: PackSettings = PackSettings()
-    legs: tuple[Leg, ...] = (FIRST_LEG, SECOND_LEG)
+    legs: tuple[Leg, ...] = (Leg(),)
     measure: MeasureSettings = MeasureSettings()
     frontier: FrontierSettings = FrontierSettings()
 
 
 FULL = Settings()
-_SHARES = (("code", 0.42), ("chat", 0.33), ("math", 0.13), ("medical", 0.12))
-_SECOND = Leg(
-    mixture=_SHARES,
-    repeated=True,
-    samples=2600,
-    iters=2400,
-    batch_size=1,
-    warmup=50,
-    learning_rate=2e-3,
-    min_learning_rate=5e-5,
-    lora_rank=24,
-    save_every=100,
-    encoder=(
-        *("--encoder", "res_latent_attn", "--encoder-size", 128, "--encoder-layers", 1, "--encoder-heads", 4),
-        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4, "--pack-rows"),
-    ),
-)
-SECOND = Settings(
-    packs=PackSettings(codebook_size=3104, mixed=_SHARES, chosen=EntryChoice(3072, 1_500_000, 2, 180_000, 2.5, 30)),
-    legs=(
-        _SECOND,
-        replace(
-            _SECOND, start=0.4, samples=1840, plain=460, iters=2200, seed=2, learning_rate=7e-4, min_learning_rate=2e-5
-        ),
-    ),
-)
+LARGE_PACK = Settings(packs=PackSettings(2816, mixed=(("chat", 0.5), ("code", 0.3), ("math", 0.1), ("medical", 0.1))))
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
     TalkSettings(
@@ -242,15 +198,15 @@ SMALL = Settings(
     ),
     PackSettings(
         size=16,
-        most_ids=4000,
-        codebook_size=64,
+        most_ids=8000,
+        growth=16,
         domains=("chat", "code"),
         mixed=(("chat", 0.5), ("code", 0.5)),
-        chosen=EntryChoice(size=48, most_ids=6000, every=1, predicted=1200, most_bits=6.0, least=2),
     ),
     legs=(
         Leg(
             mixture=(("chat", 0.5), ("code", 0.5)),
+            repeated=False,
             samples=12,
             plain=2,
             context=96,

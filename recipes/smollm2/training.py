@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
+import torch
+
 from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoints import list_checkpoints
@@ -143,7 +145,7 @@ def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg) 
     """Returns the words of `mlx_zip train` that both models of a leg have in common. data: folders of windows."""
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
-        *("--dtype", "bfloat16" if multiplies_bfloat16() else "float32"),
+        *("--dtype", "bfloat16" if torch.cuda.is_available() or multiplies_bfloat16() else "float32"),
         *("--model", model, "--data", *data, "--valid-share", leg.valid_share, "--out", out),
         *("--iters", leg.iters, "--batch-size", leg.batch_size, "--warmup", leg.warmup, "--seed", leg.seed),
         *("--learning-rate", leg.learning_rate, "--min-learning-rate", leg.min_learning_rate),

@@ -238,12 +238,11 @@ def test_the_small_run_samples_as_much_as_was_asked(run):
 def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
     packs = {file.stem: load_pack(file) for file in (run / "packs").glob("*.npz")}
     assert packs.keys() == {"chat", "code", "mixed"}
-    most = {"chat": SMALL.packs.size, "code": SMALL.packs.size, "mixed": SMALL.packs.chosen.size}
-    assert all(2 <= len(pack.entries) <= most[name] for name, pack in packs.items())
+    assert all(2 <= len(pack.entries) <= SMALL.packs.size for pack in packs.values())
     assert packs["mixed"].entries != packs["code"].entries
 
 
-def test_a_mixed_pack_by_use_alone_is_learned_by_the_command_from_the_mixture(tmp_path):
+def test_the_mixed_pack_is_learned_from_the_mixture(tmp_path):
     for part in ("train", "held_out"):
         for name in ("chat", "chat_cut", "code"):
             file = tmp_path / "data" / part / f"{name}.jsonl"
@@ -251,8 +250,7 @@ def test_a_mixed_pack_by_use_alone_is_learned_by_the_command_from_the_mixture(tm
             file.write_text("{}\n")
     (tmp_path / "data" / "README.md").touch()
     asked = []
-    settings = replace(SMALL, packs=replace(SMALL.packs, chosen=None))
-    recipe = main.Recipe(settings, tmp_path / "model", tmp_path, call=lambda *call: asked.append(call) or 0)
+    recipe = main.Recipe(SMALL, tmp_path / "model", tmp_path, call=lambda *call: asked.append(call) or 0)
     main.make_packs(recipe)
     words = {Path(call[1][call[1].index("--out") + 1]).stem: call[1] for call in asked}
     assert {*words} == {"chat", "code", "mixed"}
