@@ -1,7 +1,7 @@
 """The tables and the picture of docs/reports/smollm2.md.
 
 From the record `smollm2` of `recipes/smollm2` (stages `measure` and `frontier`; `bench training` for the trainer's
-part), from `smollm2-second` of the same recipe with `--second`, and from `smollm2-speed` of `bench generate`.
+part), from `smollm2-large-pack` of the same recipe with `--large-pack`, and from `smollm2-speed` of `bench generate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from mlx_zip.bench.records import Record, Records, table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RECORD, SECOND = "smollm2", "smollm2-second"  # of the shipped adapter; of the second try
+RECORD, LARGE_PACK = "smollm2", "smollm2-large-pack"  # of the shipped adapter; of one with more entries
+CHAT_PACK = "bits-chat-pack"  # part of the record
 MODELS = {
     "base": "the base, untouched",
     "control": "the control",
@@ -31,8 +32,8 @@ ENGINES = {
 }
 
 
-def records_part(records: Records, part: str, record: str = RECORD) -> Record:
-    return {line["part"]: line for line in records.lines(record)}[part]
+def records_part(records: Records, part: str) -> Record:
+    return {line["part"]: line for line in records.lines(RECORD)}[part]
 
 
 def percent_change(value: float, against: float) -> str:
@@ -40,55 +41,24 @@ def percent_change(value: float, against: float) -> str:
 
 
 def bits_table(records: Records, record: str = RECORD) -> str:
-    rows, lines = [], bits_by_seed(records, record)
-    for line in lines[max(lines)]:
-        found = {name: one["bits_per_byte"] for name, one in line["models"].items()}
-        packed = line["models"]["zip"]["base_ids_per_id"]
-        cells = [f"{found['base']:.3f}", f"{found['control']:.3f}"]
-        cells += [f"{found[name]:.3f} ({percent_change(found[name], found['control'])})" for name in ("masked", "zip")]
-        rows.append(
-            [line["part"].removeprefix("bits-"), f"{line['models']['zip']['bytes']:,}", *cells, f"{packed:.3f}"]
-        )
-    one = records_part(records, "bits-chat-pack", record)["models"]["zip"]
-    plain = records_part(records, "bits-chat", record)["models"]["control"]["bits_per_byte"]
-    shown = f"{one['bits_per_byte']:.3f} ({percent_change(one['bits_per_byte'], plain)})"
-    rows.append(
-        [
-            "chat, with the chat pack",
-            f"{one['bytes']:,}",
-            "",
-            f"{plain:.3f}",
-            "",
-            shown,
-            f"{one['base_ids_per_id']:.3f}",
-        ]
-    )
+    lines = {line["part"]: line["models"] for line in records.lines(record) if line["part"].startswith("bits-")}
+    rows = []
+    for part in sorted(lines, key=lambda one: one == CHAT_PACK):
+        zipped = lines[part]["zip"]
+        others = lines["bits-chat" if part == CHAT_PACK else part]  # plain models read no pack
+        control = others["control"]["bits_per_byte"]
+        cells = [f"{others['base']['bits_per_byte']:.3f}", f"{control:.3f}"]
+        for one in (None if part == CHAT_PACK else others["masked"], zipped):
+            bits = one and one["bits_per_byte"]
+            cells.append(f"{bits:.3f} ({percent_change(bits, control)})" if bits else "")
+        name = "chat, with the chat pack" if part == CHAT_PACK else part.removeprefix("bits-")
+        rows.append([name, f"{zipped['bytes']:,}", *cells, f"{zipped['base_ids_per_id']:.3f}"])
     return table(["held-out text", "bytes", *MODELS.values(), "base ids per id"], rows)
 
 
-def bits_by_seed(records: Records, record: str) -> dict[int, list[Record]]:
-    legs: dict[int, list[Record]] = {}
-    for line in records.lines(record):
-        if line["part"].startswith("bits-") and "control" in line["models"]:
-            legs.setdefault(line["leg"], []).append(line)
-    return legs
-
-
-def legs_table(records: Records) -> str:
-    legs, rows = bits_by_seed(records, SECOND), {}
-    for name in "masked", "zip":
-        for leg in sorted(legs):
-            for line in legs[leg]:
-                found = {key: one["bits_per_byte"] for key, one in line["models"].items()}
-                row = rows.setdefault(line["part"].removeprefix("bits-"), [])
-                row.append(percent_change(found[name], found["control"]))
-    heads = [f"{MODELS[name]}, leg {leg}" for name in ("masked", "zip") for leg in sorted(legs)]
-    return table(["held-out text", *heads], [[text, *row] for text, row in rows.items()])
-
-
-def rates_table(records: Records, record: str = RECORD) -> str:
+def rates_table(records: Records) -> str:
     rows = []
-    for name, one in records_part(records, "rates", record)["models"].items():
+    for name, one in records_part(records, "rates")["models"].items():
         canonical = "" if one["of_canonical"] is None else f"{one['of_canonical']:.3f}"
         cells = [f"{one['base_tokens_per_step']:.3f}", canonical, str(one["invalid_ids"])]
         rows.append([MODELS[name], *cells, f"{one['repeated_4grams']:.1%}", f"{one['ended']:.0%}"])
@@ -96,9 +66,9 @@ def rates_table(records: Records, record: str = RECORD) -> str:
     return table(["model", *heads], rows)
 
 
-def labels_table(records: Records, record: str = RECORD) -> str:
+def labels_table(records: Records) -> str:
     """Returns shares of right answers on data sets of classes, and differences to the control, paired by example."""
-    line, rows = records_part(records, "labels", record), []
+    line, rows = records_part(records, "labels"), []
     counts = {**line["examples"], "all": sum(line["examples"].values())}
     for task, count in counts.items():
         found = {name: line["models"][name][task] for name in ("base", "control", "zip")}
@@ -196,9 +166,6 @@ TABLES = {
     "smollm2-curve": curve_table,
     "smollm2-speed": speed_table,
     "smollm2-frontier": frontier_table,
-    "smollm2-second-bits": partial(bits_table, record=SECOND),
-    "smollm2-second-legs": legs_table,
-    "smollm2-second-rates": partial(rates_table, record=SECOND),
-    "smollm2-second-labels": partial(labels_table, record=SECOND),
+    "smollm2-large-pack": partial(bits_table, record=LARGE_PACK),
 }
 PICTURES = {"docs/reports/smollm2.svg": picture}

@@ -159,7 +159,7 @@ class MeasureSettings:
     domains: tuple[str, ...] = ("chat", "code", "math", "web")
     bytes: int = 24_000
     context: int = 1024
-    answers: int = 20
+    answers: int = 40
     answer: int = 128
     labels: int = 200
     label_text: int = 160
