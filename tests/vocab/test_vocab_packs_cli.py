@@ -12,6 +12,9 @@ from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.packs.pack import Pack, load_pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
+from mlx_zip.text.sources import Source
+from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.training.prepare.text_windows import encode_sources
 from support import tiny_text
 from support.prepared import tokenizer_folder
 
@@ -95,6 +98,13 @@ def test_entries_are_shown_as_text_without_a_tokenizer(run, learn):
 
 def test_a_long_text_is_read_up_to_a_bound(learn):
     assert learn("a.npz", "--tokenizer", tokenizer_folder(), "--most-ids", 100)["base_ids"] == 100
+
+
+def test_each_source_of_a_mixture_gives_its_share_of_the_ids(text, tmp_path):
+    (tmp_path / "more.txt").write_text(TEXT[::-1])
+    sources = [Source((str(text),), 1.0), Source((str(tmp_path / "more.txt"),), 3.0)]
+    found = encode_sources(sources, load_tokenizer(tokenizer_folder()), 400, pytest.fail)
+    assert [len(one.ids) for one in found] == [100, 300]  # the first text alone has more than 400
 
 
 def test_a_pack_ends_where_a_row_of_the_head_costs_more_than_it_saves(run, learn, text):
