@@ -240,7 +240,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="folder of the base model, with its tokenizer (default: the installed package's, unpacked)")
     add("--out", required=True, help="folder to write all results to; the same command continues an interrupted run")
     add(
-        "--shared", help="folder that holds the data sets, in data/text (default: none: sources and conversations only)"
+        "--shared",
+        help="folder that holds the data sets, in data/text; --small does without (default: none: sources "
+        "and conversations only)",
     )
     add(
         "--leg",
