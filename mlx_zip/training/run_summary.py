@@ -7,7 +7,6 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
@@ -40,7 +39,7 @@ def header_lines(trainer: Trainer, what: str) -> list[str]:
     trained = sum(array.size for _, array in arrays)
     total = get_total_parameters(trainer.trainee)
     lines = [
-        f"training {what}: {trained:,} of {total:,} parameters; device: {mx.default_device().type.name}",
+        f"training {what}: {trained:,} of {total:,} parameters; device: {trainer.stepper.device}",
         f"data: {_describe_counts(trainer.data)}"
         + (f"; held out: {_describe_counts(trainer.valid)}" if trainer.valid is not None else "; nothing held out"),
     ]

@@ -37,14 +37,15 @@ def is_compiled(settings: TrainSettings) -> bool:
 class Stepper:
     """Takes optimizer steps with two functions, which may be compiled: gradients of a batch, and the update.
 
-    traces: how often Python has run one of the two functions. If they are compiled, that is once per combination of
-    shapes; other steps run the compiled code alone.
+    device: the kind of device that computes. traces: how often Python has run one of the two functions. If they are
+    compiled, that is once per combination of shapes; other steps run the compiled code alone.
     """
 
     def __init__(
         self, trainee: Trainee, optimizer: optim.Optimizer, settings: TrainSettings, group: mx.distributed.Group
     ) -> None:
         self.trainee, self.optimizer, self.settings, self.group = trainee, optimizer, settings, group
+        self.device = mx.default_device().type.name
         self.traces = 0
         self._low_precision = LOW_PRECISION[settings.dtype]
         self._value_and_grad = nn.value_and_grad(trainee, self._objective)

@@ -56,9 +56,11 @@ class TorchStepper:
         """config: the model's config.json. Raises `TrainingError` for what this trainer cannot do."""
         if group.size() > 1:
             raise TrainingError("--engine torch trains on one machine; train on several with --engine mlx")
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.trainee, self.mlx_optimizer, self.settings = trainee, optimizer, settings
-        self.model = TorchModel(trainee, config, self.device, DTYPES[settings.dtype], settings.lora_dropout)
+        self.model = TorchModel(
+            trainee, config, torch.device(self.device), DTYPES[settings.dtype], settings.lora_dropout
+        )
         if settings.grad_checkpoint:
             self.model.body.activation_checkpointing_enable({"use_reentrant": False})
         self.weights = trainee.loss_weights
