@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures each rate and prints one JSON line; returns 1 if a request failed. Raises `MlxZipError`."""
     check_at_least(args, 1, "requests", "max_tokens", "port")
-    if min(*args.rates, args.seconds) <= 0:
+    if not all(0 < one < math.inf for one in (*args.rates, args.seconds)):  # nan is neither
         raise MlxZipError("--rates and --seconds must be above 0")
     texts = read_requests(args.prompts)
     load_before_bench()

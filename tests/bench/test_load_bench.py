@@ -94,6 +94,7 @@ def test_a_port_without_a_server_is_one_clear_line(capsys):
     assert "/v1/models on port 9: no whole answer" in capsys.readouterr().err
 
 
-def test_rates_must_be_above_zero(capsys):
-    assert main(["load", "--rates", "0"]) == 2
+@pytest.mark.parametrize("rate", ["0", "nan", "inf"])
+def test_rates_must_be_numbers_above_zero(capsys, rate):
+    assert main(["load", "--rates", rate]) == 2
     assert "--rates and --seconds must be above 0" in capsys.readouterr().err
