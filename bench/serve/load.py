@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures each rate and prints one JSON line; returns 1 if a request failed. Raises `MlxZipError`."""
     check_at_least(args, 1, "requests", "max_tokens", "port")
     if not all(0 < one < math.inf for one in (*args.rates, args.seconds)):  # nan is neither
-        raise MlxZipError("--rates and --seconds must be above 0")
+        raise MlxZipError("--rates and --seconds must be finite numbers above 0")
     texts = read_requests(args.prompts)
     load_before_bench()
     asked = AskedServer(args.port, args.model or asyncio.run(served_model_name(args.port)))

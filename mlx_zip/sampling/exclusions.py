@@ -39,7 +39,6 @@ class _EntryPrefixes:
         self.known: set[BaseIds] = set()
         self.slots_by_prefix: defaultdict[BaseIds, list[int]] = defaultdict(list)
         self.suffixes_by_prefix: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
-        self._among_these: dict[BaseIds, tuple[list[int], frozenset[BaseIds]]] = {}
 
     def add(self, first: int, entries: Iterable[BaseIds], others: Collection[BaseIds] = ()) -> None:
         """Adds entries, which take the slots from `first` on. others: more entries, which are known elsewhere."""
@@ -53,25 +52,38 @@ class _EntryPrefixes:
                 if entry[:n] in self.known or entry[:n] in others:
                     break  # shorter beginnings have that entry, which excludes at least as much
 
-    def excluded_among_these(self, base_ids: BaseIds, vocab_size: int) -> tuple[list[int], frozenset[BaseIds]]:
-        """Returns the base ids and the slots' ids that cannot follow `base_ids` if there are no other entries.
 
-        With them come the rests of the entries that begin with `base_ids`. Found once: add nothing afterwards.
+class _StartEntries(_EntryPrefixes):
+    """The entries that codebooks begin with. They never change, so what they exclude is found once."""
+
+    def __init__(self, params: CodecParams) -> None:
+        super().__init__()
+        self.add(0, params.start or ())
+        self._vocab_size = params.vocab_size
+        self._found: dict[BaseIds, tuple[list[int], frozenset[BaseIds]]] = {}
+
+    def excluded(self, base_ids: BaseIds) -> tuple[list[int], frozenset[BaseIds]]:
+        """Returns the ids that cannot follow `base_ids` because of these entries alone.
+
+        With them come the rests of the entries that begin with `base_ids`.
         """
-        if (found := self._among_these.get(base_ids)) is None:
-            rests = [rest for _, rest in self.suffixes_by_prefix.get(base_ids, ())]
+        if base_ids not in self.suffixes_by_prefix:
+            return _NOTHING
+        if (found := self._found.get(base_ids)) is None:
+            rests = [rest for _, rest in self.suffixes_by_prefix[base_ids]]
             ids = [rest[0] for rest in rests if len(rest) == 1]
-            ids += [vocab_size + slot for rest in rests for slot in self.slots_by_prefix.get(rest, ())]
-            found = self._among_these[base_ids] = ids, frozenset(rests)
+            ids += [self._vocab_size + slot for rest in rests for slot in self.slots_by_prefix.get(rest, ())]
+            found = self._found[base_ids] = ids, frozenset(rests)
         return found
 
 
+_NOTHING: tuple[list[int], frozenset[BaseIds]] = [], frozenset()
+
+
 @lru_cache(maxsize=4)
-def _prefixes_of_start_entries(params: CodecParams) -> _EntryPrefixes:
-    """Returns the start entries of a codec. They are the same for every request, so they are read once."""
-    start = _EntryPrefixes()
-    start.add(0, params.start or ())
-    return start
+def _start_entries(params: CodecParams) -> _StartEntries:
+    """Returns the start entries of a codec, which are read once."""
+    return _StartEntries(params)
 
 
 class ForbiddenFollowers:
@@ -85,7 +97,7 @@ class ForbiddenFollowers:
         if book.params.policy != "freeze":
             raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
         self.vocab_size, self.size = book.params.vocab_size, len(book.params.start or ())
-        self._start, self._grown = _prefixes_of_start_entries(book.params), _EntryPrefixes()
+        self._start, self._grown = _start_entries(book.params), _EntryPrefixes()
         self.add_new_entries(book)
 
     def add_new_entries(self, book: Codebook) -> None:
@@ -102,7 +114,7 @@ class ForbiddenFollowers:
         this object was made.
         """
         start, grown, vocab = self._start, self._grown, self.vocab_size
-        ids, rests = start.excluded_among_these(base_ids, vocab)
+        ids, rests = start.excluded(base_ids)
         out = ids.copy()
         for rest in rests & grown.slots_by_prefix.keys():
             out += [vocab + one for one in grown.slots_by_prefix[rest]]

@@ -65,7 +65,6 @@ def learn_pack(
     *,
     window: int = WINDOW,
     head_cost: float = 0.0,
-    allowed: Callable[[Entry], bool] = lambda entry: True,
     progress: Callable[[str, int, int], None] = lambda stage, entries, ids: None,
 ) -> LearnedPack:
     """Learns up to `size` entries that shorten sequences of base ids most, when the codec adds its own entries as well.
@@ -73,10 +72,10 @@ def learn_pack(
     params: the codec of the pack; its start entries are ignored, and its codebook_size limits the pack and the codec's
     own entries together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed
     together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.loading`);
-    entries that cost more than they save are left out. allowed: says whether an entry may be in the pack. progress is
-    called with (stage, number of entries, ids of the compressed corpus or -1 if not counted). The pack is smaller than
-    `size` if not enough runs recur. Raises `DataError` for an empty corpus, a size beyond the codebook, a window below
-    1 and a negative cost, `CodecError` for ids that are not base ids.
+    entries that cost more than they save are left out. progress is called with (stage, number of entries, ids of the
+    compressed corpus or -1 if not counted). The pack is smaller than `size` if not enough runs recur. Raises
+    `DataError` for an empty corpus, a size beyond the codebook, a window below 1 and a negative cost, `CodecError` for
+    ids that are not base ids.
     """
     if window < 1:
         raise DataError(f"a window must have at least 1 base id, got {window}")
@@ -84,7 +83,7 @@ def learn_pack(
         raise DataError(f"a pack of {size} entries does not fit a codebook of {params.codebook_size}")
     if not 0 <= head_cost < float("inf"):
         raise DataError(f"the cost of a row (--head-cost) must be a number of 0 or more, got {head_cost}")
-    corpus = _Corpus(params, sequences, window, allowed)
+    corpus = _Corpus(params, sequences, window)
     pool = corpus.candidates(POOL * size)
     for entries in _shrinking_sizes(len(pool), size, KEPT):
         pool = corpus.most_used_entries(pool, entries)
@@ -120,14 +119,8 @@ def _shrinking_sizes(start: int, end: int, factor: float) -> Iterator[int]:
 class _Corpus:
     """A corpus in windows of at most `window` base ids, each compressed on its own, with one pack after another."""
 
-    def __init__(
-        self,
-        params: CodecParams,
-        sequences: Iterable[Any],
-        window: int,
-        allowed: Callable[[Entry], bool] = lambda entry: True,
-    ) -> None:
-        self.params, self.allowed = replace(params, start=None), allowed
+    def __init__(self, params: CodecParams, sequences: Iterable[Any], window: int) -> None:
+        self.params = replace(params, start=None)
         self.windows = [
             ids[at : at + window] for ids in map(as_ids, sequences) for at in range(0, len(ids), window) if len(ids)
         ]
@@ -150,7 +143,7 @@ class _Corpus:
         order = np.argsort(-scores, kind="stable")
         best_first = zip(first[order].tolist(), lengths[order].tolist(), strict=True)
         runs = (tuple(ids[at : at + n].tolist()) for at, n in best_first)
-        return list(islice(filter(self.allowed, runs), most))
+        return list(islice(runs, most))
 
     def _joined_windows(self) -> tuple[Int64s, NDArray[np.bool_]]:
         """Returns the ids of all windows, each window followed by -1, and for each id whether it may be in an entry."""
@@ -253,7 +246,7 @@ class _Corpus:
             if count < LEAST or max(pair) >= vocab + len(entries) or not disabled.isdisjoint(pair):
                 continue
             spelled = tuple(x for one in pair for x in (entries[one - vocab] if one >= vocab else (one,)))
-            if len(spelled) <= self.params.merge_size and self.allowed(spelled):
+            if len(spelled) <= self.params.merge_size:
                 out[spelled] = out.get(spelled, 0) + count
         return out
 

@@ -218,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_at_least(args, 1, "leg")
         if not args.out:
             raise DataError("--out names no folder")
+        if shared is None and not args.small:
+            raise DataError("--shared names no folder of data sets, which only --small does without")
         model = Path(args.model).expanduser().resolve() if args.model else unpack_base(out)
         require_path(model / "config.json", "name a model folder with --model")
         with exit_on_signals():
@@ -239,11 +241,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("stages", nargs="*", metavar="STAGE", help=f"stages to run: {', '.join(STAGES)} (default: all, in this order)")
     add("--model", help="folder of the base model, with its tokenizer (default: the installed package's, unpacked)")
     add("--out", required=True, help="folder to write all results to; the same command continues an interrupted run")
-    add(
-        "--shared",
-        help="folder that holds the data sets, in data/text; --small does without (default: none: sources "
-        "and conversations only)",
-    )
+    add("--shared", help="folder that holds the data sets, in data/text; --small does without (default: none)")
     add(
         "--leg",
         type=int,
@@ -254,7 +252,7 @@ def make_parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--large-pack",
         action="store_true",
-        help="give the model 2,816 entries to begin with, which is not shipped (default: 1,024)",
+        help="give the model 2,816 entries to begin with, half from chat, which is not shipped (default: 1,024)",
     )
     which.add_argument(
         "--small", action="store_true", help="make little data without any package, as a test (default: off)"

@@ -317,7 +317,7 @@ def sample_conversations(
         return
     on_card = torch.cuda.is_available()
     low = (on_card or multiplies_bfloat16()) and not talk.exact
-    # in few passes only short conversations would come to their ends
+    # of more rows than that, only short conversations would come to their ends
     most = max(1, wanted // (2 * talk.total))
     rows, device = (min(talk.card_rows, most), "cuda") if on_card else (talk.rows, "cpu")
     texts = ParallelTexts(model, rows, talk.total, "bfloat16" if low else "float32", device)

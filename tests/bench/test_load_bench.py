@@ -97,4 +97,4 @@ def test_a_port_without_a_server_is_one_clear_line(capsys):
 @pytest.mark.parametrize("rate", ["0", "nan", "inf"])
 def test_rates_must_be_numbers_above_zero(capsys, rate):
     assert main(["load", "--rates", rate]) == 2
-    assert "--rates and --seconds must be above 0" in capsys.readouterr().err
+    assert "--rates and --seconds must be finite numbers above 0" in capsys.readouterr().err

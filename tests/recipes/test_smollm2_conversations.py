@@ -476,5 +476,8 @@ def test_a_file_that_holds_other_lines_is_refused(tmp_path):
 
 
 def test_an_unknown_stage_is_named(base, tmp_path, capsys):
-    assert main.main(["cook", "--model", str(base[0]), "--out", str(tmp_path)]) == 2
+    words = ["--model", str(base[0]), "--out", str(tmp_path)]
+    assert main.main(["cook", "--small", *words]) == 2
     assert "cook is none of the stages data, packs" in capsys.readouterr().err
+    assert main.main(["data", *words]) == 2
+    assert capsys.readouterr().err == "error: --shared names no folder of data sets, which only --small does without\n"

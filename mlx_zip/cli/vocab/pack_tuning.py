@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5_000_000,
         metavar="N",
-        help="learn from the first N base ids of the texts (default: 5000000)",
+        help="learn from the first N base ids of the texts, of a mixture in its shares (default: 5000000)",
     )
     add("--valid-ids", type=int, default=32768, metavar="N", help="validate on at most N base ids (default: 32768)")
     add("--context", type=int, default=512, help="maximum base ids per window (default: 512)")

@@ -65,7 +65,7 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_SAMPLE_IDS,
         metavar="N",
-        help=f"maximum number of base ids to learn from; reading stops there (default: {_SAMPLE_IDS})",
+        help=f"maximum number of base ids to learn from, of a mixture in its shares (default: {_SAMPLE_IDS})",
     )
     add_plot_flag(add, "base ids per id against the number of entries")
     add_json_flag(add)

@@ -21,13 +21,16 @@ from mlx_zip.training.prepare.shards import Sample
 def encode_sources(
     sources: Sequence[Source], tokenizer: Any, most_ids: int, skipped: Callable[[str], object]
 ) -> Iterator[EncodedRecord]:
-    """Yields encoded records until they have `most_ids` base ids; the loss counts all of them.
+    """Yields encoded records of at most `most_ids` base ids together; the loss counts all of them.
 
-    Each source gives at most its share of these ids. skipped: is called with a line for every invalid record.
+    Each source gives at most its share of these ids; what one has too few of, the others do not add. skipped: is called
+    with a line for every invalid record.
     """
-    encoder, shares = RecordEncoder(tokenizer, "all"), sum(source.share for source in sources)
-    for source in sources:
-        left = round(most_ids * source.share / shares)
+    largest = max(source.share for source in sources)  # shares may be as large as numbers can be
+    ends = np.cumsum([source.share / largest for source in sources])
+    counts = np.diff(np.rint(most_ids * ends / ends[-1]).astype(np.int64), prepend=0).tolist()
+    encoder = RecordEncoder(tokenizer, "all")
+    for source, left in zip(sources, counts, strict=True):
         for item in SourceReader(source) if left else ():
             record = parse_item(item, source.columns)
             encoded = record if isinstance(record, Skipped) else encoder.encode([record])[0]

@@ -217,8 +217,8 @@ class _ReplayedSample:
     def excluded(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
         at, column = find_excluded_ids(Codebook(self.params), self.ids[:-1])
-        ids = self.params.vocab_size + self.params.codebook_size
-        at, column = np.divmod(np.unique(at * ids + column), ids)
+        width = self.params.vocab_size + self.params.codebook_size
+        at, column = np.divmod(np.unique(at * width + column), width)
         broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
         kept = (self.weights[at] > 0) & ~np.isin(at, broken)
         return at[kept], column[kept]
