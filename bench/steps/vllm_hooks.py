@@ -1,10 +1,11 @@
-"""What `mlx_zip.vllm` adds to a step of vLLM on the host, and the memory that the engine takes.
+"""What `mlx_zip.vllm` adds to a step of vLLM on the host, and the memory of the process.
 
     python -m mlx_zip.bench.steps.vllm_hooks --model MODEL [--vllm-args JSON]
 
 prints a line of JSON for each number of requests at a time, warm (all rows are there) and cold (rows of new entries are
 encoded in the step). The clock runs around our own calls in steps of one id per request, in an engine whose worker is
-in this process; what they start on the device is not waited for, on a CPU it runs in the call.
+in this process; what they start on the device is not waited for, on a CPU it runs in the call. A first round of other
+requests is not counted.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ def timed_hooks(done: Callable[[int, bool, Step], None]) -> Iterator[None]:
     """
     from mlx_zip.vllm.state import Zip2ZipState
 
-    real, step, cold = {name: getattr(Zip2ZipState, name) for name in HOOKS}, Step(), [False]
+    real, step, cold = {name: getattr(Zip2ZipState, name) for name in HOOKS}, Step(), False
 
     def wrap(name: str) -> Callable[..., Any]:
         def timed(self: Any, *arguments: Any) -> Any:
+            nonlocal cold
             if name == "_write_rows":
-                cold[0] = bool(self._untuned or self._tuned)
+                cold = bool(self._untuned)
             began = time.perf_counter()
             result = real[name](self, *arguments)
             step[name] = time.perf_counter() - began
             if name == HOOKS[-1]:
                 batch = arguments[1]
                 if batch.num_tokens == batch.num_reqs and len(step) == len(HOOKS):
-                    done(batch.num_reqs, cold[0], step.copy())
+                    done(batch.num_reqs, cold, step.copy())
                 step.clear()
             return result
 
@@ -74,16 +76,17 @@ def measure_hooks(model: str, vllm_args: dict[str, Any], tokens: int, rounds: in
         LLM(model, max_running=max(AT_A_TIME), vllm_args=vllm_args) as opened,
     ):
         started = resident_bytes()
-        for _ in range(rounds):
+        for number in range(rounds + 1):
             for count in AT_A_TIME:
-                opened.generate([OPENING.format(number) for number in range(count)], tokens)
+                opened.generate([OPENING.format(f"{number} and {one}") for one in range(count)], tokens)
+            if not number:
+                steps.clear()
         answered = resident_bytes()
     records = []
     for (count, cold), found in sorted(steps.items()):
         if count in AT_A_TIME:
             hooks = {name: summarize_samples([1e6 * step[name] for step in found])["median"] for name in HOOKS}
-            whole = summarize_samples([1e6 * sum(step.values()) for step in found])
-            figures = {"us": whole["median"], "us_min": whole["min"], "steps": len(found), "hooks": hooks}
+            figures = {"us": summarize_samples([1e6 * sum(step.values()) for step in found]), "hooks": hooks}
             memory = {"resident_bytes": {"after_start": started, "after_answers": answered}}
             rows = "cold" if cold else "warm"
             records.append(
