@@ -143,6 +143,8 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
     def make() -> Any:
         model = load_weights_into(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
+            if dequantized and pack.rows is not None:  # they were tuned for the same values
+                model.row_source.keep_fingerprint(model, pack.rows.model)
             model.take_pack(pack)
         if head is not None:
             model.draft_head = head
