@@ -97,7 +97,7 @@ def measure_hooks(model: str, vllm_args: dict[str, Any], tokens: int, rounds: in
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the records; returns exit status 0, or 2 after an error."""
-    made = Parser(prog="python -m mlx_zip.bench.steps.vllm_hooks", description=__doc__.split("\n")[0])
+    made = Parser(prog="python -m mlx_zip.bench.steps.vllm_hooks", description="Times our hooks on vLLM in an engine.")
     made.add_argument("--model", default="stories", help="model folder, bundled model or hub id (default: stories)")
     made.add_argument("--vllm-args", type=json.loads, default={}, metavar="JSON", help="as of `mlx_zip serve`")
     made.add_argument("--tokens", type=int, default=60, help="base tokens of each answer (default: 60)")
