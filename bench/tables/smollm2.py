@@ -1,7 +1,8 @@
 """The tables and the picture of docs/reports/smollm2.md.
 
 From the record `smollm2` of `recipes/smollm2` (stages `measure` and `frontier`; `bench training` for the trainer's
-part), from `smollm2-large-pack` of the same recipe with `--large-pack`, and from `smollm2-speed` of `bench generate`.
+part), from `smollm2-large-pack` of the same recipe with `--large-pack`, and from `smollm2-speed` and `smollm2-mlx-lm`
+of `bench generate`.
 """
 
 from __future__ import annotations
@@ -109,6 +110,17 @@ def speed_table(records: Records) -> str:
     return table(["rows", "engine", *heads], rows)
 
 
+def mlx_lm_table(records: Records) -> str:
+    rows = []
+    for line in records.lines("smollm2-mlx-lm"):
+        found = {name: one["median"] for name, one in line["figures"].items() if one}
+        cells = [f"{found['base_tokens_per_step']:.2f}", f"{found['step_ms']:.0f}", f"{found['base_tokens_per_s']:.1f}"]
+        cells += [f"{found['ttft_ms'] / 1000:.1f}", f"{found['peak_bytes'] / 1e6:.0f}"]
+        rows.append([line["setting"]["rows"], line["engine"], *cells])
+    heads = ["base tokens per step", "ms per step", "base tokens/s written", "first id, s", "most memory, MB"]
+    return table(["rows", "engine", *heads], rows)
+
+
 def seconds_per_kilobyte(point: Mapping[str, Any]) -> float:
     return 1000 * point["ids_per_byte"] * point["step_s"]
 
@@ -165,6 +177,7 @@ TABLES = {
     "smollm2-labels": labels_table,
     "smollm2-curve": curve_table,
     "smollm2-speed": speed_table,
+    "smollm2-mlx-lm": mlx_lm_table,
     "smollm2-frontier": frontier_table,
     "smollm2-large-pack": partial(bits_table, record=LARGE_PACK),
 }
