@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx_zip.bench.records import Record, Records, table
 
 STEPS, REQUESTS, KERNELS, TARGETS = "nvidia-steps", "nvidia-requests", "nvidia-kernels", "nvidia-targets"
-NO_KERNEL = "memory"  # model of the record of a copy and of a sum, which stand beside the kernels
+NO_KERNEL = "memory"  # what the records of a copy and of a sum name as their model
 
 
 def lines_of_bench(records: Records, name: str, bench: str) -> list[Record]:

@@ -97,8 +97,8 @@ class TalkSettings:
 @dataclass(frozen=True)
 class PackSettings:
     """Packs. size: most entries of each. most_ids: base ids that a pack is learned from. merge_size: of the model.
-    growth: entries of a codebook beside the pack's. window: base ids that are compressed separately. domains: that get
-    a pack of their own. mixed: domains of the mixed pack, which the model is trained with, and their shares.
+    growth: entries that a codebook may add to the pack's. window: base ids that are compressed separately. domains:
+    that get a pack of their own. mixed: domains of the mixed pack, which the model is trained with, and their shares.
     """
 
     size: int = 1024
