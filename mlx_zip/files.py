@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.errors import DataError, MlxZipError, failure_reason
 
 _INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
@@ -257,6 +257,18 @@ def check_regular_file(path: Path) -> None:
     with contextlib.suppress(OSError):  # for example of a name that is too long: reading will report it
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: is a folder or device, not a file")
+
+
+def read_json_object(path: Path, hint: str = "", raises: type[MlxZipError] = DataError) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises `raises`, its message ending in `hint`."""
+    try:
+        check_regular_file(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, DataError) as error:
+        raise raises(f"{path} cannot be read: {failure_reason(error)}{hint}") from error
+    if not isinstance(found, dict):
+        raise raises(f"{path} holds no JSON object{hint}")
+    return found
 
 
 def write_json(path: Path, data: Any) -> None:

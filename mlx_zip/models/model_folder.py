@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import ZipConfig, parse_zip_section
-from mlx_zip.errors import ConfigError, DataError, ModelError, first_message_line
-from mlx_zip.files import check_regular_file
+from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.files import read_json_object
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.named import KNOWN, resolve_model_name
 from mlx_zip.packs.pack import IN_FOLDER
@@ -61,12 +60,8 @@ def _raise_unless_model_folder(folder: Path) -> Path:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Returns a folder's config.json. Raises `ModelError` if it cannot be read or names no model_type."""
-    try:
-        check_regular_file(folder / "config.json")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, DataError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read: {first_message_line(error)}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = read_json_object(folder / "config.json", raises=ModelError)
+    if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")
     return config
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library_error
-from mlx_zip.files import expand_home
+from mlx_zip.files import expand_home, read_json_object
 from mlx_zip.models.loading import find_model_folder
 from mlx_zip.models.machines import raise_unless_machines_agree, run_on_all_machines, sum_over_machines
 from mlx_zip.models.model_folder import is_plain_model
@@ -42,14 +42,7 @@ from mlx_zip.training.run_data import (
     count_held_out,
     split_held_out,
 )
-from mlx_zip.training.run_folder import (
-    BegunRun,
-    lock_run_folder,
-    open_run_folder,
-    read_begun_run,
-    read_json_object,
-    record_more_iters,
-)
+from mlx_zip.training.run_folder import BegunRun, lock_run_folder, open_run_folder, read_begun_run, record_more_iters
 from mlx_zip.training.run_metrics import ReportServices, check_report_services
 from mlx_zip.training.run_summary import header_lines, measure_base_bits, summary_lines
 from mlx_zip.training.saving import check_adapter_savable, default_save_dtype, save_adapter_folder, save_model_folder
@@ -191,7 +184,7 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
     for part in (*data.parts, *(valid.parts if valid else ())):
         _check_same_tokenizer(part, tokenizer, tokenizer_folder)
     mx.random.seed(settings.seed)
-    scratch = None if options.scratch is None else read_json_object(options.scratch)
+    scratch = None if options.scratch is None else read_json_object(options.scratch, raises=TrainingError)
     if settings.draft_head and folder is not None:
         check_data_fits(is_plain_model(str(folder)), data.params)
     model, config = make_starting_model(folder, scratch, data.params, options.encoder, options.canonical)

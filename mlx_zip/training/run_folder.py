@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, TrainingError, failure_reason
-from mlx_zip.files import check_regular_file, try_lock_folder, write_json
+from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.files import read_json_object, try_lock_folder, write_json
 from mlx_zip.training.run_metrics import METRICS_FILE
 
 RUN_RECORD = "train.json"
@@ -37,7 +37,7 @@ def read_begun_run(out: Path) -> BegunRun | None:
     path, hint = out / RUN_RECORD, "; choose another --out"
     if not path.exists() or _has_no_saved_step(out, hint):
         return None
-    record = read_json_object(path, hint)
+    record = read_json_object(path, hint, TrainingError)
     try:
         iters = record["fixed"]["settings"]["iters"]
     except (LookupError, TypeError):
@@ -58,7 +58,7 @@ def _has_no_saved_step(out: Path, hint: str = "") -> bool:
     names = _list_names(out)
     if RUN_RECORD not in names or not names <= {RUN_RECORD, METRICS_FILE}:
         return False
-    return read_json_object(out / RUN_RECORD, hint).keys() >= {"fingerprint", "fixed", "data"}
+    return read_json_object(out / RUN_RECORD, hint, TrainingError).keys() >= {"fingerprint", "fixed", "data"}
 
 
 def _list_names(out: Path) -> set[str]:
@@ -80,7 +80,7 @@ def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
 def record_more_iters(out: Path, iters: int) -> None:
     """Records that a finished run continues up to `iters` steps. Raises `TrainingError`."""
     try:
-        write_json(out / RUN_RECORD, {**read_json_object(out / RUN_RECORD), "raised_to": iters})
+        write_json(out / RUN_RECORD, {**read_json_object(out / RUN_RECORD, raises=TrainingError), "raised_to": iters})
     except OSError as error:
         raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
@@ -96,7 +96,7 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
     if _has_no_saved_step(out, f"; {advice}"):
         _remove_unstarted_run(out, flag)
     if path.exists():
-        before = read_json_object(path, f"; {advice}")
+        before = read_json_object(path, f"; {advice}", TrainingError)
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
             raise TrainingError(f"{out} holds another run ({_describe_difference(before, record)}); {advice}")
@@ -127,15 +127,3 @@ def _describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     parts = [name for name in ("data", "encoder") if before.get(name) != json.loads(json.dumps(now[name]))]
     return ", ".join([*names, *parts]) or "another model"
-
-
-def read_json_object(path: Path, hint: str = "") -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises `TrainingError`, its message ending in `hint`."""
-    try:
-        check_regular_file(path)
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, DataError) as error:
-        raise TrainingError(f"{path} cannot be read: {failure_reason(error)}{hint}") from error
-    if not isinstance(found, dict):
-        raise TrainingError(f"{path} holds no JSON object{hint}")
-    return found

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.errors import ConfigError
+from mlx_zip.files import read_json_object
 from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -105,7 +104,9 @@ def config_of_export(folder: Path) -> dict[str, Any] | None:
     """
     if not (folder / UPSTREAM_CONFIG_NAME).is_file():
         return None
-    config, section = (_read_object(folder / name) for name in ("config.json", UPSTREAM_CONFIG_NAME))
+    config, section = (
+        read_json_object(folder / name, raises=ConfigError) for name in ("config.json", UPSTREAM_CONFIG_NAME)
+    )
     if config.get("model_type") == MODEL_TYPE:
         return None
     if not (list(folder.glob("model*.safetensors")) and (folder / ENCODERS).is_file()):
@@ -114,13 +115,3 @@ def config_of_export(folder: Path) -> dict[str, Any] | None:
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     section = {**section, "base_model_type": config.get("model_type"), "pad_token_id": pad_id}
     return {**config, "zip2zip": section, "encoder_file": ENCODERS}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{path} is no JSON object")
-    return dict(found)

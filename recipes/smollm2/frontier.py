@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mlx_zip.files import atomic_folder, write_json
-from mlx_zip.training.run_folder import read_json_object
+from mlx_zip.files import atomic_folder, read_json_object, write_json
 
 from .measuring import RunModule, fuse_adapter, make_models, run_command
 from .settings import FrontierSettings, Leg, MeasureSettings

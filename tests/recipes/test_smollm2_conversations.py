@@ -29,8 +29,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[to
 
 from safetensors.torch import load_file  # noqa: E402
 
+from mlx_zip.files import read_json_object  # noqa: E402
 from mlx_zip.training.checkpoints import hash_trained_weights  # noqa: E402
-from mlx_zip.training.run_folder import read_json_object  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
 from recipes.smollm2 import frontier, labels  # noqa: E402

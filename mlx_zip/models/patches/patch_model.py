@@ -28,7 +28,6 @@ mlx-lm cannot read these folders; `mlx_zip vocab hbpe` does. The files are check
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import file_digest
@@ -44,7 +43,7 @@ from mlx_lm.models.llama import ModelArgs, TransformerBlock
 import mlx_zip
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError, DataError, ModelError
-from mlx_zip.files import atomic_folder, expand_home, write_json
+from mlx_zip.files import atomic_folder, expand_home, read_json_object, write_json
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, PatchText, read_tokenizer
@@ -337,12 +336,8 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
 
 def _read_patch_config(path: Path) -> dict[str, Any]:
     """Returns a patch model's config.json, its keys and types checked. Raises `ConfigError`."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind != MODEL_TYPE:
+    config = read_json_object(path, raises=ConfigError)
+    if (kind := config.get("model_type")) != MODEL_TYPE:
         raise ConfigError(f"{path} is not the config of a patch model: its model_type is {kind!r}, not {MODEL_TYPE!r}")
     if (version := config.get("version")) != FORMAT_VERSION or isinstance(version, bool):
         raise ConfigError(f"{path} has version {version!r}, this mlx_zip reads {FORMAT_VERSION}")
