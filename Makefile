@@ -82,7 +82,7 @@ drafts: $(VENV)/.ready
 	$(BIN)/python -m mlx_zip.bench drafts --mode passes --models stories --kinds story --record $(DRAFTS)/drafts.jsonl
 	$(BIN)/python -m mlx_zip.bench drafts --mode greedy --models stories --kinds story --record $(DRAFTS)/drafts-greedy.jsonl
 	$(BIN)/python -m mlx_zip.bench drafts $(TIMED) --drafts off auto --trials $(TRIALS) --record $(DRAFTS)/drafts-time.jsonl
-	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --drafts off auto --trials $(TRIALS) \
+	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --drafts off auto --trials 25 \
 	  --record $(DRAFTS)/drafts-time.jsonl
 	LD_PRELOAD=$(BLAS) $(BIN)/python -m mlx_zip.bench drafts --float32 $(TIMED) --kinds edit story --trials $(TRIALS) \
 	  --record $(DRAFTS)/drafts-float32.jsonl

@@ -235,6 +235,12 @@ class DraftedEngine(MlxEngine):
         self.name, self._kind, self._read = f"{kind} {draft}", kind, read
         self._draft = DRAFTS.get(draft, {"draft": HEAD} if draft == HEAD else {})
         self._draft_model = models.plain() if draft == DRAFT_MODEL else None
+        self._is_cold = False  # whether the next run is to know nothing of earlier ones
+
+    def forget_encoded_rows(self) -> None:
+        """Forgets what passes cost, too."""
+        super().forget_encoded_rows()
+        self._is_cold = True
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. held: the caches of a new conversation."""
@@ -245,6 +251,9 @@ class DraftedEngine(MlxEngine):
         cache = self._copy_of_read(tuple(prompt), forced.prompt[:-1], held)
         ahead = True if state is None else None  # as in `stream_generate`
         served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft), self._draft_model)
+        if self._is_cold:
+            served.forget_pass_costs()
+            self._is_cold = False
         checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling(), None, "", 0)
         inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
         run, store = Run(len(forced.prompt)), _ReadPrompt(cache)

@@ -18,6 +18,7 @@ TRIED = (2, 4, 8)  # widths of trials
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
 TRY_EVERY, TRY_AGAIN_EVERY = 64, 512  # passes between two trials while the cost is unknown, and once it is known
 KEPT = 15  # times per width
+KNOWN_AFTER = 2  # passes of a width: the first one may also wait for memory or for a kernel that is compiled
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
 
 
@@ -36,42 +37,46 @@ class PassCosts:
     each if those before it were; 0 for a row with nothing to propose.
 
     Of the last times the lower quartile counts: whoever reads the answer may pause, and other work may come between,
-    but nothing makes a pass shorter.
+    but nothing makes a pass shorter. A width is known once two of its passes were timed.
     """
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}  # by rows and length, and by width
         self._ratios: dict[tuple[int, int], dict[int, float]] = {}  # by rows and length, those asked for since `note`
         self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
-        self._passes, self._tried = 0, -TRY_AGAIN_EVERY
+        self._passes, self._tried, self._tries_again = 0, -TRY_AGAIN_EVERY, False
 
-    def note(self, ids: int, held: int, seconds: float, rows: int = 1) -> None:
-        """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted."""
+    def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
+        """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted.
+
+        known: whether the time is enough to know what such passes cost.
+        """
         self._passes += 1
         if ids in WIDTHS:
             widths = self._times.setdefault((_exponent(rows), _bucket(held)), {})
             if ids not in widths:
                 widths[ids] = _Times()
-            if widths[ids].note(seconds):
+            if widths[ids].note(seconds, known):
                 self._ratios.clear()
                 self._weighed = None, 1
 
     def figures(self) -> dict[Figure, float]:
-        """Returns the seconds of passes, as far as they were timed."""
+        """Returns the seconds of passes, as far as they are known."""
         return {
             Figure(width, 1 << length, 1 << rows): times.quartile
             for (rows, length), widths in list(self._times.items())  # another thread may note a pass meanwhile
             for width, times in list(widths.items())
+            if times.known
         }
 
     def note_figure(self, figure: Figure, seconds: float) -> None:
         """Notes what an earlier run has found: it counts as one pass, so newer times soon take its place."""
-        self.note(figure.ids, figure.held, seconds, figure.rows)
+        self.note(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns what passes of known widths cost in relation to a pass over one id, on a cache of `held` ids.
 
-        Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
+        Widths that are not known with such a cache have the ratio of the nearest length at which they are.
         """
         key = _exponent(rows), _bucket(held)
         if key not in self._ratios:
@@ -83,13 +88,16 @@ class PassCosts:
         found: dict[int, float] = {}
         for times in self._nearest(rows, length):
             for width in times:
-                found.setdefault(width, times[width].quartile / times[1].quartile)
+                if times[width].known:
+                    found.setdefault(width, times[width].quartile / times[1].quartile)
         return found
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
-        """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
+        """Returns the times by width of each length at which passes over one id are known, the nearest one first."""
         found = [
-            (abs(key[1] - length), widths) for key, widths in self._times.items() if key[0] == rows and 1 in widths
+            (abs(key[1] - length), widths)
+            for key, widths in self._times.items()
+            if key[0] == rows and 1 in widths and widths[1].known
         ]
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
@@ -113,7 +121,7 @@ class PassCosts:
         if best == 1:
             return self._try(shares, ratios, most)
         unknown = (width for width in WIDTHS if width not in ratios and width <= best)
-        return next(unknown, best) - 1  # a width that was never timed is reached step by step
+        return next(unknown, best) - 1  # a width that is not known is reached step by step
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
         """Returns the base tokens per second with so many proposed ids; a pass over one id has 1."""
@@ -133,20 +141,22 @@ class PassCosts:
         return self._weighed[1]
 
     def _is_trial_due(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> bool:
-        waited = self._passes - self._tried
-        if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
+        waited, sure = self._passes - self._tried, 0.0 if self._tries_again else SURE * len(shares)
+        if waited < TRY_EVERY or not any(shares) or sum(shares) < sure:
             return False
-        return waited >= TRY_AGAIN_EVERY or bool(_untimed(ratios, most))
+        return waited >= TRY_AGAIN_EVERY or bool(_unknown(ratios, most))
 
     def _try(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
         """Returns how many ids to propose to learn what their pass costs, 0 as long as it is not the time for it.
 
-        The narrowest width of `TRIED` that was never timed is next, and then the one that costs least.
+        The narrowest width of `TRIED` that is not known is next, twice in a row (the second time however sure the
+        ids are, or one wrong draft would leave the cost unknown), and then the one that costs least.
         """
         if not self._is_trial_due(shares, ratios, most):
             return 0
-        self._tried = self._passes
-        unknown = _untimed(ratios, most)
+        unknown = _unknown(ratios, most)
+        self._tries_again = bool(unknown) and not self._tries_again
+        self._tried = self._passes - TRY_EVERY * self._tries_again
         known = [width for width in TRIED if width <= most + 1]
         return (unknown or [max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])])[0] - 1
 
@@ -157,37 +167,40 @@ class PassClock:
     def __init__(self) -> None:
         self.ids = self.rows = 0
         self._read_s = 0.0  # when the ids before were read, from when on a pass counts
+        self._ahead = False  # whether the next pass had begun by then
 
     def leave_out(self, seconds: float) -> None:
         """Leaves out time in which something else was done, such as proposing ids."""
         self._read_s += seconds
 
-    def note_read(self, costs: PassCosts | None, held: int) -> None:
+    def note_read(self, costs: PassCosts | None, held: int, ahead: bool = False) -> None:
         """Notes the pass from which the ids were chosen that have just been read. costs: None to note nothing.
 
-        held: ids per row that the cache holds.
+        held: ids per row that the cache holds. ahead: whether the next pass has begun. A pass is not noted if that has
+        changed: where the device is the CPU, ids come hardly before the pass that was begun is over.
         """
         now = time.perf_counter()
-        if costs is not None and self.ids and self._read_s:
+        if costs is not None and self.ids and self._read_s and ahead == self._ahead:
             costs.note(self.ids, held, now - self._read_s, self.rows)
-        self.ids, self._read_s = 0, now
+        self.ids, self._read_s, self._ahead = 0, now, ahead
 
 
 class _Times:
-    """The last times of passes of one kind, and their lower quartile."""
+    """The last times of passes of one kind, and their lower quartile. known: whether there are times enough."""
 
     def __init__(self) -> None:
-        self._last, self.quartile = deque[float](maxlen=KEPT), 0.0
+        self._last, self.quartile, self.known = deque[float](maxlen=KEPT), 0.0, False
 
-    def note(self, seconds: float) -> bool:
-        """Notes a time; returns whether the quartile is another one now."""
-        before = self.quartile
+    def note(self, seconds: float, known: bool) -> bool:
+        """Notes a time, with `known` one that is enough; returns whether what is known is different now."""
+        before = self.quartile, self.known
         self._last.append(seconds)
         self.quartile = sorted(self._last)[len(self._last) // 4]
-        return self.quartile != before
+        self.known = self.known or known or len(self._last) >= KNOWN_AFTER
+        return (self.quartile, self.known) != before
 
 
-def _untimed(ratios: dict[int, float], most: int) -> list[int]:
+def _unknown(ratios: dict[int, float], most: int) -> list[int]:
     return [width for width in TRIED if width not in ratios and width <= most + 1]
 
 

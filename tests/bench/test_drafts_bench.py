@@ -155,6 +155,19 @@ def test_ways_to_draft_run_in_turns_on_the_same_text(mode, capsys):
     assert err.count("| tiny | story-1") == len(lines)
 
 
+def test_a_cold_run_knows_nothing_of_what_passes_cost(monkeypatch, tmp_path):
+    monkeypatch.setattr("mlx_zip.engine.cost_files.costs_folder", lambda: tmp_path / "pass-costs")
+    engine = DraftedEngine(tiny_bench.models(), "plain", "auto", {})
+    served = drafts.Served(engine.model, engine.tokenizer, drafts.RunOptions(draft="auto"))
+    served.pass_costs.note(1, 100, 1.0, known=True)
+    served.settle()  # writes them to their file, where another model object finds them
+    assert drafts.Served(engine.make(), engine.tokenizer, drafts.RunOptions()).pass_costs.ratios(100)
+    engine.forget_encoded_rows()
+    engine.run(TURN.prompt, 2, TURN.text[:2])
+    after = drafts.Served(engine.model, engine.tokenizer, drafts.RunOptions())
+    assert not after.pass_costs.ratios(100)
+
+
 def test_a_ratio_is_to_the_same_model_without_drafts_and_to_the_plain_one():
     lines = [
         {**tiny_bench.record(steps_s=(step,)), "engine": engine}

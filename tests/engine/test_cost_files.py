@@ -27,7 +27,7 @@ def folder(monkeypatch, tmp_path):
 def kept(curve=CURVE, held=1000, key=KEY):
     file = CostFile(key)
     for width, seconds in curve.items():
-        file.costs.note(width, held, seconds)
+        file.costs.note(width, held, seconds, known=True)
     file.save()
     return file
 
@@ -98,8 +98,8 @@ def test_a_folder_that_cannot_be_written_to_is_said_once_and_no_error(folder, ca
 
 def test_what_another_process_has_timed_meanwhile_stays_in_the_file():
     one, other = CostFile(KEY), CostFile(KEY)
-    one.costs.note(1, 1000, 0.01)
-    other.costs.note(1, 9000, 0.02)
+    one.costs.note(1, 1000, 0.01, known=True)
+    other.costs.note(1, 9000, 0.02, known=True)
     one.save()
     other.save()
     assert set(CostFile(KEY).costs.figures()) == {(1, 1024, 1), (1, 16384, 1)}

@@ -1,13 +1,15 @@
 """How many ids are proposed: by the cost of passes as it was timed, and by how many proposed ids are accepted."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_zip.bench.generation.draft_replay import CHIPS
+from mlx_zip.engine import pass_costs
 from mlx_zip.engine.draft_sources import Acceptance, LookupSource
 from mlx_zip.engine.drafts import Drafter, choose_drafts, expects_draft
-from mlx_zip.engine.pass_costs import PassCosts, expected_ids
+from mlx_zip.engine.pass_costs import TRY_EVERY, PassClock, PassCosts, expected_ids
 
 M4_PRO, M4_PRO_SLOWER, M3_ULTRA_4_BIT, M3_ULTRA_BF16, M1_ULTRA = CHIPS.values()
 ROW_BY_ROW = {n: float(n) for n in (1, 2, 4, 8, 16)}
@@ -17,7 +19,7 @@ CURVES = [M4_PRO, M4_PRO_SLOWER, M3_ULTRA_4_BIT, M3_ULTRA_BF16, M1_ULTRA, ROW_BY
 def timed(curve, held=100):
     costs = PassCosts()
     for width, ratio in curve.items():
-        costs.note(width, held, 0.01 * ratio)
+        costs.note(width, held, 0.01 * ratio, known=True)
     return costs
 
 
@@ -87,9 +89,9 @@ def test_a_machine_reaches_nearly_the_rate_of_its_best_width(curve, share):
 
 def test_curves_of_other_contexts_are_taken_over_as_ratios():
     costs = timed(M4_PRO, held=200)
-    costs.note(1, 4000, 0.05)
+    costs.note(1, 4000, 0.05, known=True)
     assert costs.ratios(4000)[4] == pytest.approx(1.14)
-    costs.note(4, 4000, 0.10)
+    costs.note(4, 4000, 0.10, known=True)
     assert costs.ratios(4000)[4] == pytest.approx(2.0)
     assert costs.ratios(200)[4] == pytest.approx(1.14)
 
@@ -103,12 +105,45 @@ def test_a_pause_of_the_reader_changes_no_cost():
 
 def test_a_width_that_was_never_timed_is_reached_step_by_step():
     costs = PassCosts()
-    costs.note(1, 100, 1.0)
+    costs.note(1, 100, 1.0, known=True)
     widths = []
-    for _ in range(5):
+    for _ in range(9):
         widths.append(costs.choose_width([0.99], 100, 15))
         costs.note(widths[-1] + 1, 100, 1.0)
-    assert widths == [1, 3, 7, 15, 15]
+    assert widths == [1, 1, 3, 3, 7, 7, 15, 15, 15]
+
+
+@pytest.mark.parametrize("slow", [2, 4, 8, 16])
+def test_a_first_pass_that_waited_decides_nothing(slow):
+    costs, passes = PassCosts(), []
+    for _ in range(20):
+        width = 1 + costs.choose_width([0.99], 100, 15)
+        first = width == slow and slow not in passes
+        costs.note(width, 100, 0.01 * M4_PRO[width] * (40 if first else 1))
+        passes.append(width)
+    assert passes[-1] == 1 + timed(M4_PRO).choose_width([0.99], 100, 15)
+
+
+def test_the_clock_leaves_out_passes_at_which_running_ahead_begins_or_ends(monkeypatch):
+    now, noted = [1.0], []
+    monkeypatch.setattr(pass_costs.time, "perf_counter", lambda: now[0])
+    clock, costs = PassClock(), SimpleNamespace(note=lambda ids, held, seconds, rows: noted.append(seconds))
+    # on a CPU a read waits for the pass that was begun: two passes until ahead begins, and hardly any when it ends
+    for ahead, seconds in ((False, 0.1), (False, 0.1), (True, 0.2), (True, 0.1), (False, 0.0), (False, 0.1)):
+        now[0] += seconds
+        clock.ids = clock.rows = 1
+        clock.note_read(costs, 100, ahead)
+    assert noted == pytest.approx([0.1] * 3)
+
+
+def test_a_width_that_is_proposed_but_never_noted_is_tried_now_and_then_only():
+    costs = PassCosts()
+    tried = []
+    for _ in range(10 * TRY_EVERY):
+        tried.append(costs.choose_width([0.99], 100, 15))
+        costs.note(1, 100, 0.01)
+    assert set(tried) == {0, 1}
+    assert 10 <= sum(tried) <= 22
 
 
 def test_a_drafter_with_costs_proposes_by_them():
@@ -128,7 +163,7 @@ def test_the_curve_of_as_many_rows_decides_for_a_batch():
     costs = timed(M4_PRO)
     assert costs.choose_width([0.9] * 4, 100, 15) == 0  # no batch was timed
     for width, ratio in M1_ULTRA.items():
-        costs.note(width, 100, ratio, rows=4)
+        costs.note(width, 100, ratio, rows=4, known=True)
     assert costs.choose_width([0.9] * 4, 100, 15) == timed(M1_ULTRA).choose_width([0.9], 100, 15)
     assert costs.choose_width([0.9] * 3, 100, 15) == costs.choose_width([0.9] * 4, 100, 15)
     assert costs.choose_width([0.9], 100, 15) == timed(M4_PRO).choose_width([0.9], 100, 15)
@@ -137,7 +172,7 @@ def test_the_curve_of_as_many_rows_decides_for_a_batch():
 def test_rows_without_a_draft_pay_for_the_pass_too():
     costs = PassCosts()
     for width, ratio in M4_PRO.items():
-        costs.note(width, 100, ratio, rows=4)
+        costs.note(width, 100, ratio, rows=4, known=True)
     widths = [costs.choose_width([0.9] * n + [0.0] * (4 - n), 100, 15) for n in range(5)]
     assert widths == sorted(widths)
     assert (widths[0], widths[4]) == (0, timed(M4_PRO).choose_width([0.9], 100, 15))
@@ -153,7 +188,7 @@ def test_what_takes_no_time_proposes_where_it_gives_more_tokens_per_second():
 
     costs, text = PassCosts(), (1, 2, 3, 4, 5, 6, 7, 8) * 3
     for width, seconds in {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5}.items():
-        costs.note(width, 100, seconds)
+        costs.note(width, 100, seconds, known=True)
     lookup, slow = LookupSource(text), Slow([1, 2, 3])
     for _ in range(4):
         lookup.propose(1)

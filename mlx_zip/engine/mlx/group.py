@@ -142,7 +142,7 @@ class Group:
         """Notes how long the pass took from which the ids were chosen that have just been read."""
         drafted, self._clock.rows = any(request.drafter is not None for request in self.requests), len(self.requests)
         costs = self.served.pass_costs if drafted else None
-        self._clock.note_read(costs, 0 if costs is None else self.length)
+        self._clock.note_read(costs, 0 if costs is None else self.length, self._begun is not None)
 
     def wait(self) -> None:
         """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""

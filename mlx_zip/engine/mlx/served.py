@@ -159,6 +159,10 @@ class Served:
         """What passes of this model cost, as far as they were timed in this process or an earlier one."""
         return self._cost_file.costs
 
+    def forget_pass_costs(self) -> None:
+        """Forgets what passes cost; what earlier processes have found stays in its file until it is found anew."""
+        self._cost_file.costs = PassCosts()
+
     @cached_property
     def _cost_file(self) -> CostFile:
         """The file of `pass_costs`; first asked for when a request begins, because it takes a model's fingerprint."""
