@@ -18,7 +18,7 @@ TRIED = (2, 4, 8)  # widths of trials
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
 TRY_EVERY, TRY_AGAIN_EVERY = 64, 512  # passes between two trials while the cost is unknown, and once it is known
 KEPT = 15  # times per width
-KNOWN_AFTER = 2  # passes of a width: the first one may also wait for memory or for a kernel that is compiled
+KNOWN_AFTER = 2  # passes of a width
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
 
 
@@ -37,19 +37,21 @@ class PassCosts:
     each if those before it were; 0 for a row with nothing to propose.
 
     Of the last times the lower quartile counts: whoever reads the answer may pause, and other work may come between,
-    but nothing makes a pass shorter. A width is known once two of its passes were timed.
+    but nothing makes a pass shorter. The first pass of a width may also have waited for memory or for a kernel that was
+    compiled, so a width that was timed once is tried again.
     """
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}  # by rows and length, and by width
-        self._ratios: dict[tuple[int, int], dict[int, float]] = {}  # by rows and length, those asked for since `note`
+        # by rows and length, if asked for since `note`: ratios by width, and the widths of `TRIED` that are not known
+        self._ratios: dict[tuple[int, int], tuple[dict[int, float], list[int]]] = {}
         self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
-        self._passes, self._tried, self._tries_again = 0, -TRY_AGAIN_EVERY, False
+        self._passes, self._tried = 0, -TRY_AGAIN_EVERY
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
         """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted.
 
-        known: whether the time is enough to know what such passes cost.
+        known: whether this time is enough to know what such passes cost.
         """
         self._passes += 1
         if ids in WIDTHS:
@@ -61,7 +63,7 @@ class PassCosts:
                 self._weighed = None, 1
 
     def figures(self) -> dict[Figure, float]:
-        """Returns the seconds of passes, as far as they are known."""
+        """Returns the seconds of passes whose width is known."""
         return {
             Figure(width, 1 << length, 1 << rows): times.quartile
             for (rows, length), widths in list(self._times.items())  # another thread may note a pass meanwhile
@@ -74,30 +76,29 @@ class PassCosts:
         self.note(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
-        """Returns what passes of known widths cost in relation to a pass over one id, on a cache of `held` ids.
+        """Returns what passes of timed widths cost in relation to a pass over one id, on a cache of `held` ids.
 
-        Widths that are not known with such a cache have the ratio of the nearest length at which they are.
+        Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
         """
+        return self._find_ratios(held, rows)[0]
+
+    def _find_ratios(self, held: int, rows: int) -> tuple[dict[int, float], list[int]]:
+        """Returns `ratios`, and the widths of `TRIED` that are not known, those that were never timed first."""
         key = _exponent(rows), _bucket(held)
         if key not in self._ratios:
-            self._ratios[key] = self._find_ratios(*key)
+            ratios, known = dict[int, float](), set[int]()
+            for times in self._nearest(*key):
+                for width in times:
+                    ratios.setdefault(width, times[width].quartile / times[1].quartile)
+                    known |= {width} if times[width].known else set()
+            unknown = [width for width in TRIED if width not in known]
+            self._ratios[key] = ratios, sorted(unknown, key=lambda width: width in ratios)
         return self._ratios[key]
 
-    def _find_ratios(self, rows: int, length: int) -> dict[int, float]:
-        """Returns `ratios`. rows, length: exponents of powers of two."""
-        found: dict[int, float] = {}
-        for times in self._nearest(rows, length):
-            for width in times:
-                if times[width].known:
-                    found.setdefault(width, times[width].quartile / times[1].quartile)
-        return found
-
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
-        """Returns the times by width of each length at which passes over one id are known, the nearest one first."""
+        """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
         found = [
-            (abs(key[1] - length), widths)
-            for key, widths in self._times.items()
-            if key[0] == rows and 1 in widths and widths[1].known
+            (abs(key[1] - length), widths) for key, widths in self._times.items() if key[0] == rows and 1 in widths
         ]
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
@@ -118,10 +119,10 @@ class PassCosts:
         if most < 1 or 1 not in ratios:
             return 0
         best = self._best_width(shares, ratios, most)
-        if best == 1:
-            return self._try(shares, ratios, most)
-        unknown = (width for width in WIDTHS if width not in ratios and width <= best)
-        return next(unknown, best) - 1  # a width that is not known is reached step by step
+        if (tried := self._try(shares, ratios, held, most, best)) is not None:
+            return tried - 1
+        untimed = (width for width in WIDTHS if width not in ratios and width <= best)
+        return next(untimed, best) - 1  # a width that was never timed is reached step by step
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
         """Returns the base tokens per second with so many proposed ids; a pass over one id has 1."""
@@ -131,7 +132,10 @@ class PassCosts:
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        return 1 in ratios and (self._is_trial_due(shares, ratios, most) or self._best_width(shares, ratios, most) > 1)
+        if 1 not in ratios:
+            return False
+        best = self._best_width(shares, ratios, most)
+        return best > 1 or self._is_trial_due(shares, self._find_unknown(held, len(shares), most), best)
 
     def _best_width(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
         """Returns `_best_width`, weighed once as long as nothing changes: shares do only with a draft."""
@@ -140,25 +144,28 @@ class PassCosts:
             self._weighed = weighed, _best_width(shares, ratios, most)
         return self._weighed[1]
 
-    def _is_trial_due(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> bool:
-        waited, sure = self._passes - self._tried, 0.0 if self._tries_again else SURE * len(shares)
-        if waited < TRY_EVERY or not any(shares) or sum(shares) < sure:
+    def _find_unknown(self, held: int, rows: int, most: int) -> list[int]:
+        """Returns the widths of `TRIED` that may be proposed and are not known."""
+        return [width for width in self._find_ratios(held, rows)[1] if width <= most + 1]
+
+    def _is_trial_due(self, shares: Sequence[float], unknown: Sequence[int], best: int) -> bool:
+        """Returns whether it is time to learn what a pass costs that is not the best one as far as is known."""
+        waited = self._passes - self._tried
+        if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
             return False
-        return waited >= TRY_AGAIN_EVERY or bool(_unknown(ratios, most))
+        return bool(unknown) or (best == 1 and waited >= TRY_AGAIN_EVERY)
 
-    def _try(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
-        """Returns how many ids to propose to learn what their pass costs, 0 as long as it is not the time for it.
+    def _try(self, shares: Sequence[float], ratios: dict[int, float], held: int, most: int, best: int) -> int | None:
+        """Returns the width of a pass that is to be timed, None as long as it is not the time for it.
 
-        The narrowest width of `TRIED` that is not known is next, twice in a row (the second time however sure the
-        ids are, or one wrong draft would leave the cost unknown), and then the one that costs least.
+        A width of `TRIED` that is not known is next, and then the one that costs least.
         """
-        if not self._is_trial_due(shares, ratios, most):
-            return 0
-        unknown = _unknown(ratios, most)
-        self._tries_again = bool(unknown) and not self._tries_again
-        self._tried = self._passes - TRY_EVERY * self._tries_again
+        unknown = self._find_unknown(held, len(shares), most)
+        if not self._is_trial_due(shares, unknown, best):
+            return None
+        self._tried = self._passes
         known = [width for width in TRIED if width <= most + 1]
-        return (unknown or [max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])])[0] - 1
+        return (unknown or [max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])])[0]
 
 
 class PassClock:
@@ -198,10 +205,6 @@ class _Times:
         self.quartile = sorted(self._last)[len(self._last) // 4]
         self.known = self.known or known or len(self._last) >= KNOWN_AFTER
         return (self.quartile, self.known) != before
-
-
-def _unknown(ratios: dict[int, float], most: int) -> list[int]:
-    return [width for width in TRIED if width not in ratios and width <= most + 1]
 
 
 def expected_ids(shares: Sequence[float], proposed: int) -> float:

@@ -107,16 +107,16 @@ def test_a_width_that_was_never_timed_is_reached_step_by_step():
     costs = PassCosts()
     costs.note(1, 100, 1.0, known=True)
     widths = []
-    for _ in range(9):
+    for _ in range(5):
         widths.append(costs.choose_width([0.99], 100, 15))
         costs.note(widths[-1] + 1, 100, 1.0)
-    assert widths == [1, 1, 3, 3, 7, 7, 15, 15, 15]
+    assert widths == [1, 3, 7, 15, 15]
 
 
 @pytest.mark.parametrize("slow", [2, 4, 8, 16])
-def test_a_first_pass_that_waited_decides_nothing(slow):
+def test_a_first_pass_that_waited_decides_only_until_it_is_tried_again(slow):
     costs, passes = PassCosts(), []
-    for _ in range(20):
+    for _ in range(4 * TRY_EVERY):
         width = 1 + costs.choose_width([0.99], 100, 15)
         first = width == slow and slow not in passes
         costs.note(width, 100, 0.01 * M4_PRO[width] * (40 if first else 1))
@@ -143,7 +143,7 @@ def test_a_width_that_is_proposed_but_never_noted_is_tried_now_and_then_only():
         tried.append(costs.choose_width([0.99], 100, 15))
         costs.note(1, 100, 0.01)
     assert set(tried) == {0, 1}
-    assert 10 <= sum(tried) <= 22
+    assert sum(tried) == 10
 
 
 def test_a_drafter_with_costs_proposes_by_them():
