@@ -154,6 +154,7 @@ def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
     """Returns what was written after the first id and in how many passes, gains on `CHIPS`, and the host's time.
 
     host_us: per emitted id, with "auto" where passes gain nothing, and with "lookup"; the fastest replay counts.
+    row_by_row: the gain with "auto" there, which is a loss.
     """
     forced, ahead = force_text(turn, book), book is None
     found, ids = replay(turn, book, ahead), len(forced.ids) - 1
@@ -171,6 +172,7 @@ def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
         },
         "host_us": {draft: round(1e6 * seconds / ids, 2) for draft, seconds in host_s.items()},
         "gains": {chip: round(ids / replay(turn, book, ahead, curve).cost, 3) for chip, curve in CHIPS.items()},
+        "row_by_row": round(ids / replay(turn, book, ahead, ROW_BY_ROW).cost, 4),
     }
 
 

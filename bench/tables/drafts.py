@@ -58,17 +58,23 @@ def chips_table(records: Records) -> str:
     chips = list(found[0][2][0]["gains"])
     for model, kind, *both in found:
         for name, lines in zip(("plain", "zip"), both, strict=True):
-            rows.append([model, kind, name, *(f"{pooled_gain(lines, chip):.2f}" for chip in chips)])
+            gains = [pooled_gain(lines, [line["gains"][chip] for line in lines]) for chip in chips]
+            rows.append([model, kind, name, *(f"{gain:.2f}" for gain in gains)])
     return table(["model", "text", "", *chips], rows)
 
 
 def host_table(records: Records) -> str:
-    """Returns the host's processor time per emitted id, in us, with `auto` where drafts gain nothing and `lookup`."""
+    """Returns the host's processor time per emitted id, in us, with `auto` where drafts gain nothing and `lookup`.
+
+    The last columns are steps per second there, computed from the passes, over those without drafts.
+    """
     rows = []
     for model, kind, *both in by_kind(records.lines(PASSES)):
         cells = [f"{pooled_host(lines, draft):.1f}" for draft in ("auto", "lookup") for lines in both]
-        rows.append([model, kind, *cells])
-    return table(["model", "text", "auto, plain", "auto, zip", "lookup, plain", "lookup, zip"], rows)
+        gains = [pooled_gain(lines, [line["row_by_row"] for line in lines]) for lines in both]
+        rows.append([model, kind, *cells, *(f"{gain:.3f}" for gain in gains)])
+    heads = ["auto, plain", "auto, zip", "lookup, plain", "lookup, zip", "auto's passes, plain", "auto's passes, zip"]
+    return table(["model", "text", *heads], rows)
 
 
 def by_kind(lines: Sequence[Record]) -> Iterator[tuple[str, str, list[Record], list[Record]]]:
@@ -85,10 +91,10 @@ def pooled(lines: Sequence[Record], over: str) -> float:
     return sum(line["counts"]["base_tokens"] for line in lines) / sum(line["counts"][over] for line in lines)
 
 
-def pooled_gain(lines: Sequence[Record], chip: str) -> float:
-    """Returns the gain over several texts: passes without drafts over what all passes cost."""
+def pooled_gain(lines: Sequence[Record], gains: Sequence[float]) -> float:
+    """Returns the gain over several texts: passes without drafts over what all passes cost. gains: of each text."""
     ids = [line["counts"]["ids"] for line in lines]
-    return sum(ids) / sum(n / line["gains"][chip] for n, line in zip(ids, lines, strict=True))
+    return sum(ids) / sum(n / gain for n, gain in zip(ids, gains, strict=True))
 
 
 def pooled_host(lines: Sequence[Record], draft: str) -> float:

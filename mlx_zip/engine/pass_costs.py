@@ -119,8 +119,9 @@ class PassCosts:
         if most < 1 or 1 not in ratios:
             return 0
         best = self._best_width(shares, ratios, most)
-        if (tried := self._try(shares, ratios, held, most, best)) is not None:
-            return tried - 1
+        if (trial := self._find_trial(shares, ratios, held, most, best)) is not None:
+            self._tried = self._passes
+            return trial - 1
         untimed = (width for width in WIDTHS if width not in ratios and width <= best)
         return next(untimed, best) - 1  # a width that was never timed is reached step by step
 
@@ -135,7 +136,7 @@ class PassCosts:
         if 1 not in ratios:
             return False
         best = self._best_width(shares, ratios, most)
-        return best > 1 or self._is_trial_due(shares, self._find_unknown(held, len(shares), most), best)
+        return best > 1 or self._find_trial(shares, ratios, held, most, best) is not None
 
     def _best_width(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
         """Returns `_best_width`, weighed once as long as nothing changes: shares do only with a draft."""
@@ -144,28 +145,21 @@ class PassCosts:
             self._weighed = weighed, _best_width(shares, ratios, most)
         return self._weighed[1]
 
-    def _find_unknown(self, held: int, rows: int, most: int) -> list[int]:
-        """Returns the widths of `TRIED` that may be proposed and are not known."""
-        return [width for width in self._find_ratios(held, rows)[1] if width <= most + 1]
+    def _find_trial(
+        self, shares: Sequence[float], ratios: dict[int, float], held: int, most: int, best: int
+    ) -> int | None:
+        """Returns the width of a pass that is to be timed now, None as long as it is not the time for that.
 
-    def _is_trial_due(self, shares: Sequence[float], unknown: Sequence[int], best: int) -> bool:
-        """Returns whether it is time to learn what a pass costs that is not the best one as far as is known."""
+        A width of `TRIED` that is not known is next, and then, where nothing gains, the one that costs least.
+        """
         waited = self._passes - self._tried
         if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
-            return False
-        return bool(unknown) or (best == 1 and waited >= TRY_AGAIN_EVERY)
-
-    def _try(self, shares: Sequence[float], ratios: dict[int, float], held: int, most: int, best: int) -> int | None:
-        """Returns the width of a pass that is to be timed, None as long as it is not the time for it.
-
-        A width of `TRIED` that is not known is next, and then the one that costs least.
-        """
-        unknown = self._find_unknown(held, len(shares), most)
-        if not self._is_trial_due(shares, unknown, best):
             return None
-        self._tried = self._passes
+        unknown = [width for width in self._find_ratios(held, len(shares))[1] if width <= most + 1]
+        if unknown or best > 1 or waited < TRY_AGAIN_EVERY:
+            return unknown[0] if unknown else None
         known = [width for width in TRIED if width <= most + 1]
-        return (unknown or [max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])])[0]
+        return max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
 
 
 class PassClock:

@@ -93,6 +93,7 @@ def test_figures_count_what_comes_after_the_first_id():
         assert counts["passes"] < counts["ids"] <= counts["base_tokens"] < len(TURN.text)
         assert counts["ids"] <= counts["passes"] + counts["proposed"]
         assert found["gains"].keys() == CHIPS.keys()
+        assert 0.9 < found["row_by_row"] <= 1
         assert all(us > 0 for us in found["host_us"].values())
 
 
@@ -159,13 +160,14 @@ def test_a_cold_run_knows_nothing_of_what_passes_cost(monkeypatch, tmp_path):
     monkeypatch.setattr("mlx_zip.engine.cost_files.costs_folder", lambda: tmp_path / "pass-costs")
     engine = DraftedEngine(tiny_bench.models(), "plain", "auto", {})
     served = drafts.Served(engine.model, engine.tokenizer, drafts.RunOptions(draft="auto"))
-    served.pass_costs.note(1, 100, 1.0, known=True)
+    for width in (1, 16):
+        served.pass_costs.note(width, 100, 1.0, known=True)
     served.settle()  # writes them to their file, where another model object finds them
-    assert drafts.Served(engine.make(), engine.tokenizer, drafts.RunOptions()).pass_costs.ratios(100)
+    assert drafts.Served(engine.make(), engine.tokenizer, drafts.RunOptions()).pass_costs.ratios(100)[16]
     engine.forget_encoded_rows()
     engine.run(TURN.prompt, 2, TURN.text[:2])
     after = drafts.Served(engine.model, engine.tokenizer, drafts.RunOptions())
-    assert not after.pass_costs.ratios(100)
+    assert 16 not in after.pass_costs.ratios(100)
 
 
 def test_a_ratio_is_to_the_same_model_without_drafts_and_to_the_plain_one():
