@@ -16,7 +16,8 @@ WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are pro
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
 TRIED = (2, 4, 8)  # widths of trials
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
-TRY_EVERY, TRY_AGAIN_EVERY = 64, 512  # passes between two trials while the cost is unknown, and once it is known
+TRY_EVERY = 64  # passes before a trial while the cost is unknown, for each id that is proposed: so a trial costs little
+TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
 KEPT = 15  # times per width
 KNOWN_AFTER = 2  # passes of a width
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
@@ -156,8 +157,10 @@ class PassCosts:
         if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
             return None
         unknown = [width for width in self._find_ratios(held, len(shares))[1] if width <= most + 1]
-        if unknown or best > 1 or waited < TRY_AGAIN_EVERY:
-            return unknown[0] if unknown else None
+        if unknown:
+            return unknown[0] if waited >= TRY_EVERY * (unknown[0] - 1) else None
+        if best > 1 or waited < TRY_AGAIN_EVERY:
+            return None
         known = [width for width in TRIED if width <= most + 1]
         return max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
 

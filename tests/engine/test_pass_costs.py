@@ -116,7 +116,7 @@ def test_a_width_that_was_never_timed_is_reached_step_by_step():
 @pytest.mark.parametrize("slow", [2, 4, 8, 16])
 def test_a_first_pass_that_waited_decides_only_until_it_is_tried_again(slow):
     costs, passes = PassCosts(), []
-    for _ in range(4 * TRY_EVERY):
+    for _ in range(24 * TRY_EVERY):
         width = 1 + costs.choose_width([0.99], 100, 15)
         first = width == slow and slow not in passes
         costs.note(width, 100, 0.01 * M4_PRO[width] * (40 if first else 1))
@@ -134,6 +134,16 @@ def test_the_clock_leaves_out_passes_at_which_running_ahead_begins_or_ends(monke
         clock.ids = clock.rows = 1
         clock.note_read(costs, 100, ahead)
     assert noted == pytest.approx([0.1] * 3)
+
+
+@pytest.mark.parametrize("passes", [64, 300, 2000])
+def test_trials_cost_at_most_two_percent_even_if_drafts_are_much_less_sure_than_they_seem(passes):
+    costs, took = PassCosts(), 0.0
+    for _ in range(passes):
+        width = 1 + costs.choose_width([0.85], 100, 15)
+        costs.note(width, 100, ROW_BY_ROW[width])
+        took += ROW_BY_ROW[width]
+    assert passes < took <= 1.02 * passes
 
 
 def test_a_width_that_is_proposed_but_never_noted_is_tried_now_and_then_only():
