@@ -4,8 +4,9 @@
 
 prints a line of JSON for each number of requests at a time, warm (all rows are there) and cold (rows of new entries are
 encoded in the step). The clock runs around our own calls in steps of one id per request, in an engine whose worker is
-in this process; what they start on the device is not waited for, on a CPU it runs in the call. A first round of other
-requests is not counted.
+in this process. What they start on the device is not waited for; on a CPU it runs in the call, so the products of
+outputs with hyper rows are told apart: a card computes them while the host goes on. A first round of other requests is
+not counted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import MlxZipError
 
 HOOKS = ("_read_step", "_write_rows", "_embed", "add_hyper_logits")  # of `Zip2ZipState`, in a step's order
+PRODUCTS = "_row_logits"  # of it, a part of the last one
 AT_A_TIME = (1, 16)
 OPENING = "Once upon a time there was a little girl who had {} cats. She"
 Step = dict[str, float]  # name of a hook: seconds
@@ -38,26 +40,27 @@ def timed_hooks(done: Callable[[int, bool, Step], None]) -> Iterator[None]:
     """
     from mlx_zip.vllm.state import Zip2ZipState
 
-    real, step, cold = {name: getattr(Zip2ZipState, name) for name in HOOKS}, Step(), False
+    timed_names = (*HOOKS, PRODUCTS)
+    real, step, cold = {name: getattr(Zip2ZipState, name) for name in timed_names}, Step(), False
 
     def wrap(name: str) -> Callable[..., Any]:
         def timed(self: Any, *arguments: Any) -> Any:
             nonlocal cold
             if name == "_write_rows":
-                cold = bool(self._untuned)
+                cold = bool(self._unwritten)
             began = time.perf_counter()
             result = real[name](self, *arguments)
             step[name] = time.perf_counter() - began
             if name == HOOKS[-1]:
                 batch = arguments[1]
-                if batch.num_tokens == batch.num_reqs and len(step) == len(HOOKS):
+                if batch.num_tokens == batch.num_reqs and len(step) == len(timed_names):
                     done(batch.num_reqs, cold, step.copy())
                 step.clear()
             return result
 
         return timed
 
-    for name in HOOKS:
+    for name in timed_names:
         setattr(Zip2ZipState, name, wrap(name))
     try:
         yield
@@ -85,8 +88,14 @@ def measure_hooks(model: str, vllm_args: dict[str, Any], tokens: int, rounds: in
     records = []
     for (count, cold), found in sorted(steps.items()):
         if count in AT_A_TIME:
-            hooks = {name: summarize_samples([1e6 * step[name] for step in found])["median"] for name in HOOKS}
-            figures = {"us": summarize_samples([1e6 * sum(step.values()) for step in found]), "hooks": hooks}
+            hooks = {name: summarize_samples([1e6 * step[name] for step in found])["median"] for name in found[0]}
+            sums = [sum(step[name] for name in HOOKS) for step in found]
+            others = [total - step[PRODUCTS] for total, step in zip(sums, found, strict=True)]
+            figures = {
+                "us": summarize_samples([1e6 * total for total in sums]),
+                "us_without_products": summarize_samples([1e6 * other for other in others]),
+                "hooks": hooks,
+            }
             memory = {"resident_bytes": {"after_start": started, "after_answers": answered}}
             rows = "cold" if cold else "warm"
             records.append(

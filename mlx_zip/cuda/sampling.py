@@ -143,15 +143,23 @@ def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequ
 
     lse [B]: log-sum-exp of each row. never: an id that is excluded in no row.
     """
-    lists = [list(dict.fromkeys(ids)) for ids in excluded]
-    if not (width := max(map(len, lists), default=0)):
+    if not any(excluded):
         return logits
+    return logits.scatter(1, *closed_logits(logits, lse, excluded, never))
+
+
+def closed_logits(
+    logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns which logits `exclude_ids` sets, int64 [B, N], and to what, [B, N]. Some row must have excluded ids."""
+    lists = [list(dict.fromkeys(ids)) for ids in excluded]
+    width = max(map(len, lists))
     padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)
     ids = to_device(padded, logits.device)
     chosen, real = logits.gather(1, ids), ids != never
     share = torch.where(real, chosen, -torch.inf).logsumexp(1)
     closed = real & (share - lse <= math.log(MAX_EXCLUDED_SHARE))[:, None]
-    return logits.scatter(1, ids, torch.where(closed, -torch.inf, chosen))
+    return ids, torch.where(closed, -torch.inf, chosen)
 
 
 def best_canonical_ids(head: HeadOutput, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:

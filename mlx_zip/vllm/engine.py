@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -28,7 +28,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.config import ZipConfig
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.interface import Deliver, EngineInfo, SessionInfo, Submission
@@ -59,22 +58,23 @@ RETRY_S = 0.05  # after which vLLM is asked again to empty its prefix cache
 
 
 class VllmEngine(ThreadedEngine):
-    """An engine on vLLM. load: returns what `load_on_vllm` returns."""
+    """An engine on vLLM. load: `load_on_vllm` with its arguments."""
 
     _llm: LLMEngine | None = None  # None until it is loaded
     _purge_due = False  # whether vLLM's prefix cache is to be emptied once no request uses it
 
-    def _make_served(self, load: Callable[[], VllmModel], name: str) -> VllmServed:
-        model = load()
-        self.tokenizer, self._llm, self._broken_id = model.tokenizer, model.llm, model.broken_id
-        _raise_when_core_dies(model.llm.engine_core)
-        return VllmServed(model, name, self._options.run)
+    def _make_served(self, load: Callable[[], VllmServed], name: str) -> VllmServed:
+        served = load()
+        self.tokenizer, self._llm, self._broken_id = served.tokenizer, served.llm, served.broken_id
+        _raise_when_core_dies(served.llm.engine_core)
+        return served
 
     def _make_scheduler(self, served: VllmServed, max_kv_bytes: int | None) -> Scheduler:
-        return VllmScheduler(served, self._store, self._forget_ended)
+        return VllmScheduler(served, self._store, self._forget_ended, partial(self._make_reading, served))
 
-    def _make_reading(self, served: Any, request: Request) -> NoReturn:
-        raise NotImplementedError("vLLM reads prompts")
+    def _make_reading(self, served: VllmServed, request: Request) -> Running:
+        """Gives a request to vLLM, which reads its prompt."""
+        return served.submit(request)
 
     def _score_in_parts(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
         raise GenerationError("vLLM does not tell how likely the ids of a prompt are; --engine mlx and torch do")
@@ -145,13 +145,16 @@ def open_vllm_engine(
     """
     load = partial(
         load_on_vllm,
-        model_name,
-        dtype=dtype,
-        pack=pack,
-        changes={"canonical": canonical, "codebook_size": codebook_size},
-        chat_template=(tokenizer_config or {}).get("chat_template"),
-        trust_remote_code=trust_remote_code,
-        vllm_args={"max_num_seqs": max_running, **(vllm_args or {})},
+        str(model_name),
+        {
+            "trust_remote_code": trust_remote_code,
+            "max_num_seqs": max_running,
+            **({} if dtype is None else {"dtype": dtype}),
+            **(vllm_args or {}),
+        },
+        pack,
+        {"canonical": canonical, "codebook_size": codebook_size},
+        (tokenizer_config or {}).get("chat_template"),
     )
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens)
     make_store = partial(make_id_store, options=SessionOptions(max_bytes=_SESSIONS_BYTES)) if keep_sessions else None
@@ -161,33 +164,13 @@ def open_vllm_engine(
 # ---- the model
 
 
-@dataclass(frozen=True)
-class VllmModel:
-    """A model that vLLM has loaded. config: None for a plain model. pack: what requests begin with, None for nothing
-    but the model's own. tied: whether the head is the embedding. fingerprint: of the weights. broken_id: see
-    `Zip2ZipConfig`, None for a plain model.
-    """
-
-    llm: LLMEngine
-    tokenizer: Tokenizer
-    config: ZipConfig | None
-    pack: Pack | None
-    tied: bool
-    fingerprint: str
-    broken_id: int | None
-
-
 def load_on_vllm(
-    model_name: str | Path,
-    *,
-    dtype: str | None,
-    pack: Any,
-    changes: Mapping[str, Any],
-    chat_template: str | None,
-    trust_remote_code: bool,
-    vllm_args: Mapping[str, Any],
-) -> VllmModel:
-    """Loads a model; arguments as in `open_vllm_engine`. changes: fields of `ZipConfig`, None for no change."""
+    model_name: str, args: Mapping[str, Any], pack: Any, changes: Mapping[str, Any], chat_template: str | None
+) -> VllmServed:
+    """Loads a model. args: of vLLM's `EngineArgs`. changes: fields of `ZipConfig`, None for no change.
+
+    Other arguments, and what is raised, as in `open_vllm_engine`.
+    """
     register()
     export = config_of_export(resolve_model_name(model_name))
     folder = resolve_model_name(model_name) if export is not None else find_model_folder(model_name)
@@ -198,14 +181,12 @@ def load_on_vllm(
         "skip_tokenizer_init": True,
         "max_logprobs": MOST_LOGPROBS,
         "disable_log_stats": True,
-        "trust_remote_code": trust_remote_code,
-        **({} if dtype is None else {"dtype": dtype}),
-        **vllm_args,
+        **args,
     }
-    config = made = None
+    made = None
     if hyper:
         made = _with_changes(Zip2ZipConfig(**keys), changes)
-        config, options["hf_overrides"] = made.zip_config, partial(_replaced_by, made)
+        options["hf_overrides"] = partial(_replaced_by, made)
     elif pack is not None or any(value is not None for value in changes.values()):
         raise ConfigError(f"{model_name} has no hypertokens: pack, codebook size and canonical decoding are not for it")
     elif keys.get("quantization"):
@@ -214,17 +195,21 @@ def load_on_vllm(
             f"{folder} --mlx-path FOLDER"
         )
     try:
-        args = EngineArgs(**options)
+        vllm_args = EngineArgs(**options)
     except TypeError as error:
         raise ConfigError(f"vLLM's arguments: {error}") from error
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code=args["trust_remote_code"])
     if chat_template is not None:
         tokenizer._tokenizer.chat_template = chat_template
     tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
     start = None if pack is None else resolve_pack(pack)
     fingerprint = folder_fingerprint(folder, tied)
-    broken_id = None if made is None else made.broken_id
-    return VllmModel(LLMEngine.from_engine_args(args), tokenizer, config, start, tied, fingerprint, broken_id)
+    llm = LLMEngine.from_engine_args(vllm_args)
+    try:
+        return VllmServed(llm, tokenizer, made, start, tied, fingerprint, model_name)
+    except BaseException:
+        llm.engine_core.shutdown()
+        raise
 
 
 def _with_changes(config: Zip2ZipConfig, changes: Mapping[str, Any]) -> Zip2ZipConfig:
@@ -240,50 +225,56 @@ def _replaced_by(made: Zip2ZipConfig, _found: Any) -> Zip2ZipConfig:
 
 
 class VllmServed:
-    """A model on vLLM, and what requests have of it on this side: their codebooks.
+    """A model that vLLM has loaded, and what requests have of it on this side: their codebooks.
 
-    The names are those of `mlx_zip.engine.parts.Served`.
+    The names are those of `mlx_zip.engine.parts.Served`. made: its config, None for a plain model. pack: what requests
+    begin with, None for nothing but the model's own. tied: whether the head is the embedding. fingerprint: of the
+    weights. broken_id: see `Zip2ZipConfig`, None for a plain model.
     """
 
     machines: Any = None
     long_context: int | None = None
     batches, weight_bytes = False, 0
 
-    def __init__(self, model: VllmModel, name: str, options: RunOptions) -> None:
-        self.model, self.options, config = model, options, model.config
-        vllm_model = model.llm.vllm_config.model_config
-        hf_config = vllm_model.hf_config
-        self.hyper = config is not None
+    def __init__(
+        self,
+        llm: LLMEngine,
+        tokenizer: Tokenizer,
+        made: Zip2ZipConfig | None,
+        pack: Pack | None,
+        tied: bool,
+        fingerprint: str,
+        name: str,
+    ) -> None:
+        self.llm, self.tokenizer, self.pack, self.options = llm, tokenizer, pack, RunOptions()
+        config, self.broken_id = (None, None) if made is None else (made.zip_config, made.broken_id)
+        model = llm.vllm_config.model_config
+        self.hyper, self.canonical = config is not None, config is not None and config.canonical
         self.by_base = config is not None and config.position_mode == "base_token_end"
-        self.canonical = config is not None and config.canonical
-        self.vocab_size = hf_config.vocab_size if config is None else config.vocab_size
-        ids = vllm_model.max_model_len
-        self.context = min(ids, hf_config.max_position_embeddings) if self.by_base else ids
-        values = 2 * hf_config.num_hidden_layers * vllm_model.get_total_num_kv_heads() * vllm_model.get_head_size()
-        self.kv_bytes_per_id = values * vllm_model.dtype.itemsize
+        self.vocab_size = model.hf_config.vocab_size if config is None else config.vocab_size
+        ids = model.max_model_len
+        self.context = min(ids, model.hf_config.max_position_embeddings) if self.by_base else ids
+        values = 2 * model.hf_config.num_hidden_layers * model.get_total_num_kv_heads() * model.get_head_size()
+        self.kv_bytes_per_id = values * model.dtype.itemsize
         self.params = None if config is None else config.codec_params
-        if self.params is not None and model.pack is not None:
-            model.pack.check_made_for(model.tokenizer)
-            self.params = self.params.with_start(model.pack)
+        if self.params is not None and pack is not None:
+            pack.check_made_for(tokenizer)
+            self.params = self.params.with_start(pack)
+        one_row = config is not None and config.encoder.tie_encoders and tied
         self.facts = ModelFacts(
             vocab_size=self.vocab_size,
-            width=hf_config.vocab_size - self.hyper,  # the last id is none that can be emitted
+            width=model.hf_config.vocab_size - self.hyper,  # the last id is none that can be emitted
             context=self.context,
             by_base=self.by_base,
             params=self.params,
-            tokenizer=tokenizer_fingerprint(model.tokenizer),
-            check_start=start_check(model.fingerprint, self._one_row, hf_config.hidden_size),
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            check_start=start_check(fingerprint, one_row, model.hf_config.hidden_size),
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
-        if model.pack is not None:
-            self.facts.check_start(model.pack)
-        self.info: EngineInfo = engine_info(name, model.fingerprint, self.facts)
-
-    @property
-    def _one_row(self) -> bool:
-        """Whether an entry's input row is its output row."""
-        config = self.model.config
-        return config is not None and config.encoder.tie_encoders and self.model.tied
+        if pack is not None:
+            self.facts.check_start(pack)
+        self.info: EngineInfo = engine_info(name, fingerprint, self.facts)
+        self._names = itertools.count()
 
     def new_cache(self, start: Any) -> IdLog:
         """Returns the codebook of a new request. start: what it begins with, None for the model's own."""
@@ -301,20 +292,26 @@ class VllmServed:
         """Returns no penalties: requests with such are refused."""
         return []
 
-    def make_drafter(self, text: Any, prediction: Any) -> None:
-        """Returns None: nothing is proposed."""
+    def _do_nothing(self, *_: Any) -> None:
+        """Does nothing: here are no drafts, no text that is kept, and no memory of a device."""
 
-    def free(self, cache: Any) -> None:
-        """Does nothing: there is no device memory in it."""
+    make_drafter = free = forget_text = free_unused = settle = _do_nothing
 
-    def forget_text(self) -> None:
-        """Does nothing: no text is kept here."""
-
-    def free_unused(self) -> None:
-        """Does nothing: vLLM has its memory from the beginning."""
-
-    def settle(self) -> None:
-        """Does nothing."""
+    def submit(self, request: Request) -> Running:
+        """Gives a request to vLLM. Raises what vLLM raises for one that it refuses."""
+        book, name = request.book, str(next(self._names))
+        before = request.held_base_ids() if book is None else book.ids.tolist()
+        prompt: dict[str, Any] = {"prompt_token_ids": [*before, *request.prompt_ids.tolist()]}
+        if request.checked.pack_key:
+            prompt["cache_salt"] = request.checked.pack_key
+        most = -1 if request.max_steps == math.inf else int(request.max_steps)
+        with _refusals():
+            self.llm.add_request(name, prompt, sampling_params(request, self.broken_id, most, self.pack))
+        if book is None:
+            request.note_read(request.prompt_ids)
+        else:
+            book.push(request.prompt_ids)
+        return Running(request, name)
 
 
 @dataclass(frozen=True)
@@ -384,11 +381,12 @@ class Running:
 class VllmScheduler(Scheduler):
     """Hands requests to vLLM as they come, and their events back; what runs when is vLLM's affair."""
 
-    def __init__(self, served: VllmServed, store: Any, ended: Callable[[Request], None]) -> None:
-        super().__init__(served, store, sys.maxsize, None, ended, cast(Any, self._submit))
+    def __init__(
+        self, served: VllmServed, store: Any, ended: Callable[[Request], None], submit: Callable[[Request], Any]
+    ) -> None:
+        super().__init__(served, store, sys.maxsize, None, ended, submit)
         self.readings: deque[Any] = deque()  # of `Running`
-        self._llm, self._names = served.model.llm, itertools.count()
-        self._model = served.model
+        self._llm, self._broken_id = served.llm, served.broken_id
 
     def work(self) -> None:
         """Hands waiting requests to vLLM, takes back cancelled ones, and has vLLM take a step."""
@@ -405,22 +403,6 @@ class VllmScheduler(Scheduler):
         for running in [] if self._llm.has_unfinished_requests() else list(self.readings):
             running.request.error = EngineError("vLLM has lost the request")
             self._end_running(running)
-
-    def _submit(self, request: Request) -> Running:
-        """Gives a request to vLLM. Raises what vLLM raises for one that it refuses."""
-        book, name = request.book, str(next(self._names))
-        before = request.held_base_ids() if book is None else book.ids.tolist()
-        prompt: dict[str, Any] = {"prompt_token_ids": [*before, *request.prompt_ids.tolist()]}
-        if request.checked.pack_key:
-            prompt["cache_salt"] = request.checked.pack_key
-        most = -1 if request.max_steps == math.inf else int(request.max_steps)
-        with _refusals():
-            self._llm.add_request(name, prompt, sampling_params(request, self._model.broken_id, most, self._model.pack))
-        if book is None:
-            request.note_read(request.prompt_ids)
-        else:
-            book.push(request.prompt_ids)
-        return Running(request, name)
 
     def _take_output(self, running: Running, output: Any) -> None:
         """Takes the ids that vLLM has chosen for a request, in their order."""
@@ -446,7 +428,7 @@ class VllmScheduler(Scheduler):
         self.totals.cached_tokens += request.cached_tokens - before
 
     def _take_id(self, request: Request, chosen: Chosen) -> None:
-        if chosen.id == self._model.broken_id:
+        if chosen.id == self._broken_id:
             raise EngineError("a worker of vLLM could not read the request's ids or its pack; vLLM's log says why")
         request.count_chosen(chosen)
         if request.reason is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model
 
 from mlx_zip.config import SIDES
 from mlx_zip.cuda.kernels.packed import Packed, unpack
+from mlx_zip.cuda.network.checkpoint import packed_matrix, read_packing
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.vllm.config import Zip2ZipConfig
@@ -50,10 +52,10 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         self.make_empty_intermediate_tensors = self.decoder.make_empty_intermediate_tensors
         self.outputs: torch.Tensor | None = None
         self.allow_patterns_overrides = [WEIGHTS]  # vLLM's loader would read a draft head too
-        folder, revision = vllm_config.model_config.model, vllm_config.model_config.revision
+        self._folder, revision = Path(vllm_config.model_config.model), vllm_config.model_config.revision
         files = [config.encoder_file] if config.encoder_file else []
         self.secondary_weights = [
-            DefaultModelLoader.Source(folder, revision, allow_patterns_overrides=[file]) for file in files
+            DefaultModelLoader.Source(str(self._folder), revision, allow_patterns_overrides=[file]) for file in files
         ]
 
     @staticmethod
@@ -111,33 +113,23 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         if not self.hf_config.packing:
             yield from weights
             return
-        parts: dict[str, dict[str, torch.Tensor]] = {}
+        waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
             module, _, kind = name.rpartition(".")
             if kind not in ("scales", "biases") and tensor.dtype != torch.uint32:
                 yield name, tensor
                 continue
-            found = parts.setdefault(module, {})
-            found[kind] = tensor
-            if len(found) == 3:
-                yield f"{module}.weight", self._unpack(module, parts.pop(module))
-        if parts:
-            raise ModelError(f"{sorted(parts)[0]} is quantized, but its weight, scales or biases are missing")
+            parts = waiting.setdefault(module, {})
+            parts[kind] = tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
+            if len(parts) == 3:
+                yield f"{module}.weight", unpack(self._packed(module, waiting.pop(module)), self.dtype)
+        for module, parts in waiting.items():
+            self._packed(module, parts)  # raises, because one is missing
 
-    def _unpack(self, module: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        own = self.hf_config.packing.get(module)
-        settings = own if isinstance(own, dict) else self.hf_config.packing
-        if settings.get("mode", "affine") != "affine":
-            raise ModelError(f"{module} is quantized in the mode {settings['mode']!r}; supported: affine")
-        packed = Packed(
-            parts["weight"].view(torch.int32), parts["scales"], parts["biases"], settings["bits"],
-            settings["group_size"],
-        )  # fmt: skip
-        try:
-            packed.check()
-        except ValueError as error:
-            raise ModelError(f"{module}: {error}") from error
-        return unpack(packed, self.dtype)
+    def _packed(self, module: str, parts: dict[str, torch.Tensor]) -> Packed:
+        name = f"{module}.weight"
+        settings = read_packing(self.hf_config.packing, name, self._folder)
+        return packed_matrix([parts.get(one) for one in ("weight", "scales", "biases")], *settings, name, self._folder)
 
     def _make_encoders(self) -> None:
         """Makes the encoders of the sides that this worker needs, by side."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class WorkerPacks:
         self._params = model.config.codec_params
         own = pack_in_folder(self._folder, model.config.start) or Pack(model.config.start or ())
         self.own = self._start_with(own)
-        self._found: OrderedDict[Any, StartRows] = OrderedDict()
+        self._read = lru_cache(MAX_KEPT_PACKS)(lambda asked: self._start_with(_read_pack(asked)))
 
     def find(self, asked: Any) -> StartRows:
         """Returns what a request begins with. asked: what `pack_arguments` wrote, None for the model's own pack.
@@ -68,13 +67,7 @@ class WorkerPacks:
         """
         if asked is None:
             return self.own
-        key = tuple(one if isinstance(one, str) else tuple(one) for one in asked)
-        if key not in self._found:
-            self._found[key] = self._start_with(_read_pack(key))
-            if len(self._found) > MAX_KEPT_PACKS:
-                self._found.popitem(last=False)
-        self._found.move_to_end(key)
-        return self._found[key]
+        return self._read(tuple(one if isinstance(one, str) else tuple(one) for one in asked))
 
     def _start_with(self, pack: Pack) -> StartRows:
         params = self._params.with_start(pack)

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.hyper_rows import ENTRIES_PER_PASS, entry_keys
-from mlx_zip.cuda.sampling import exclude_ids
+from mlx_zip.cuda.sampling import closed_logits
 from mlx_zip.cuda.transfers import ids_to_device, to_device
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.packs.entries import pad_entries
@@ -109,6 +109,8 @@ class RunningRequest:
 
     def positions(self, count: int) -> np.ndarray:
         """Returns the position of the last base id of each of the last `count` ids read."""
+        if count == 1:
+            return np.array([self.book.base_length - 1])
         spans = self.book.logged(self.book.mark() - count)[1].astype(np.int64)
         return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
 
@@ -134,8 +136,8 @@ class Zip2ZipState(DefaultModelState):
         self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
         self.slots = torch.zeros((self.max_num_reqs, slots), dtype=torch.int64, device=device)
         self.requests: dict[str, RunningRequest] = {}
-        self._untuned: dict[int, bytes] = {}  # places whose rows are still to be encoded, and the entries' keys
-        self._tuned: dict[int, list[torch.Tensor]] = {}  # places whose rows [D] per side are still to be copied
+        # places whose rows are still to be written: an entry's key, to be encoded, or its tuned rows [D] per side
+        self._unwritten: dict[int, bytes | list[torch.Tensor]] = {}
         self._changed: dict[int, int] = {}  # what is to be written to `slots`, by place in it
         self._held: list[int] = []  # places that only the step's own ids need
         self._end_id, self._broken_id = _end_id(vllm_config), model.hf_config.broken_id
@@ -213,13 +215,7 @@ class Zip2ZipState(DefaultModelState):
     ) -> None:
         """Notes which entries have no row yet; what a place was to hold before does not count any more."""
         for index in missing:
-            place = places[index]
-            self._untuned.pop(place, None)
-            self._tuned.pop(place, None)
-            if tuned is None:
-                self._untuned[place] = keys[index]
-            else:
-                self._tuned[place] = [rows[index] for rows in tuned]
+            self._unwritten[places[index]] = keys[index] if tuned is None else [rows[index] for rows in tuned]
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Reads the step's ids into the codebooks, makes the rows of new entries, and returns the ids' embeddings."""
@@ -249,6 +245,7 @@ class Zip2ZipState(DefaultModelState):
         Returns which of the batch's ids are hypertokens, and the places of their rows.
         """
         at, places, chosen = list[int](), list[int](), None
+        positions = np.zeros(batch.num_tokens, np.int64)
         starts, computed = batch.query_start_loc_np.tolist(), batch.num_computed_tokens_np.tolist()
         for row, name in enumerate(batch.req_ids):
             request, begin, end = self.requests.get(name), starts[row], starts[row + 1]
@@ -270,11 +267,12 @@ class Zip2ZipState(DefaultModelState):
                     at += [begin + n for n in hyper]
                     places += self._places_read(request, ids, hyper)
                 if self._by_base:
-                    positions = request.positions(count)
-                    if positions[-1] > self._last_position and not request.broken:
-                        self._end_broken(name, request, f"position {positions[-1]} is beyond {self._last_position}")
-                    positions = np.minimum(positions, self._last_position)
-                    self._positions[begin : begin + count] = to_device(positions, self.device)
+                    positions[begin : begin + count] = request.positions(count)
+                    last = positions[begin + count - 1]
+                    if last > self._last_position and not request.broken:
+                        self._end_broken(name, request, f"position {last} is beyond {self._last_position}")
+        if self._by_base:
+            self._positions[: len(positions)] = to_device(np.minimum(positions, self._last_position), self.device)
         return at, places
 
     def _places_read(self, request: RunningRequest, ids: Sequence[int], hyper: Sequence[int]) -> list[int]:
@@ -289,18 +287,17 @@ class Zip2ZipState(DefaultModelState):
 
     def _write_rows(self) -> None:
         """Makes the rows that the table lacks, and tells the device which entries requests may choose."""
-        if self._tuned:
-            sides = [torch.stack(rows).to(self.device) for rows in zip(*self._tuned.values(), strict=True)]
-            self.rows.write(ids_to_device(np.array(list(self._tuned)), self.device), sides)
-            self._tuned.clear()
-        missing = list(self._untuned.items())
-        for begin in range(0, len(missing), ENTRIES_PER_PASS):
-            places, keys = zip(*missing[begin : begin + ENTRIES_PER_PASS], strict=True)
+        if tuned := {place: rows for place, rows in self._unwritten.items() if not isinstance(rows, bytes)}:
+            sides = [torch.stack(rows).to(self.device) for rows in zip(*tuned.values(), strict=True)]
+            self.rows.write(ids_to_device(np.array(list(tuned)), self.device), sides)
+        untuned = [(place, key) for place, key in self._unwritten.items() if isinstance(key, bytes)]
+        for begin in range(0, len(untuned), ENTRIES_PER_PASS):
+            places, keys = zip(*untuned[begin : begin + ENTRIES_PER_PASS], strict=True)
             entries = [tuple(np.frombuffer(key, np.uint32).tolist()) for key in keys]
             base_ids, lengths = pad_entries(entries, self._model.config.merge_size, self._model.config.pad_id)
             made = self._model.encode(ids_to_device(base_ids, self.device), ids_to_device(lengths, self.device))
             self.rows.write(ids_to_device(np.array(places), self.device), made)
-        self._untuned.clear()
+        self._unwritten.clear()
         if self._changed:
             changes = np.array([list(self._changed), list(self._changed.values())])
             where, places = ids_to_device(changes, self.device)
@@ -337,7 +334,7 @@ class Zip2ZipState(DefaultModelState):
             slots, first = self.slots[batch.idx_mapping, :most], self.layout.vocab_size
             logits[:, first : first + most] = self._row_logits(slots).masked_fill_(slots == 0, -torch.inf)
         if any(excluded):
-            logits.copy_(exclude_ids(logits, logits.float().logsumexp(1), excluded, self._broken_id))
+            logits.scatter_(1, *closed_logits(logits, logits.float().logsumexp(1), excluded, self._broken_id))
         for row, end in broken:
             logits[row] = -torch.inf
             logits[row, end] = 0.0

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from mlx_zip.engine.interface import Submission
 from mlx_zip.packs.pack import Pack
 from mlx_zip.vllm.state import Zip2ZipState
-from support.on_vllm import answer_all, dequantized, open_on_vllm, worker_state
+from support.on_vllm import answer_all, dequantized, open_on_vllm, record, worker_state
 
 REQUESTS = int(
     os.environ.get("MLX_ZIP_VLLM_REQUESTS", "16")
@@ -97,3 +97,4 @@ def test_ids_and_log_probabilities_are_those_of_mlx(folder, on_mlx, way, came):
     assert left
     assert any(chosen for chosen, _ in came) == ("preempted" in way)
     assert any(computed for _, computed in came) == ("no prefix cache" not in way)
+    record("ids are MLX's, log-probabilities within 1e-3", way=way, requests=len(asked), cancelled=len(cancelled))

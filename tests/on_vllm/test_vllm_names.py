@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import RequestOutput
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.logprobs import Logprob
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import init_vllm_registered_model
+from vllm.outputs import CompletionOutput
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.engine.core_client import InprocClient, SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -51,6 +57,8 @@ def test_a_state_has_the_sizes_that_ours_reads():
                 "num_tokens_after_padding", "input_ids",
             ],
         ),
+        (Logprob, ["logprob", "rank"]),
+        (CompletionOutput, ["token_ids", "logprobs", "finish_reason"]),
         (ParallelConfig, ["enable_batch_sharded_sampling"]),
         (ParallelConfig, ["prefill_context_parallel_size", "decode_context_parallel_size"]),
         (ModelConfig, ["enable_prompt_embeds", "max_model_len", "hf_config", "dtype", "revision"]),
@@ -70,9 +78,24 @@ def test_other_names_that_are_used_are_there():
     assert {"model_or_path", "revision", "allow_patterns_overrides"} <= set(parameters(DefaultModelLoader.Source))
     assert issubclass(ParallelLMHead, VocabParallelEmbedding)
     assert parameters(Sampler.__call__) == ["self", "logits", "input_batch"]
-    assert {"add_request", "abort_request", "step", "has_unfinished_requests", "from_engine_args"} <= set(
-        dir(LLMEngine)
-    )
+    engine_names = {"add_request", "abort_request", "step", "has_unfinished_requests", "from_engine_args"}
+    assert engine_names | {"reset_prefix_cache"} <= set(dir(LLMEngine))
+    assert {"request_id", "outputs", "finished", "num_cached_tokens"} <= set(parameters(RequestOutput.__init__))
+    for client in (InprocClient, SyncMPClient):
+        assert callable(client.shutdown)
+
+
+def test_the_thread_that_ends_with_a_core_in_another_process_is_there():
+    text = inspect.getsource(SyncMPClient)
+    assert "self.output_queue_thread = Thread(" in text
+    assert "outputs = self.outputs_queue.get()" in text
+    assert issubclass(EngineDeadError, Exception)
+
+
+def test_the_loader_asks_a_model_for_its_files():
+    text = inspect.getsource(DefaultModelLoader)
+    for name in ("allow_patterns_overrides", "secondary_weights"):
+        assert re.search(rf'getattr\(\s*model,\s*"{name}"', text)
 
 
 def test_logits_are_made_right_before_they_are_sampled():

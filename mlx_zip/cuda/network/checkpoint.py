@@ -219,7 +219,7 @@ def _read_tensors(
     Raises `ModelError` naming file and tensor for dtypes and quantizations that are not supported.
     """
     settings = {
-        name: _read_packing(folder, config, name, entry)
+        name: read_packing(config.get("quantization"), name, folder / entry.file)
         for name, entry in entries.items()
         if entry.dtype == _PACKED_DTYPE
     }
@@ -243,10 +243,12 @@ def _to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -
     return tensor.to(device, dtype)
 
 
-def _read_packing(folder: Path, config: Mapping[str, Any], name: str, entry: _TensorHeader) -> tuple[int, int]:
-    """Returns bits and group size of a packed matrix, its own in config.json or those of all. Raises `ModelError`."""
-    where, module = folder / entry.file, name.removesuffix(".weight")
-    record = config.get("quantization")
+def read_packing(record: Any, name: str, where: Path) -> tuple[int, int]:
+    """Returns bits and group size of a packed matrix, its own or those of all. Raises `ModelError`.
+
+    record: the quantization section of config.json. name: of the words' tensor, which is in `where`.
+    """
+    module = name.removesuffix(".weight")
     if not isinstance(record, Mapping):
         raise ModelError(f"{where}: {name} is quantized, but config.json has no quantization section of MLX's")
     stored = record.get(module)
@@ -271,18 +273,23 @@ def _assemble_packed(
     """Returns the tensors with words, scales and biases of each packed matrix as one `Packed`. Raises `ModelError`."""
     whole: dict[str, Weight] = {}
     for name, (bits, group) in settings.items():
-        module, where = name.removesuffix(".weight"), folder / entries[name].file
+        module = name.removesuffix(".weight")
         parts = [loose.pop(part, None) for part in (name, f"{module}.scales", f"{module}.biases")]
-        words, scales, biases = parts
-        if words is None or scales is None or biases is None:
-            raise ModelError(f"{where}: {name} is quantized, but its scales or biases are missing")
-        packed = Packed(words, scales, biases, bits, group)
-        try:
-            packed.check()
-        except ValueError as error:
-            raise ModelError(f"{where}: {name}: {error}") from error
-        whole[name] = packed
+        whole[name] = packed_matrix(parts, bits, group, name, folder / entries[name].file)
     return {**loose, **whole}
+
+
+def packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: int, name: str, where: Path) -> Packed:
+    """Returns a packed matrix. parts: words, scales and biases, None for one that is missing. Raises `ModelError`."""
+    words, scales, biases = parts
+    if words is None or scales is None or biases is None:
+        raise ModelError(f"{where}: {name} is quantized, but its words, scales or biases are missing")
+    packed = Packed(words, scales, biases, bits, group)
+    try:
+        packed.check()
+    except ValueError as error:
+        raise ModelError(f"{where}: {name}: {error}") from error
+    return packed
 
 
 # ---- the fingerprint of a folder, equal to the one that MLX computes of the loaded model
