@@ -16,7 +16,7 @@ WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are pro
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
 TRIED = (2, 4, 8)  # widths of trials
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
-TRY_EVERY = 64  # passes before a trial while the cost is unknown, for each id that is proposed: so a trial costs little
+TRY_EVERY = 64  # passes before a trial for each half of a pass that it may cost, and at least
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
 KEPT = 15  # times per width
 KNOWN_AFTER = 2  # passes of a width
@@ -85,15 +85,16 @@ class PassCosts:
 
     def _find_ratios(self, held: int, rows: int) -> tuple[dict[int, float], list[int]]:
         """Returns `ratios`, and the widths of `TRIED` that are not known, those that were never timed first."""
-        key = _exponent(rows), _bucket(held)
-        if key not in self._ratios:
-            ratios, known = dict[int, float](), set[int]()
-            for times in self._nearest(*key):
-                for width in times:
-                    ratios.setdefault(width, times[width].quartile / times[1].quartile)
-                    known |= {width} if times[width].known else set()
-            unknown = [width for width in TRIED if width not in known]
-            self._ratios[key] = ratios, sorted(unknown, key=lambda width: width in ratios)
+        key = (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())  # as `note` has it; a step asks twice
+        if (found := self._ratios.get(key)) is not None:
+            return found
+        ratios, known = dict[int, float](), set[int]()
+        for times in self._nearest(*key):
+            for width in times:
+                ratios.setdefault(width, times[width].quartile / times[1].quartile)
+                known |= {width} if times[width].known else set()
+        unknown = [width for width in TRIED if width not in known]
+        self._ratios[key] = ratios, sorted(unknown, key=lambda width: width in ratios)
         return self._ratios[key]
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
@@ -157,8 +158,9 @@ class PassCosts:
         if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
             return None
         unknown = [width for width in self._find_ratios(held, len(shares))[1] if width <= most + 1]
-        if unknown:
-            return unknown[0] if waited >= TRY_EVERY * (unknown[0] - 1) else None
+        if unknown:  # the most that it may cost is what as many passes over one id cost
+            loss = unknown[0] - expected_ids(shares, unknown[0] - 1)
+            return unknown[0] if waited >= TRY_EVERY * max(1, 2 * loss) else None
         if best > 1 or waited < TRY_AGAIN_EVERY:
             return None
         known = [width for width in TRIED if width <= most + 1]
