@@ -53,7 +53,6 @@ from mlx_zip.vocab.hbpe.patch_merges import MARK
 from mlx_zip.vocab.hbpe.patch_table import PatchText, learn_tokenizer, read_tokenizer
 
 Uint32s = NDArray[np.uint32]
-_WINDOWS_PER_CALL = 16  # read in one call of a model
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,20 +167,6 @@ def evaluate_corpus(model: PatchModel | PlainModel, corpus: PatchCorpus, batch_s
         "bytes": corpus.n_bytes,
         "units": corpus.ids.size,
     }
-
-
-def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
-    """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
-
-    window: bytes that the model reads at a time; each window begins anew.
-    """
-    filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
-    out = []
-    for at in range(0, len(filled), _WINDOWS_PER_CALL):
-        logits = model(mx.array(filled[at : at + _WINDOWS_PER_CALL]))
-        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        out.append(np.array(-(mx.exp(logs) * logs).sum(axis=-1)).reshape(-1))
-    return np.concatenate(out)[: len(data)] if out else np.zeros(0, np.float32)
 
 
 def train_patch_model(
