@@ -31,14 +31,14 @@ from mlx_zip.training.checkpoints import (
 from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, make_steps_bar, run_steps
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.prepare.text_windows import CompressedTexts
-from mlx_zip.training.run_data import JoinedFolders, SampleSubset
+from mlx_zip.training.run_data import JoinedFolders
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import COARSE_PADDING, FINE_PADDING, Batch, make_batch, order_batches
 from mlx_zip.training.steps.objective import Trainee
 from mlx_zip.training.steps.stepper import Stepper, is_compiled, last_learning_rate, make_optimizer
 
-SampleData = JoinedFolders | SampleSubset | CompressedTexts
+SampleData = JoinedFolders | CompressedTexts
 
 
 @dataclass(frozen=True)
