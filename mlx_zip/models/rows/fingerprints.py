@@ -121,9 +121,6 @@ class KeptFingerprint:
     def __init__(self) -> None:
         self.forget()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptFingerprint:
-        return KeptFingerprint()  # a copy of the model has weights of its own
-
     def forget(self) -> None:
         """Forgets the fingerprint. Call it when weights have changed in place."""
         self._places: list[TensorPlace] = []

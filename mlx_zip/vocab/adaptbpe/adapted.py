@@ -35,7 +35,7 @@ from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.files import check_regular_file, expand_home, write_json
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encode_with_added_tokens
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, Encoder, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.pieces import Front
 from mlx_zip.vocab.first_stage import bytes_to_spelled, parse_merges
 
@@ -158,15 +158,6 @@ class AdaptedVocabulary:
     def encode(self, text: str) -> Uint32s:
         """Encodes a text -> uint32 ids, without special tokens. Raises `DataError` for lone surrogates."""
         return self._id_of[encode_with_added_tokens(self.encoder, self.front, text, self.token_ids)]
-
-    def encode_bytes(self, data: bytes) -> Uint32s:
-        """Encodes any bytes -> uint32 ids, without looking for added tokens; `decode` returns the same bytes.
-
-        One exception: with byte fallback, the character that stands for a blank is decoded to a blank.
-        """
-        if self.front.pieces not in PIECES:
-            return self._id_of[self.token_ids[self.encoder.encode_pieces([data])[0]]]
-        return self._id_of[self.token_ids[self.encoder.encode(data)]]
 
     def ids_of(self, base_ids: Any) -> Uint32s:
         """Returns the adapted ids of base ids, uint32. Raises `DataError` naming a base id that was not kept."""
