@@ -38,6 +38,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, failure_reason
 from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.layout import MODEL_TYPE
+from mlx_zip.models.rows.encoders import quantization_settings
 from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes, model_fingerprint
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, Pack, save_pack
@@ -175,7 +176,7 @@ def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
 
     config: that of the model that training began with, whose default for all layers stays. {} if no layer is quantized.
     """
-    layers = {path: _quantization_of(module) for path, module in model.named_modules() if hasattr(module, "scales")}
+    layers = {path: found for path, module in model.named_modules() if (found := quantization_settings(module))}
     if not layers:
         return {}
     before = config.get("quantization") or next(iter(layers.values()))
@@ -184,10 +185,6 @@ def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
     own = {path: sizes for path, sizes in layers.items() if any(usual.get(name) != sizes[name] for name in sizes)}
     made = {**default, **own}
     return {"quantization": made, "quantization_config": made}
-
-
-def _quantization_of(module: Any) -> dict[str, Any]:
-    return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
 
 
 # ---- an adapter

@@ -23,6 +23,7 @@ from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.errors import TrainingError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
+from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.steps.objective import Trainee
@@ -217,9 +218,7 @@ class _WeightCopier:
 
     def copy_weight(self, name: str, module: Any) -> torch.Tensor:
         """Returns a module's weight, dequantized if it is quantized."""
-        if "scales" in module:
-            return self.copy_value(name, dequantize_weight(module))
-        return self.copy_value(name, module["weight"])
+        return self.copy_value(name, matrix_rows(module, slice(None)))
 
     def copy_value(self, name: str, value: mx.array) -> torch.Tensor:
         tensor = to_torch(value).to(self.device)
@@ -227,14 +226,6 @@ class _WeightCopier:
             return tensor.to(self.dtype)
         self.trained[name] = nn.Parameter(tensor)
         return self.trained[name]
-
-
-def dequantize_weight(module: Any) -> mx.array:
-    """Returns a quantized module's weight, float32."""
-    biases = module.get("biases")
-    return mx.dequantize(
-        module["weight"], module["scales"], biases, group_size=module.group_size, bits=module.bits, mode=module.mode
-    ).astype(mx.float32)
 
 
 def to_torch(value: mx.array) -> torch.Tensor:
