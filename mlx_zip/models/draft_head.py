@@ -19,13 +19,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_zip.errors import ModelError, failure_reason, first_message_line
 from mlx_zip.files import atomic_file
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.encoders import matrix_rows, quantization_settings
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.rows.zip_state import Advance, ZipState, find_zip_state
 
 FORMAT = "mlx_zip draft head 1"
@@ -53,7 +53,7 @@ class DraftHead(nn.Module):
 
 def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
     """Writes a head in float16, whole or not at all. vocab_size: rows of its model's embedding. Raises `OSError`."""
-    weights = {name: value.astype(mx.float16) for name, value in _flatten(head)}
+    weights = {name: value.astype(mx.float16) for name, value in named_arrays(head.parameters())}
     with atomic_file(path) as partial, open(partial, "wb") as file:  # MLX adds a suffix to a path without one
         mx.save_safetensors(file, weights, {"format": FORMAT, "vocab_size": str(vocab_size)})
 
@@ -90,11 +90,6 @@ def _are_matrices_and_vectors(weights: dict[str, mx.array]) -> bool:
     """Returns whether tensors could be those of a head: floating-point numbers, of which `down.weight` is a matrix."""
     floats = all(mx.issubdtype(one.dtype, mx.floating) and one.size for one in weights.values())
     return floats and "down.weight" in weights and weights["down.weight"].ndim == 2
-
-
-def _flatten(head: nn.Module) -> list[tuple[str, mx.array]]:
-    found: Any = tree_flatten(head.parameters())
-    return found
 
 
 # ---- a model's body and output

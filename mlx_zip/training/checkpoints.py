@@ -29,6 +29,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import TrainingError, failure_reason
 from mlx_zip.files import atomic_folder, write_json
+from mlx_zip.models.rows.fingerprints import named_arrays
 
 CHECKPOINTS = "checkpoints"
 TRAINED_FILE = "trained.safetensors"
@@ -70,7 +71,7 @@ def save_checkpoint(
     if found and found[-1][0] == progress.step:
         return
     path = run / CHECKPOINTS / checkpoint_name(progress.step)
-    trained = dict(tree_flatten(trainee.trainable_parameters()))
+    trained = dict(named_arrays(trainee.trainable_parameters()))
     if wrong := find_not_finite(trained):
         raise TrainingError(
             f"step {progress.step} left values that are not numbers in {wrong}; the checkpoint before it stays good: "
@@ -151,8 +152,7 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
         mx.eval(found)
     except (OSError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{path} cannot be read: {failure_reason(error)}") from error
-    named: Any = tree_flatten(trainee.trainable_parameters())
-    wanted = {name: value.shape for name, value in named}
+    wanted = {name: value.shape for name, value in named_arrays(trainee.trainable_parameters())}
     theirs = {name: value.shape for name, value in found.items()}
     if wanted != theirs:
         differ = sorted(name for name in wanted.keys() | theirs.keys() if wanted.get(name) != theirs.get(name))

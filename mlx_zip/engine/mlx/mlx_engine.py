@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
 from mlx_zip.device import WiredMemory, measure_memory_speed
@@ -32,6 +31,7 @@ from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
 from mlx_zip.models.loading import load, weight_bytes_per_step
 from mlx_zip.models.machines import Group
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.without_hypertokens import WithoutHypertokens
 
@@ -216,7 +216,7 @@ def _measured_ceiling(model: Any) -> Ceiling:
     """Returns the ceiling of a model on this machine. The first call measures for up to a second."""
     if isinstance(model, WithoutHypertokens):
         model = model.model
-    read, found = weight_bytes_per_step(dict(tree_flatten(model.parameters()))), _measured_bandwidth()
+    read, found = weight_bytes_per_step(dict(named_arrays(model.parameters()))), _measured_bandwidth()
     return Ceiling(found / read, found, read)
 
 
