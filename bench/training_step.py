@@ -17,11 +17,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.models.layers import Positions
 from mlx_zip.models.rows.encoders import matrix_rows
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.run import choose_stepper
 from mlx_zip.training.settings import TrainSettings
@@ -338,7 +339,7 @@ def make_trained_stepper(engine: str, model: Any, config: dict[str, Any], settin
 
 def count_matrix_weights(model: Any) -> int:
     """Returns the number of weights that the decoder multiplies by for each id: its matrices, the head included."""
-    named: Any = tree_flatten(model.parameters())
+    named = named_arrays(model.parameters())
     matrices = {name: value.size for name, value in named if value.ndim == 2 and "encoder" not in name}
     embedding = matrices.get("model.embed_tokens.weight", 0)
     return sum(matrices.values()) - (embedding if "lm_head.weight" in matrices else 0)

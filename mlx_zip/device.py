@@ -66,12 +66,20 @@ class WiredMemory:
     nothing on a device that recommends no number. keep_s: how many seconds an idle owner holds the memory. streams:
     what the owner computes on, because MLX's limit must not change while something is computed.
 
+    As a context manager, an object holds the memory while the block runs.
+
     Source: MLX 0.32 `mlx/backend/metal/resident.h`, mlx-lm 0.32 `mlx_lm.generate.wired_limit`.
     """
 
     def __init__(self, keep_s: float, streams: Sequence[Any]) -> None:
         self.keep_s, self._streams = keep_s, streams
         self._idle_since: float | None = None
+
+    def __enter__(self) -> None:
+        self.hold()
+
+    def __exit__(self, *error: object) -> None:
+        self.free()
 
     @property
     def held(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.config import SIDES
+from mlx_zip.models.rows.fingerprints import named_arrays
 
 from .interface import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
@@ -69,7 +70,7 @@ class MlxEngine(Engine):
         mx.reset_peak_memory()
         run = self._run(prompt, tokens, replay, held)
         wait_and_free_memory()
-        own = sum(value.nbytes for _, value in named_weights(self.model))
+        own = sum(value.nbytes for _, value in named_arrays(self.model.parameters()))
         run.peak_bytes = own + max(0, mx.get_peak_memory() - before)
         return run
 
@@ -140,20 +141,13 @@ def installed_row_bytes(state: Any) -> int:
     return 0 if rows is None else rows[0, 0].nbytes * len(state.books[0])
 
 
-def named_weights(model: Any) -> list[tuple[str, Any]]:
-    """Returns (name, array) of every weight of an MLX model."""
-    from mlx.utils import tree_flatten
-
-    return list(tree_flatten(model.parameters()))  # type: ignore[arg-type]
-
-
 def weight_bytes(model: Any) -> int:
     """Returns the bytes of weights that a step reads.
 
     These are all weights but the hyper-encoders' and, unless it is also the head, the embedding, of which a step reads
     only one row.
     """
-    weights = named_weights(model)
+    weights = named_arrays(model.parameters())
     untied = any(name.startswith("lm_head.") for name, _ in weights)
     skipped = (*SIDES, "model.embed_tokens.") if untied else SIDES
     return sum(value.nbytes for name, value in weights if not name.startswith(skipped))
@@ -161,7 +155,7 @@ def weight_bytes(model: Any) -> int:
 
 def activation_dtype(model: Any) -> mx.Dtype:
     """Returns the dtype of a model's activations, which is that of its norms: they are never quantized."""
-    return next(value for name, value in named_weights(model) if name.endswith("norm.weight")).dtype
+    return next(value for name, value in named_arrays(model.parameters()) if name.endswith("norm.weight")).dtype
 
 
 def wait_and_free_memory() -> None:

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import has_hypertokens
+from mlx_zip.models.rows.encoders import quantization_settings
 
 from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, config_with_hypertokens
 
@@ -110,11 +111,7 @@ def make_model_with_kept_rows(models: Models, ids: Any) -> Callable[[], Any]:
     found: dict[str, Any] = dict(tree_flatten(whole.parameters()))
     weights = {name: mx.take(value, chosen, axis=0) if has_id_rows(name) else value for name, value in found.items()}
     mx.eval(weights)
-    packed = {
-        name: {key: getattr(module, key) for key in ("group_size", "bits", "mode")}
-        for name, module in whole.named_modules()
-        if hasattr(module, "bits")
-    }
+    packed = {name: how for name, module in whole.named_modules() if (how := quantization_settings(module))}
     args = replace(whole.args, vocab_size=len(ids))
 
     def make() -> Any:

@@ -1,7 +1,7 @@
 """Counts the kernels that a step launches on a GPU, in mlx_zip and in mlx-lm, from the graphs that both build.
 
-Nothing is evaluated in the counted steps, so a count needs no GPU (`mlx_zip.models.launches`). What a launch does is
-not weighed: a small addition counts as much as a large product.
+Nothing is evaluated in the counted steps, so a count needs no GPU (`mlx_zip.bench.steps.launches`). What a launch does
+is not weighed: a small addition counts as much as a large product.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler
 from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.bench.steps.launches import build_graphs_as_on_gpu, count_added_launches, count_launches
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.launches import build_graphs_as_on_gpu, count_added_launches, count_launches
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.two_part_step import TwoPartStep
 

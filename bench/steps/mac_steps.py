@@ -271,16 +271,17 @@ def sizes_of(name: str, precision: str) -> Mapping[str, ArraySize]:
     import mlx.core as mx
 
     from mlx_zip.bench.engines.interface import kv_bytes_per_id
-    from mlx_zip.bench.engines.mlx_engines import named_weights, weight_bytes
+    from mlx_zip.bench.engines.mlx_engines import weight_bytes
     from mlx_zip.bench.engines.model_making import cast_and_quantize, model_args_with_hypertokens, quantization_config
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
     from mlx_zip.config import SIDES
+    from mlx_zip.models.rows.fingerprints import named_arrays
     from mlx_zip.models.zip_model import Model
 
     config, options = SHAPES[name], ZipOptions(encoder_bits=ENCODER_BITS[precision])
     model = Model(model_args_with_hypertokens(config, options))
     cast_and_quantize(model, mx.bfloat16, quantization_config(precision, options, model))
-    arrays = named_weights(model)
+    arrays = named_arrays(model.parameters())
     untied = any(key.startswith("lm_head.") for key, _ in arrays)
 
     def size(wanted: Callable[[str], bool]) -> ArraySize:

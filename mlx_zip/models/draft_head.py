@@ -19,12 +19,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_zip.errors import ModelError, failure_reason, first_message_line
+from mlx_zip.files import atomic_file
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.model_folder import DRAFT_HEAD
-from mlx_zip.models.rows.encoders import matrix_rows
+from mlx_zip.models.rows.encoders import matrix_rows, quantization_settings
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.rows.zip_state import Advance, ZipState, find_zip_state
 
 FORMAT = "mlx_zip draft head 1"
@@ -52,13 +53,9 @@ class DraftHead(nn.Module):
 
 def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
     """Writes a head in float16, whole or not at all. vocab_size: rows of its model's embedding. Raises `OSError`."""
-    weights = {name: value.astype(mx.float16) for name, value in _flatten(head)}
-    partial = path.with_name(f".{path.name}.partial.safetensors")
-    try:
-        mx.save_safetensors(str(partial), weights, {"format": FORMAT, "vocab_size": str(vocab_size)})
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    weights = {name: value.astype(mx.float16) for name, value in named_arrays(head.parameters())}
+    with atomic_file(path) as partial, open(partial, "wb") as file:  # MLX adds a suffix to a path without one
+        mx.save_safetensors(file, weights, {"format": FORMAT, "vocab_size": str(vocab_size)})
 
 
 def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
@@ -93,11 +90,6 @@ def _are_matrices_and_vectors(weights: dict[str, mx.array]) -> bool:
     """Returns whether tensors could be those of a head: floating-point numbers, of which `down.weight` is a matrix."""
     floats = all(mx.issubdtype(one.dtype, mx.floating) and one.size for one in weights.values())
     return floats and "down.weight" in weights and weights["down.weight"].ndim == 2
-
-
-def _flatten(head: nn.Module) -> list[tuple[str, mx.array]]:
-    found: Any = tree_flatten(head.parameters())
-    return found
 
 
 # ---- a model's body and output
@@ -150,17 +142,8 @@ class HeadedModel:
         matrix, v = self.matrix, shares.shape[-1]
         if "scales" not in matrix:
             return shares @ matrix["weight"][:v]
-        biases = matrix.get("biases")
-        return mx.quantized_matmul(
-            shares,
-            matrix["weight"][:v],
-            matrix["scales"][:v],
-            None if biases is None else biases[:v],
-            transpose=False,
-            group_size=matrix.group_size,
-            bits=matrix.bits,
-            mode=matrix.mode,
-        )
+        parts = [matrix[name][:v] for name in ("weight", "scales", "biases") if matrix.get(name) is not None]
+        return mx.quantized_matmul(shares, *parts, transpose=False, **quantization_settings(matrix))
 
     def base_rows(self, ids: mx.array) -> mx.array:
         """Returns the output rows [..., D] of base ids [...]."""

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import MachineError, MlxZipError, ModelError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.rows.fingerprints import fingerprint_samples, sample_tensors
+from mlx_zip.models.rows.fingerprints import fingerprint_samples, named_arrays, sample_tensors
 
 T = TypeVar("T")
 Group = mx.distributed.Group
@@ -191,7 +191,7 @@ def split_model(model: Any, group: mx.distributed.Group) -> str:
     """
     whole = sample_tensors(model)  # of the weights before the split: their values are taken as each weight is read
     _shard_model(model, group)
-    shares: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    shares = dict(named_arrays(model.parameters()))
     for one in whole:
         mx.eval(one.values, shares[one.name])
     mx.clear_cache()

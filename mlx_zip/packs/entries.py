@@ -67,7 +67,9 @@ def write_entries(
             np.save(file, array, allow_pickle=False)
 
 
-def pad_entries(entries: Sequence[Entry], width: int, fill: int = 0) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def pad_entries(
+    entries: Sequence[Sequence[int]], width: int, fill: int = 0
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Returns entries as arrays: uint32 [P, width], each row filled up with `fill`, and their lengths [P]."""
     rows = np.full((len(entries), width), fill, np.uint32)
     for row, entry in zip(rows, entries, strict=True):

@@ -29,6 +29,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import TrainingError, failure_reason
 from mlx_zip.files import atomic_folder, write_json
+from mlx_zip.models.rows.fingerprints import named_arrays
 
 CHECKPOINTS = "checkpoints"
 TRAINED_FILE = "trained.safetensors"
@@ -47,16 +48,30 @@ class Progress:
     seen_bytes: int = 0
     seconds: float = 0.0
 
+    def after_step(self, samples: int, ids: int, base_ids: int, n_bytes: int, seconds: float) -> Progress:
+        """Returns the progress after one more step, which read these numbers and took `seconds`."""
+        return Progress(
+            self.step + 1,
+            self.seen_samples + samples,
+            self.seen_ids + ids,
+            self.seen_base_ids + base_ids,
+            self.seen_bytes + n_bytes,
+            self.seconds + seconds,
+        )
+
 
 def save_checkpoint(
     run: Path, trainee: nn.Module, optimizer: optim.Optimizer, progress: Progress, fingerprint: str, keep: int
-) -> Path:
-    """Writes the checkpoint of `progress.step`, removes all but the last `keep`, and returns its folder.
+) -> None:
+    """Writes the checkpoint of `progress.step`, unless it is the last one already, and removes all but the last `keep`.
 
     Raises `TrainingError` if it cannot be written, or would hold NaN or inf; earlier checkpoints stay as they are.
     """
+    found = list_checkpoints(run)
+    if found and found[-1][0] == progress.step:
+        return
     path = run / CHECKPOINTS / checkpoint_name(progress.step)
-    trained = dict(tree_flatten(trainee.trainable_parameters()))
+    trained = dict(named_arrays(trainee.trainable_parameters()))
     if wrong := find_not_finite(trained):
         raise TrainingError(
             f"step {progress.step} left values that are not numbers in {wrong}; the checkpoint before it stays good: "
@@ -72,11 +87,10 @@ def save_checkpoint(
             mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
             write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
-        good = "; the checkpoint before it stays good" if list_checkpoints(run) else ""
+        good = "; the checkpoint before it stays good" if found else ""
         raise TrainingError(f"cannot write {path}: {failure_reason(error)}{good}") from error
     for _, old in list_checkpoints(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    return path
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -138,8 +152,7 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
         mx.eval(found)
     except (OSError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{path} cannot be read: {failure_reason(error)}") from error
-    named: Any = tree_flatten(trainee.trainable_parameters())
-    wanted = {name: value.shape for name, value in named}
+    wanted = {name: value.shape for name, value in named_arrays(trainee.trainable_parameters())}
     theirs = {name: value.shape for name, value in found.items()}
     if wanted != theirs:
         differ = sorted(name for name in wanted.keys() | theirs.keys() if wanted.get(name) != theirs.get(name))

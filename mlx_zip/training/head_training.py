@@ -27,12 +27,8 @@ class HeadTrainer(Trainer):
 
     loss_is_of_text = False
 
-    def validate(self) -> str | None:
-        """Logs the loss and the accepted ids of the validation samples and returns the latter in words."""
-        if self.valid is None:
-            return None
-        line = self.measure_validation()
-        self._log_line({"step": self.progress.step, **line})
+    def describe_validation(self, line: dict[str, float]) -> str:
+        """Returns in words what `measure_validation` returned."""
         return f"validation: {line['val_accepted_ids']:.3f} proposed ids accepted per pass"
 
     def measure_validation(self) -> dict[str, float]:

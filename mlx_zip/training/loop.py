@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_zip.device import WiredMemory
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.settings import TrainSettings
@@ -64,7 +65,7 @@ def run_steps(
     returns the stop signal received, or None. Returns whether a signal ended the run.
     """
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
-    with wired_memory():
+    with WiredMemory(keep_s=0.0, streams=[mx.default_stream(mx.default_device())]):
         while job.progress.step < last and not stopping:
             stopping = job.step(asked() is not None)
             free_cached_memory()
@@ -114,24 +115,6 @@ def catch_stop_signals() -> Iterator[StopAsked]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def wired_memory() -> Iterator[None]:
-    """Keeps up to the recommended number of bytes in the GPU's memory while the block runs.
-
-    macOS may otherwise page weights out between two steps. Does nothing on a device that recommends no number.
-    """
-    limit = mx.device_info().get("max_recommended_working_set_size")
-    if not isinstance(limit, int):
-        yield
-        return
-    before = mx.set_wired_limit(limit)
-    try:
-        yield
-    finally:
-        mx.synchronize()
-        mx.set_wired_limit(before)
 
 
 def free_cached_memory() -> None:

@@ -11,7 +11,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -34,7 +34,7 @@ from mlx_zip.models.patches.patch_model import (
     save_patch_model,
 )
 from mlx_zip.progress import pluralize
-from mlx_zip.training.checkpoints import Progress, list_checkpoints, load_last_checkpoint, save_checkpoint
+from mlx_zip.training.checkpoints import Progress, load_last_checkpoint, save_checkpoint
 from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, run_steps
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog
@@ -53,7 +53,6 @@ from mlx_zip.vocab.hbpe.patch_merges import MARK
 from mlx_zip.vocab.hbpe.patch_table import PatchText, learn_tokenizer, read_tokenizer
 
 Uint32s = NDArray[np.uint32]
-_WINDOWS_PER_CALL = 16  # read in one call of a model
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,20 +169,6 @@ def evaluate_corpus(model: PatchModel | PlainModel, corpus: PatchCorpus, batch_s
     }
 
 
-def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
-    """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
-
-    window: bytes that the model reads at a time; each window begins anew.
-    """
-    filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
-    out = []
-    for at in range(0, len(filled), _WINDOWS_PER_CALL):
-        logits = model(mx.array(filled[at : at + _WINDOWS_PER_CALL]))
-        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        out.append(np.array(-(mx.exp(logs) * logs).sum(axis=-1)).reshape(-1))
-    return np.concatenate(out)[: len(data)] if out else np.zeros(0, np.float32)
-
-
 def train_patch_model(
     model: PatchModel | PlainModel,
     corpus: PatchCorpus,
@@ -250,7 +235,8 @@ class _PatchTrainer:
         self.optimizer.update(self.model, gradients)
         mx.eval(loss, norm, self.model.parameters(), self.optimizer.state)
         seconds = time.perf_counter() - began
-        self.progress = _add_step(self.progress, self.corpus, ids, seconds)
+        n_bytes = int(self.corpus.unit_bytes[ids].sum())
+        self.progress = self.progress.after_step(len(ids), ids.size, ids.size, n_bytes, seconds)
         if not np.isfinite([loss.item(), norm.item()]).all():
             raise TrainingError(
                 f"step {self.progress.step}: the loss or its gradient is not a number; the last checkpoint is good: "
@@ -272,21 +258,7 @@ class _PatchTrainer:
 
     def save(self) -> None:
         """Writes the checkpoint of this step, unless it exists; see `TrainingJob`."""
-        found = list_checkpoints(self.run)
-        if self.progress.step and (not found or found[-1][0] != self.progress.step):
-            save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
-
-
-def _add_step(done: Progress, corpus: PatchCorpus, ids: Uint32s, seconds: float) -> Progress:
-    return replace(
-        done,
-        step=done.step + 1,
-        seen_samples=done.seen_samples + len(ids),
-        seen_ids=done.seen_ids + ids.size,
-        seen_base_ids=done.seen_base_ids + ids.size,
-        seen_bytes=done.seen_bytes + int(corpus.unit_bytes[ids].sum()),
-        seconds=done.seconds + seconds,
-    )
+        save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
 
 def _iterate_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:

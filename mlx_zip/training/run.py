@@ -36,7 +36,6 @@ from mlx_zip.training.head_training import (
 from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run_data import (
     JoinedFolders,
-    SampleSubset,
     check_length_and_mask,
     check_prepared,
     count_held_out,
@@ -69,7 +68,6 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     start = run_on_all_machines(group, lambda: _load_run_inputs(options, settings, first=group.rank() == 0))
     facts = json.dumps([start.fingerprint, start.record["data"]])
     raise_unless_machines_agree(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
-    assert isinstance(start.data, JoinedFolders)
     held_out = sum_over_machines(group, start.held_out)[0]  # the first machine's count
     data, valid = split_held_out(start.data, held_out, settings.seed)
     lock = lock_run_folder(options.out) if group.rank() == 0 else nullcontext()
@@ -155,8 +153,8 @@ class _RunInputs:
     config: dict[str, Any]
     tokenizer: Any
     folder: Path
-    data: JoinedFolders | SampleSubset
-    valid: JoinedFolders | SampleSubset | None
+    data: JoinedFolders
+    valid: JoinedFolders | None
     record: dict[str, Any]
     fingerprint: str
     run_fingerprint: str

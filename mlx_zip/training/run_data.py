@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -78,6 +79,9 @@ class JoinedFolders:
 
     Folders prepared without hypertokens (merge size 1 or codebook size 0) may be among others, whose codec is then that
     of all: their samples are plain. Raises `DataError` when the codecs differ otherwise.
+
+    lengths, base_ids: ids and base ids of every sample; those of length 0 are never read. starts: entries of every
+    sample's starting codebook. All are int64 [len(self)].
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
@@ -90,6 +94,9 @@ class JoinedFolders:
                 raise DataError(f"{part.folder} was prepared for another codec than {first.folder}")
         self._plain = [part.params != self.params for part in self.parts]
         self._ends = list(accumulate(map(len, self.parts)))
+        self.lengths = np.concatenate([part.lengths for part in self.parts])
+        self.base_ids = np.concatenate([part.base_ids for part in self.parts])
+        self.starts = np.concatenate([part.starts for part in self.parts])
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -101,57 +108,14 @@ class JoinedFolders:
         sample = self.parts[number][i - (self._ends[number - 1] if number else 0)]
         return replace(sample, plain=True) if self._plain[number] else sample
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Ids of every sample, int64 [len(self)]."""
-        return np.concatenate([part.lengths for part in self.parts])
-
-    @property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Base ids of every sample, int64 [len(self)]."""
-        return np.concatenate([part.base_ids for part in self.parts])
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Entries of every sample's starting codebook, int64 [len(self)]."""
-        return np.concatenate([part.starts for part in self.parts])
+    def only(self, chosen: NDArray[np.bool_]) -> JoinedFolders:
+        """Returns the samples of `chosen` (bool [len(self)]), with their numbers; the others have length 0."""
+        made = copy(self)
+        made.lengths, made.base_ids = np.where(chosen, self.lengths, 0), np.where(chosen, self.base_ids, 0)
+        return made
 
     def __str__(self) -> str:
         return ", ".join(str(part.folder) for part in self.parts)
-
-
-class SampleSubset:
-    """Some samples of prepared data, numbered as in the whole data; all others have length 0 and are never read.
-
-    chosen: bool [samples], which ones.
-    """
-
-    def __init__(self, data: JoinedFolders, chosen: NDArray[np.bool_]) -> None:
-        self.data, self.params, self.chosen = data, data.params, chosen
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> Sample:
-        return self.data[i]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
-        return np.where(self.chosen, self.data.lengths, 0)
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Entries of every sample's starting codebook, int64 [len(self)]."""
-        return self.data.starts
-
-    @property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Base ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
-        return np.where(self.chosen, self.data.base_ids, 0)
-
-    def __str__(self) -> str:
-        return str(self.data)
 
 
 def count_held_out(data: JoinedFolders, share: float, batch_size: int) -> int:
@@ -166,13 +130,11 @@ def count_held_out(data: JoinedFolders, share: float, batch_size: int) -> int:
     return max(0, min(wanted, usable - batch_size))
 
 
-def split_held_out(
-    data: JoinedFolders, count: int, seed: int
-) -> tuple[JoinedFolders | SampleSubset, SampleSubset | None]:
+def split_held_out(data: JoinedFolders, count: int, seed: int) -> tuple[JoinedFolders, JoinedFolders | None]:
     """Returns the samples to train on, and `count` random ones to validate on; (data, None) for a count of 0."""
     if not count:
         return data, None
     drawn = np.random.default_rng([seed, count]).permutation(np.flatnonzero(data.lengths >= 2))[:count]
     held = np.zeros(len(data), np.bool_)
     held[drawn] = True
-    return SampleSubset(data, ~held), SampleSubset(data, held)
+    return data.only(~held), data.only(held)

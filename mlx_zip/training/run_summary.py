@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.layout import has_hypertokens
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.progress import format_duration, pluralize
 from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
@@ -35,8 +35,7 @@ def header_lines(trainer: Trainer, what: str) -> list[str]:
 
     what: what is trained, in words.
     """
-    arrays: Any = tree_flatten(trainer.trainee.trainable_parameters())
-    trained = sum(array.size for _, array in arrays)
+    trained = sum(array.size for _, array in named_arrays(trainer.trainee.trainable_parameters()))
     total = get_total_parameters(trainer.trainee)
     lines = [
         f"training {what}: {trained:,} of {total:,} parameters; device: {trainer.stepper.device}",

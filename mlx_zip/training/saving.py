@@ -29,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import save_config, save_model
 
@@ -38,7 +38,8 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, failure_reason
 from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes, model_fingerprint
+from mlx_zip.models.rows.encoders import quantization_settings
+from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes, model_fingerprint, named_arrays
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, Pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
@@ -113,8 +114,7 @@ def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str,
 def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the fingerprints of what makes hyper rows, which config.json keeps; config: that of the saved model."""
     prints = SideFingerprints()
-    named: Any = tree_flatten(model.parameters())
-    for name, array in named:
+    for name, array in named_arrays(model.parameters()):
         prints.add(name, array, host_bytes(array))
     return prints.sides(model.config, config.get("quantization", {}))
 
@@ -125,7 +125,7 @@ def default_save_dtype(model: nn.Module) -> str:
     It is float32, or for a quantized model the type of its other values, so that it computes in that type as before.
     model: as it was loaded; new hyper-encoders are left out of account.
     """
-    named: Any = tree_flatten(model.parameters())
+    named = named_arrays(model.parameters())
     if not any(name.endswith(".scales") for name, _ in named):
         return "float32"
     old = [value for name, value in named if not name.startswith(SIDES) and mx.issubdtype(value.dtype, mx.floating)]
@@ -175,7 +175,7 @@ def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
 
     config: that of the model that training began with, whose default for all layers stays. {} if no layer is quantized.
     """
-    layers = {path: _quantization_of(module) for path, module in model.named_modules() if hasattr(module, "scales")}
+    layers = {path: found for path, module in model.named_modules() if (found := quantization_settings(module))}
     if not layers:
         return {}
     before = config.get("quantization") or next(iter(layers.values()))
@@ -184,10 +184,6 @@ def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
     own = {path: sizes for path, sizes in layers.items() if any(usual.get(name) != sizes[name] for name in sizes)}
     made = {**default, **own}
     return {"quantization": made, "quantization_config": made}
-
-
-def _quantization_of(module: Any) -> dict[str, Any]:
-    return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
 
 
 # ---- an adapter
@@ -234,7 +230,7 @@ def save_adapter_folder(
                 )
             if isinstance(model, Model):
                 write_json(partial / ZIP_CONFIG, _make_zip_config(model, base))
-                named: Any = tree_flatten(model.parameters())
+                named = named_arrays(model.parameters())
                 encoders = {name: value for name, value in named if name.startswith(SIDES)}
                 if encoders:
                     cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}

@@ -23,7 +23,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
@@ -34,6 +33,7 @@ from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.loading import load_error_types, read_model_config, rope_settings_for_mlx_lm
 from mlx_zip.models.model_folder import ModelArgs, hidden_width
 from mlx_zip.models.rows.encoders import matrix_rows
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
@@ -150,8 +150,7 @@ def _load_with_longer_entries(folder: Path, config: dict[str, Any], wanted: dict
     if "quantization" in config:
         raise TrainingError(f"{folder} is quantized: its entries of {before} base ids cannot become longer ({after})")
     made, weights = _build_random_model(wanted), dict[str, mx.array]()
-    named: Any = tree_flatten(_load_weights(folder, config).parameters())
-    for name, value in named:
+    for name, value in named_arrays(_load_weights(folder, config).parameters()):
         more = [value[-1:]] * (after - before) if name.endswith("pos_embed.weight") else []
         weights[name] = mx.concatenate([value, *more])
     made.load_weights(list(weights.items()))
@@ -182,7 +181,7 @@ def _check_decoder_tensors(folder: Path, model: Model) -> None:
     found: dict[str, mx.array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         found |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names and shapes are looked at
-    wanted = {name for name, _ in tree_flatten(model.parameters()) if not name.startswith(SIDES)}
+    wanted = {name for name, _ in named_arrays(model.parameters()) if not name.startswith(SIDES)}
     there = model.sanitize(found).keys()
     if missing := wanted - there:
         raise TrainingError(f"{folder} lacks tensors of the decoder: {', '.join(sorted(missing)[:8])}")
@@ -242,7 +241,7 @@ def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
         for encoder in (model.input_encoder, model.row_encoder):
             encoder.set_dtype(mx.float32)  # first, else 16-bit scales would make weights rounded to 16 bits
             dequantize_model(encoder).unfreeze()  # quantized weights could not be trained
-    if not tree_flatten(model.trainable_parameters()):
+    if not named_arrays(model.trainable_parameters()):
         raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")
 
 
@@ -264,9 +263,8 @@ def fingerprint_run(model: nn.Module, config: Mapping[str, Any], facts: Mapping[
     weights are not in a checkpoint, the first row of each frozen matrix.
     """
     digest = hashlib.sha256(json.dumps([config, facts], sort_keys=True, default=str).encode())
-    trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
-    named: Any = tree_flatten(model.parameters())
-    for name, value in sorted(named):
+    trained = {name for name, _ in named_arrays(model.trainable_parameters())}
+    for name, value in sorted(named_arrays(model.parameters())):
         digest.update(f"{name} {value.shape} {value.dtype}".encode())
         if name not in trained and value.ndim > 1:
             value = value[0]

@@ -31,14 +31,14 @@ from mlx_zip.training.checkpoints import (
 from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, make_steps_bar, run_steps
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.prepare.text_windows import CompressedTexts
-from mlx_zip.training.run_data import JoinedFolders, SampleSubset
+from mlx_zip.training.run_data import JoinedFolders
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import COARSE_PADDING, FINE_PADDING, Batch, make_batch, order_batches
 from mlx_zip.training.steps.objective import Trainee
 from mlx_zip.training.steps.stepper import Stepper, is_compiled, last_learning_rate, make_optimizer
 
-SampleData = JoinedFolders | SampleSubset | CompressedTexts
+SampleData = JoinedFolders | CompressedTexts
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,8 @@ class Trainer:
                 f"learning rate or remove the samples{good}"
             )
         self._report_sums.add(sums)
-        done = self.progress
-        self.progress = replace(
-            done,
-            step=done.step + 1,
-            seen_samples=done.seen_samples + int(sums["samples"]),
-            seen_ids=done.seen_ids + int(sums["ids"]),
-            seen_base_ids=done.seen_base_ids + int(sums["base_ids"]),
-            seen_bytes=done.seen_bytes + int(sums["n_bytes"]),
-            seconds=done.seconds + time.perf_counter() - began,
-        )
+        counts = (int(sums[name]) for name in ("samples", "ids", "base_ids", "n_bytes"))
+        self.progress = self.progress.after_step(*counts, time.perf_counter() - began)
         return sums["stop"] > 0
 
     def save(self) -> None:
@@ -171,11 +163,8 @@ class Trainer:
     def _write_checkpoint(self) -> None:
         if self.group.rank() > 0:
             return
-        found = list_checkpoints(self.run)
-        if not found or found[-1][0] != self.progress.step:
-            self.stepper.sync_to_trainee()
-            args = (self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
-            save_checkpoint(*args)
+        self.stepper.sync_to_trainee()
+        save_checkpoint(self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
     # ---- data
 
@@ -257,8 +246,12 @@ class Trainer:
         """Logs the loss on the validation samples and returns it in words; see `TrainingJob`."""
         if self.valid is None:
             return None
-        line = {"step": self.progress.step, **self.measure_validation()}
-        self._log_line(line)
+        line = self.measure_validation()
+        self._log_line({"step": self.progress.step, **line})
+        return self.describe_validation(line)
+
+    def describe_validation(self, line: dict[str, float]) -> str:
+        """Returns in words what `measure_validation` returned."""
         per_step = line["val_base_tokens_per_step"]
         return f"validation {line['val_bits_per_byte']:.4f} bits per byte, {per_step:.3f} base tokens per step"
 

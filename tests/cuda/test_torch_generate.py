@@ -197,7 +197,7 @@ def test_a_pack_that_a_request_names_is_used(tmp_path):
 def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
     import mlx.core as mx
 
-    from mlx_zip.models.without_hypertokens import WithoutHypertokens
+    from mlx_zip.engine.mlx.mlx_engine import WithoutHypertokens
 
     mlx, prompt = tiny_model(encoder=ENCODER), base_ids(20)
     base = WithoutHypertokens(mlx)

@@ -9,8 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import _get_classes
 
+from mlx_zip.bench.steps.launches import build_graphs_as_on_gpu, count_added_launches
 from mlx_zip.codec import compress
-from mlx_zip.models.launches import build_graphs_as_on_gpu, count_added_launches
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.row_tables import ColumnTable, RowTable, TwoCopyTable

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.models.without_hypertokens import WithoutHypertokens
+from mlx_zip.engine.mlx.mlx_engine import WithoutHypertokens
 from support import tiny
 
 

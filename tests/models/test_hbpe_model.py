@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
+from mlx_zip.bench.papers.hbpe.patches import LOCAL, MEDIUM, SMALL
 from mlx_zip.errors import CodecError, ConfigError, GenerationError
 from mlx_zip.models.patches.patch_generation import canonical_patch, fill_patch, generate_patches
 from mlx_zip.models.patches.patch_model import (
@@ -15,7 +16,7 @@ from mlx_zip.models.patches.patch_model import (
     count_parameters,
     patch_lengths,
 )
-from mlx_zip.vocab.hbpe.measures import LOCAL, MEDIUM, SMALL, Tower
+from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 

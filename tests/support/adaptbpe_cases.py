@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mlx_zip.vocab.adaptbpe.merge_list import MergeList
+from mlx_zip.vocab.adaptbpe.merge_list import MergeList, Schedule
 from support.places import GOLDEN, GOLDEN_MODELS, SHARED
 
 ADAPTBPE = json.loads((GOLDEN / "adaptbpe.json").read_text())
@@ -55,6 +55,11 @@ def symbols(word):
 def golden_merges(name):
     (case,) = [case for case in ADAPTBPE["cases"] if case["name"] == name]
     return MergeList.of_bytes([tuple(map(symbols, pair)) for pair in case["merges"]])
+
+
+def keeping(n_merges, kept):
+    """The schedule that applies all merges by rank, then splits the tokens of those not in `kept`."""
+    return Schedule.final(n_merges, n_merges, sorted({*range(n_merges)} - {*kept}), [])
 
 
 def corpus_of(case):

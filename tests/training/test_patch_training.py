@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_zip.bench.papers.hbpe.baseline_patches import byte_entropies, entropy_patches, number_patches, space_patches
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.patch_training import (
     PatchCorpus,
     _iterate_batches,
-    byte_entropies,
     cut_windows,
     evaluate_corpus,
     sum_nats,
@@ -24,7 +24,7 @@ from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import MARK
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, entropy_patches, number_patches, space_patches
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
 from support.same_numbers import assert_same_losses, assert_same_weights
 
 WORDS = [b"the", b" cat", b" and", b" dog", b"ouse", b" a very long word", b""]

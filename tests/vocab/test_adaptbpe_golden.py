@@ -11,7 +11,7 @@ from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
 from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule, cut_into_pieces
 from mlx_zip.vocab.first_stage import spelled_to_bytes
 from support import adaptbpe_twin as twin
-from support.adaptbpe_cases import ADAPTBPE, GPT2, HEAD, corpus_of, golden_merges, needs_gpt2, symbols
+from support.adaptbpe_cases import ADAPTBPE, GPT2, HEAD, corpus_of, golden_merges, keeping, needs_gpt2, symbols
 
 cases = pytest.mark.parametrize("case", ADAPTBPE["cases"], ids=[case["name"] for case in ADAPTBPE["cases"]])
 
@@ -115,7 +115,7 @@ def test_the_corpus_has_the_recorded_tokens_and_utility(case):
 def test_top_k_keeps_and_encodes_what_is_recorded(case):
     merges, expected = golden_merges(case["name"]), case["expected"]["top_k"]
     kept = top_k(merges, corpus_of(case), case["N"])
-    encoder = Encoder(merges, Schedule.kept(len(merges), kept), "whole")
+    encoder = Encoder(merges, keeping(len(merges), kept), "whole")
     assert kept == expected["kept"]
     assert size(encoder, corpus_of(case)) == expected["size"]
     assert [spelled(encoder, test["word"]) for test in expected["tests"]] == [t["tokens"] for t in expected["tests"]]
@@ -151,7 +151,7 @@ def test_gpt2s_list_is_adapted_to_python_source_as_recorded(row):
         ("adapt_" + name if name != "first_k" else name): encoder
         for name, encoder in encoders(merges, row["N"], found.virtual, found.promoted).items()
     }
-    kept = Schedule.kept(len(merges), top_k(merges, train, row["N"]))
+    kept = keeping(len(merges), top_k(merges, train, row["N"]))
     rules |= {"top_k": Encoder(merges, kept, "whole"), "full_vocabulary": Encoder(merges, None, "whole")}
     for name, corpus in (("train", train), ("test", test)):
         expected = {key: count for key, count in row[name].items() if key != "bytes"}

@@ -11,7 +11,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
 from mlx_zip.vocab.adaptbpe.merge_list import NEVER, PIECES, Encoder, MergeList, Schedule, cut_into_pieces
 from support import adaptbpe_twin as twin
-from support.adaptbpe_cases import lists_and_corpora, lists_and_swaps, merge_lists, words
+from support.adaptbpe_cases import keeping, lists_and_corpora, lists_and_swaps, merge_lists, words
 
 share = st.floats(0, 0.6)
 swap_settings = st.fixed_dictionaries(
@@ -49,7 +49,7 @@ def test_every_rule_encodes_new_words_as_its_twin(case, fraction, chosen, new):
         (Schedule.plain(count, n), lambda word: twin.encode(merges, word, range(n))),
         (Schedule.replay(count, *swaps), lambda word: twin.replay(merges, word, *swaps)),
         (Schedule.final(count, *swaps), lambda word: twin.final(merges, word, *swaps)),
-        (Schedule.kept(count, kept), lambda word: twin.kept(merges, word, kept)),
+        (keeping(count, kept), lambda word: twin.kept(merges, word, kept)),
     ]
     for schedule, expected in rules:
         encoder = Encoder(merges, schedule, "whole")

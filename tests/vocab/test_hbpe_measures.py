@@ -4,17 +4,8 @@ import json
 
 import pytest
 
-from mlx_zip.vocab.hbpe.measures import (
-    LOCAL,
-    SMALL,
-    Tower,
-    bits_per_byte,
-    fertility,
-    hierarchical_flops,
-    plain_flops,
-    transformer_flops,
-    words_of,
-)
+from mlx_zip.bench.papers.hbpe.patches import LOCAL, SMALL, plain_flops
+from mlx_zip.vocab.hbpe.measures import Tower, bits_per_byte, fertility, hierarchical_flops, transformer_flops, words_of
 from support.places import GOLDEN
 
 NUMBERS = json.loads((GOLDEN / "hbpe.json").read_text())["numbers"]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_zip.bench.papers.multitok.phrase_rates import growth_bound
 from mlx_zip.errors import CodecError
 from mlx_zip.vocab.multitok import (
     PRUNINGS,
@@ -15,7 +16,6 @@ from mlx_zip.vocab.multitok import (
     Settings,
     Tokens,
     Words,
-    growth_bound,
     prune,
     renumber_ids,
     rewrite_ids,

@@ -10,6 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from mlx_zip.bench.papers.multitok.phrase_rates import growth_bound
 from mlx_zip.vocab.multitok import (
     MATCHINGS,
     Dictionary,
@@ -17,7 +18,6 @@ from mlx_zip.vocab.multitok import (
     Settings,
     Tokens,
     Words,
-    growth_bound,
     leading_samples,
     prune,
     renumber_ids,

@@ -124,7 +124,7 @@ def test_a_pipe_is_no_vocabulary_and_is_not_waited_for(tmp_path, read):
 
 def test_an_adapted_vocabulary_that_is_no_json_is_told_so_with_the_field_at_fault(tmp_path):
     (tmp_path / "adapted.json").write_text('{"rule": "final", "base": }')
-    with pytest.raises(DataError, match=r'adapted\.json: no valid JSON: Expecting value.*, the value of "base"$'):
+    with pytest.raises(DataError, match=r'adapted\.json cannot be read: Expecting value.*, the value of "base"$'):
         read_adapted(tmp_path / "adapted.json")
 
 

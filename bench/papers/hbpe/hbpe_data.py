@@ -14,18 +14,10 @@ import numpy as np
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PlainModel
-from mlx_zip.training.patch_training import PatchCorpus, Uint32s, byte_entropies, cut_windows
-from mlx_zip.vocab.hbpe.patch_table import (
-    PatchTable,
-    entropy_patches,
-    learn_tokenizer,
-    number_patches,
-    read_tokens,
-    space_patches,
-    text_to_ids,
-    tokens_by_id,
-)
+from mlx_zip.training.patch_training import PatchCorpus, Uint32s, cut_windows
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, learn_tokenizer, read_tokens, text_to_ids, tokens_by_id
 
+from .baseline_patches import byte_entropies, entropy_patches, number_patches, space_patches
 from .patches import text_to_ids_function
 
 BYTE_END = 256

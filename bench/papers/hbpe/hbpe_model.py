@@ -31,10 +31,11 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import PatchCorpus, evaluate_corpus, train_patch_model
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
+from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, read_tower, words_of
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
 from .hbpe_data import Material, PatchTrainingData, read_documents
+from .patches import plain_flops
 
 KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
 SIZED = ("patches", "equal")  # kinds that are trained with every --patch-size

@@ -19,12 +19,17 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
+from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, transformer_flops, words_of
 from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, space_patches, text_encoder
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, text_encoder
+
+from .baseline_patches import space_patches
 
 SIZES = (4, 6, 8, 10, 12, 16)
 CONTEXT_BYTES = 8192  # bytes of the text whose FLOPs the paper counts
+SMALL = Tower(12, 768, 2048, 12)  # table 1
+MEDIUM = Tower(24, 1024, 2816, 16)
+LOCAL = Tower(3, 512, 512, 8)  # encoder and decoder, each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +111,14 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
         "flops_patches_counted": hierarchical_flops(*sizes, LOCAL, merges.symbols, symbols),
         "flops_patches_padded": hierarchical_flops(*sizes, LOCAL, merges.symbols, size),
     }
+
+
+def plain_flops(n_bytes: float, bytes_per_token: float, tower: Tower, vocabulary: int) -> float:
+    """Returns the FLOPs of a model over tokens, without patches, on a text of `n_bytes` bytes.
+
+    vocabulary: number of tokens in its softmax.
+    """
+    return transformer_flops(n_bytes / bytes_per_token, tower, vocabulary)
 
 
 def text_to_ids_function(path: str) -> Callable[[str], Sequence[int]]:

@@ -19,9 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.vocab.multitok import Samples
 
 from .labelled import EncodedTexts
@@ -86,8 +86,7 @@ def train_classifier(
         processors.append(time.process_time() - begun[1])
         losses.append(total / len(answers[0]))
         scores.append(accuracy_and_auc(model, encoded.test, answers[1], args.batch_size))
-    flat: Any = tree_flatten(model.parameters())
-    body = sum(array.size for name, array in flat if name != "table")
+    body = sum(array.size for name, array in named_arrays(model.parameters()) if name != "table")
     return {
         "accuracy": scores[-1][0],
         "auc": scores[-1][1],

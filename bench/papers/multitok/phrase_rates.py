@@ -16,12 +16,15 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import print_record, summarize_samples
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import (
@@ -31,7 +34,6 @@ from mlx_zip.vocab.multitok import (
     Settings,
     Tokens,
     Words,
-    growth_bound,
     leading_samples,
     prune,
     rewrite_ids,
@@ -277,6 +279,29 @@ def pruned_ratio_records(
                 "lemma_corrected": round(bound.corrected, 4),
                 **held_out_ratios(corpus, pruned),
             }
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Upper bounds of lemma 1 on the growth of a corpus when phrases used up to K times are removed.
+
+    printed: as in the paper, (N + sum_k lambda_k (w - 1)) / N; it does not hold, because a phrase used k times is
+    replaced k times. corrected: with k lambda_k instead; it holds if a phrase is replaced by at most its units. N:
+    tokens. lambda_k: number of phrases used k times. w: units of the longest phrase.
+    """
+
+    printed: float
+    corrected: float
+
+
+def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
+    """Returns lemma 1's bounds for a dictionary before pruning. Raises `CodecError` if it was trained on nothing."""
+    longest, tokens = int(dictionary.lengths.max()), dictionary.totals.tokens
+    if not tokens:
+        raise CodecError("the dictionary was trained on nothing, so there is no growth to bound")
+    used = dictionary.uses[dictionary.settings.units.size :].astype(np.int64)
+    used = used[(used > 0) & (used <= at_most)]
+    return Bound(1 + len(used) * (longest - 1) / tokens, 1 + int(used.sum()) * (longest - 1) / tokens)
 
 
 def held_out_ratios(corpus: PhraseCorpus, dictionary: Dictionary) -> dict[str, Any]:

@@ -348,11 +348,9 @@ class AblationRunner:
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    from mlx.utils import tree_flatten
-
     from mlx_zip.config import SIDES
+    from mlx_zip.models.rows.fingerprints import named_arrays
 
-    leaves: Any = tree_flatten(model.parameters())
-    sizes = [(name, value.size) for name, value in leaves]
+    sizes = [(name, value.size) for name, value in named_arrays(model.parameters())]
     encoders = sum(size for name, size in sizes if name.startswith(SIDES))
     return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}

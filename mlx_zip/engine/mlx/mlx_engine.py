@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from mlx_zip.device import WiredMemory, measure_memory_speed
@@ -30,10 +31,12 @@ from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
+from mlx_zip.models.layers import Positions
 from mlx_zip.models.loading import load, weight_bytes_per_step
 from mlx_zip.models.machines import Group
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.models.without_hypertokens import WithoutHypertokens
+from mlx_zip.models.zip_model import Model
 
 __all__ = ["DEFAULT_SESSIONS", "MlxEngine", "ServeOptions", "open_engine"]
 DEFAULT_SESSIONS = SessionOptions()
@@ -187,6 +190,41 @@ class MlxEngine(ThreadedEngine):
         return _measured_ceiling(served.model) if served.machines is None else None
 
 
+class WithoutHypertokens(nn.Module):
+    """The decoder of a model with hypertokens: `model(ids, cache=cache) -> logits` as in mlx-lm, over base ids only.
+
+    The weights are the model's own arrays, not copies. A model with LongRoPE is used up to the position where its long
+    factors begin, because keys in a plain KV cache cannot be computed again.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model, self.layers = model, model.model.layers
+        config = model.args.config
+        limits = [config.get("max_position_embeddings"), model.traits.long_context]
+        context = min((limit for limit in limits if limit is not None), default=None)
+        sizes = {"max_position_embeddings": context, "vocab_size": model.layout.vocab_size}
+        self.args = SimpleNamespace(**{**config, **sizes})
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of a model that is used in this way; it differs from that of the model with hypertokens."""
+        return f"{self.model.fingerprint} base ids only"
+
+    def make_cache(self) -> list[Any]:
+        """Returns the cache of a new request: one KV cache per layer."""
+        return self.model.make_cache()[:-1]
+
+    def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Returns logits [B, L, V] for base ids [B, L]. cache: from `make_cache`, updated in place."""
+        cache, model = self.make_cache() if cache is None else cache, self.model
+        h = model.scaled(model.model.embed_tokens(ids))
+        h = model.run_layers(h, cache, Positions(start=cache[0].offset))
+        for other in cache[1:]:  # in a batch, an offset is an array: unread, it would become a long chain of sums
+            other.offset = cache[0].offset
+        return model.base_logits(h)[..., : model.layout.vocab_size]
+
+
 def _warn_if_large(name: str, weight_bytes: int) -> None:
     """Logs a warning for a model that hardly fits into the memory that a Mac can keep wired."""
     limit = mx.device_info().get("max_recommended_working_set_size")
@@ -216,7 +254,7 @@ def _measured_ceiling(model: Any) -> Ceiling:
     """Returns the ceiling of a model on this machine. The first call measures for up to a second."""
     if isinstance(model, WithoutHypertokens):
         model = model.model
-    read, found = weight_bytes_per_step(dict(tree_flatten(model.parameters()))), _measured_bandwidth()
+    read, found = weight_bytes_per_step(dict(named_arrays(model.parameters()))), _measured_bandwidth()
     return Ceiling(found / read, found, read)
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from importlib.metadata import version
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -34,7 +33,7 @@ from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
 from mlx_zip.models.draft_head import make_proposer
 from mlx_zip.models.machines import machines_of
-from mlx_zip.models.rows.fingerprints import fingerprint_of_model
+from mlx_zip.models.rows.fingerprints import fingerprint_of_model, named_arrays
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.sampling.processors import make_processors
@@ -92,7 +91,7 @@ class Served:
 
     @cached_property
     def _weight_bytes(self) -> int:
-        return sum(array.nbytes for _, array in cast(Any, tree_flatten(self.model.parameters())))
+        return sum(array.nbytes for _, array in named_arrays(self.model.parameters()))
 
     @property
     def quantize(self) -> Callable[[list[Any]], None]:

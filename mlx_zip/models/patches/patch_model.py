@@ -36,7 +36,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
@@ -44,6 +43,7 @@ import mlx_zip
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.files import atomic_folder, expand_home, read_json_object, write_json
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, PatchText, read_tokenizer
@@ -227,10 +227,7 @@ def patch_lengths(patches: mx.array) -> mx.array:
 
 def count_parameters(model: nn.Module) -> int:
     """Returns how many numbers a model's parameters hold."""
-    from mlx.utils import tree_flatten
-
-    named: Any = tree_flatten(model.parameters())
-    return sum(value.size for _, value in named)
+    return sum(value.size for _, value in named_arrays(model.parameters()))
 
 
 def _raise_unless_in_range(name: str, value: Any, low: int, high: int) -> None:
@@ -285,10 +282,9 @@ class SavedPatchModel:
 
 def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
     """Writes the folder completely or not at all, replacing an older one. Raises `ModelError` when writing fails."""
-    named: Any = tree_flatten(saved.model.parameters())
     try:
         with atomic_folder(folder) as partial:
-            mx.save_safetensors(str(partial / WEIGHTS_NAME), dict(named))
+            mx.save_safetensors(str(partial / WEIGHTS_NAME), dict(named_arrays(saved.model.parameters())))
             saved.text.table.save(partial / TABLE_NAME)
             (partial / TOKENIZER_NAME).write_text(saved.text.tokenizer.to_str(), encoding="utf-8")
             write_json(
@@ -360,8 +356,7 @@ def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
         weights: Any = mx.load(str(path))
     except (OSError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    named: Any = tree_flatten(model.parameters())
-    wanted = {name: value.shape for name, value in named}
+    wanted = {name: value.shape for name, value in named_arrays(model.parameters())}
     if found := wanted.items() ^ {name: value.shape for name, value in weights.items()}.items():
         raise ModelError(f"{path} does not hold the weights that {CONFIG_NAME} describes: {sorted(found)[0][0]}")
     model.load_weights(list(weights.items()))

@@ -44,8 +44,16 @@ def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -
     return kinds[config.kind](config, merge_size)
 
 
-def matrix_rows(module: Any, ids: mx.array) -> mx.array:
-    """Returns rows [..., D] of an embedding's or a linear layer's weights for ids [...].
+def quantization_settings(module: Any) -> dict[str, Any]:
+    """Returns the settings of a quantized layer, a module or what `_join_linear_layers` returned; else {}."""
+    if "scales" not in module:
+        return {}
+    settings = module if "bits" in module else vars(module)
+    return {name: settings[name] for name in ("group_size", "bits", "mode")}
+
+
+def matrix_rows(module: Any, ids: mx.array | slice) -> mx.array:
+    """Returns rows [..., D] of an embedding's or a linear layer's weights for ids [...], or those of a slice.
 
     Of a quantized layer only these rows are dequantized. Source: zip2zip 0.2.0, which encodes output rows from rows of
     the head matrix, not of the embedding.
@@ -53,14 +61,8 @@ def matrix_rows(module: Any, ids: mx.array) -> mx.array:
     if "scales" not in module:
         return module["weight"][ids]
     biases = module.get("biases")
-    return mx.dequantize(
-        module["weight"][ids],
-        scales=module["scales"][ids],
-        biases=None if biases is None else biases[ids],
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
+    biases = None if biases is None else biases[ids]
+    return mx.dequantize(module["weight"][ids], module["scales"][ids], biases, **quantization_settings(module))
 
 
 def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
@@ -400,20 +402,12 @@ def _join_linear_layers(modules: list[Any]) -> dict[str, Any]:
     names = [name for name in ("weight", "scales", "biases") if modules[0].get(name) is not None]
     joined: dict[str, Any] = {name: mx.concatenate([module[name] for module in modules]) for name in names}
     mx.eval(joined)
-    return joined | _quantization_settings(modules[0])
-
-
-def _quantization_settings(module: Any) -> dict[str, Any]:
-    """Returns the settings of a quantized layer, a module or what `_join_linear_layers` returned; else {}."""
-    if "scales" not in module:
-        return {}
-    settings = module if "bits" in module else vars(module)
-    return {name: settings[name] for name in ("group_size", "bits", "mode")}
+    return joined | quantization_settings(modules[0])
 
 
 def _make_linear(layer: Any, as_float: bool) -> MatrixFunction:
     """Returns the function of a linear layer without bias; layer: a module, or what `_join_linear_layers` returned."""
-    settings = _quantization_settings(layer)
+    settings = quantization_settings(layer)
     weight = layer["weight"]
     if not settings:
         return lambda x: x @ weight.swapaxes(-1, -2)

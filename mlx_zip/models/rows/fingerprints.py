@@ -93,7 +93,7 @@ class SampledTensor(NamedTuple):
 
 def sample_tensors(model: nn.Module) -> list[SampledTensor]:
     """Returns what a fingerprint covers of each tensor of the model, sorted by name; nothing is read yet."""
-    tensors: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    tensors = sorted(named_arrays(model.parameters()))
     return [SampledTensor(name, str(value.dtype), value.shape, sample_values(value)) for name, value in tensors]
 
 
@@ -120,9 +120,6 @@ class KeptFingerprint:
 
     def __init__(self) -> None:
         self.forget()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptFingerprint:
-        return KeptFingerprint()  # a copy of the model has weights of its own
 
     def forget(self) -> None:
         """Forgets the fingerprint. Call it when weights have changed in place."""
@@ -164,6 +161,12 @@ def tensor_places(node: Any) -> Iterator[TensorPlace]:
 
 
 # ---- values
+
+
+def named_arrays(tree: Any) -> list[tuple[str, mx.array]]:
+    """Returns (name, array) of every array in a tree, such as a module's parameters or its gradients."""
+    found: Any = tree_flatten(tree)
+    return found
 
 
 def host_bytes(array: mx.array) -> memoryview:

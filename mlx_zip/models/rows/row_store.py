@@ -334,12 +334,6 @@ class RowKinds:
         self._singles: dict[str, tuple[_KnownKind, SingleEncoder | None]] = {}
         self._changed = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowKinds:
-        """Returns kinds for a copied model, which never equal the original's: the copy's weights may be changed."""
-        twin = RowKinds(self._recorded, self._merge_size, self._pad_id)
-        twin.forget()
-        return twin
-
     def forget(self) -> None:
         """Makes both sides use new kinds, which no other model has. Call it when weights have changed."""
         self._known.clear()

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import DataError, failure_reason
-from mlx_zip.files import remove_unfinished, try_lock_folder, write_json
+from mlx_zip.errors import DataError
+from mlx_zip.files import read_json_object, remove_unfinished, try_lock_folder, write_json
 from mlx_zip.training.prepare.sharding import shard_record_path
 from mlx_zip.training.prepare.shards import (
     ARRAY_TYPES,
@@ -101,17 +101,7 @@ class PreparedFolder:
 
     def _read_json(self, path: Path) -> dict[str, Any] | None:
         """Returns the object in a JSON file, None without a file. Raises `DataError` if it is damaged."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{path} cannot be read: {failure_reason(error)}; delete the folder and prepare again"
-            ) from error
-        if not isinstance(data, dict):
-            raise DataError(f"{path} is damaged; delete the folder and prepare again")
-        return data
+        return read_json_object(path, "; delete the folder and prepare again") if path.exists() else None
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Returns the record of a shard, None if the shard is not finished. Raises `DataError` if it is damaged."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError, failure_reason
-from mlx_zip.files import atomic_file, write_json
+from mlx_zip.files import atomic_file, read_json_object, write_json
 from mlx_zip.packs.entries import Entry
 
 VERSION = 1
@@ -222,13 +222,10 @@ def is_prepared(folder: Path) -> bool:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX_FILE
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {failure_reason(error)}; {_PREPARE_AGAIN}") from error
-    if not isinstance(index, dict) or index.get("version") != VERSION:
+    if not path.exists():
+        raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it")
+    index = read_json_object(path, f"; {_PREPARE_AGAIN}")
+    if index.get("version") != VERSION:
         raise DataError(f"{path} is not version {VERSION} of prepared data; {_PREPARE_AGAIN}")
     return index
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.entries import pad_entries
 from mlx_zip.sampling import canonical
 from mlx_zip.training.steps.batches import FINE_PADDING, Batch, Padding
 from mlx_zip.training.steps.forward_pass import ForwardOutputs, Samples, encode_entries, encode_rows, run_forward_pass
@@ -287,10 +288,7 @@ def _append_zero_row(rows: mx.array) -> mx.array:
 
 def encode_pack_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecParams) -> list[mx.array]:
     """Returns the input rows and the output rows that a model's hyper-encoders make of entries, float32 [P, D] each."""
-    lengths = np.array([len(entry) for entry in entries], np.int64)
-    base_ids = np.full((len(entries), params.merge_size), params.fill, np.uint32)
-    for row, entry in zip(base_ids, entries, strict=True):
-        row[: len(entry)] = entry
+    base_ids, lengths = pad_entries(entries, params.merge_size, params.fill)
     rows = [side.astype(mx.float32) for side in model.rows(base_ids, lengths)]
     mx.eval(rows)
     return rows

@@ -16,10 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.nn.utils import average_gradients
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.tuner.utils import build_schedule
 
 from mlx_zip.config import SIDES
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch
@@ -129,7 +130,7 @@ class Stepper:
 
 
 def _split_off_encoders(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
-    flat: Any = tree_flatten(gradients)
+    flat = named_arrays(gradients)
     return (
         [value for name, value in flat if not name.removeprefix("model.").startswith(SIDES)],
         [value for name, value in flat if name.removeprefix("model.").startswith(SIDES)],
@@ -226,8 +227,8 @@ def last_learning_rate(optimizer: optim.Optimizer) -> float:
 
 def clip_gradients(gradients: Any, limit: float) -> tuple[Any, mx.array]:
     """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before that."""
-    leaves: Any = tree_flatten(gradients)
-    norm = mx.sqrt(sum((g.astype(mx.float32).square().sum() for _, g in leaves), mx.array(0.0)))
+    squares = (g.astype(mx.float32).square().sum() for _, g in named_arrays(gradients))
+    norm = mx.sqrt(sum(squares, mx.array(0.0)))
     if not limit:
         return gradients, norm
     factor = mx.minimum(limit / (norm + 1e-6), 1.0)

@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from torch import nn
 from torch.nn import functional
@@ -23,6 +22,8 @@ from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.errors import TrainingError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
+from mlx_zip.models.rows.encoders import matrix_rows
+from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.steps.objective import Trainee
@@ -55,7 +56,7 @@ class TorchModel(nn.Module):
         Raises `TrainingError` for a model that transformers lacks or builds from other tensors.
         """
         super().__init__()
-        trained = {name for name, _ in _flatten_named(trainee.trainable_parameters())}
+        trained = {name for name, _ in named_arrays(trainee.trainable_parameters())}
         source = trainee.model
         self.zip: ZipConfig | None = source.config if isinstance(source, Model) else None
         self.device, self.dtype = device, dtype
@@ -65,7 +66,7 @@ class TorchModel(nn.Module):
         self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
         self._copy_body_weights(source, dropout)
         in_model = tuple(f"model.{side}" for side in SIDES)
-        named = _flatten_named(trainee.parameters())
+        named = named_arrays(trainee.parameters())
         self.parts = self._copier.copy_all(
             {n: v for n, v in named if n.startswith((*in_model, *PREFIXES_BESIDE_MODEL))}
         )
@@ -217,9 +218,7 @@ class _WeightCopier:
 
     def copy_weight(self, name: str, module: Any) -> torch.Tensor:
         """Returns a module's weight, dequantized if it is quantized."""
-        if "scales" in module:
-            return self.copy_value(name, dequantize_weight(module))
-        return self.copy_value(name, module["weight"])
+        return self.copy_value(name, matrix_rows(module, slice(None)))
 
     def copy_value(self, name: str, value: mx.array) -> torch.Tensor:
         tensor = to_torch(value).to(self.device)
@@ -227,14 +226,6 @@ class _WeightCopier:
             return tensor.to(self.dtype)
         self.trained[name] = nn.Parameter(tensor)
         return self.trained[name]
-
-
-def dequantize_weight(module: Any) -> mx.array:
-    """Returns a quantized module's weight, float32."""
-    biases = module.get("biases")
-    return mx.dequantize(
-        module["weight"], module["scales"], biases, group_size=module.group_size, bits=module.bits, mode=module.mode
-    ).astype(mx.float32)
 
 
 def to_torch(value: mx.array) -> torch.Tensor:
@@ -265,8 +256,3 @@ def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
     except (ValueError, TypeError, KeyError) as error:
         raise TrainingError(f"transformers cannot build this {kind}: {first_message_line(error)}") from error
     return body.requires_grad_(False)
-
-
-def _flatten_named(tree: Any) -> list[tuple[str, mx.array]]:
-    found: Any = tree_flatten(tree)
-    return found

@@ -31,11 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.errors import DataError, failure_reason
-from mlx_zip.files import check_regular_file, expand_home, write_json
+from mlx_zip.errors import DataError
+from mlx_zip.files import expand_home, read_json_object, write_json
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encode_with_added_tokens
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, Encoder, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.pieces import Front
 from mlx_zip.vocab.first_stage import bytes_to_spelled, parse_merges
 
@@ -158,15 +158,6 @@ class AdaptedVocabulary:
     def encode(self, text: str) -> Uint32s:
         """Encodes a text -> uint32 ids, without special tokens. Raises `DataError` for lone surrogates."""
         return self._id_of[encode_with_added_tokens(self.encoder, self.front, text, self.token_ids)]
-
-    def encode_bytes(self, data: bytes) -> Uint32s:
-        """Encodes any bytes -> uint32 ids, without looking for added tokens; `decode` returns the same bytes.
-
-        One exception: with byte fallback, the character that stands for a blank is decoded to a blank.
-        """
-        if self.front.pieces not in PIECES:
-            return self._id_of[self.token_ids[self.encoder.encode_pieces([data])[0]]]
-        return self._id_of[self.token_ids[self.encoder.encode(data)]]
 
     def ids_of(self, base_ids: Any) -> Uint32s:
         """Returns the adapted ids of base ids, uint32. Raises `DataError` naming a base id that was not kept."""
@@ -299,23 +290,18 @@ def _select_merges(merges: MergeList, ranks: Sequence[int]) -> MergeList:
 def read_adapted(path: str | Path) -> AdaptedVocabulary:
     """Reads a file that `AdaptedVocabulary.save` wrote. Raises `DataError` naming the file and what is wrong in it."""
     path = expand_home(path)
-    check_regular_file(path)
+    record = read_json_object(path)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
         return _parse_record(record)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except KeyError as error:
         raise DataError(f"{path}: {error} is missing") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}: no valid JSON: {failure_reason(error)}") from error
     except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def _parse_record(record: Any) -> AdaptedVocabulary:
+def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
     """Returns the vocabulary in a parsed file. Raises `DataError` and other errors, which `read_adapted` catches."""
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
+    if record.get("format") != FORMAT:
         raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
     if record.get("version") != VERSION:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")

@@ -115,10 +115,6 @@ class MergeList:
         """Hex digest of the merges in order; equal for equal lists, on every machine."""
         return sha256(self.parts.astype("<u4").tobytes()).hexdigest()
 
-    def first(self, n: int) -> MergeList:
-        """Returns a list of only the first n merges."""
-        return MergeList(self.parts[:n], min(n, self.letters))
-
 
 def is_text(token: bytes) -> bool:
     """Returns whether bytes are valid UTF-8."""
@@ -145,14 +141,6 @@ class Schedule:
         times = cls(np.full(n_merges, NEVER, np.uint32), np.full(n_merges, NEVER, np.uint32))
         n = n_merges if n_applied is None else n_applied
         times.apply_at[:n] = np.arange(n)
-        return times
-
-    @classmethod
-    def kept(cls, n_merges: int, kept: Iterable[int]) -> Schedule:
-        """Returns a schedule that applies all merges by rank, then splits the tokens of those not in `kept`."""
-        times = cls.plain(n_merges)
-        times.split_at[:] = n_merges
-        times.split_at[list(kept)] = NEVER
         return times
 
     @classmethod

@@ -56,13 +56,13 @@ class Front:
         """Returns the text that a token stands for, as bytes: with byte fallback, `BLANK` stands for a blank."""
         return token.replace(BLANK.encode(), b" ") if self.pieces == CHARACTERS else token
 
-    def parts(self, text: str, with_added: bool = True) -> Iterator[bytes | int]:
+    def parts(self, text: str) -> Iterator[bytes | int]:
         """Yields the normalized parts of a text as UTF-8, and between them the ids of added tokens.
 
-        with_added: False to treat added tokens as any other text. Raises `DataError` for a lone surrogate.
+        Raises `DataError` for a lone surrogate.
         """
-        raw = [added for added in self.added if not added.normalized] if with_added else []
-        late = [added for added in self.added if added.normalized] if with_added else []
+        raw = [added for added in self.added if not added.normalized]
+        late = [added for added in self.added if added.normalized]
         for stretch in _with_added_tokens(text, raw):
             if isinstance(stretch, int):
                 yield stretch

@@ -31,9 +31,6 @@ def read_tower(text: str) -> Tower:
     return Tower(layers, width, ffn, heads)
 
 
-SMALL = Tower(12, 768, 2048, 12)  # table 1
-MEDIUM = Tower(24, 1024, 2816, 16)
-LOCAL = Tower(3, 512, 512, 8)  # encoder and decoder, each
 FIT_LATENT, FIT_LOCAL = Tower(4, 256, 704, 4), Tower(2, 128, 128, 2)  # defaults of `vocab hbpe fit`
 
 
@@ -43,14 +40,6 @@ def transformer_flops(length: float, tower: Tower, vocabulary: int) -> float:
     attention = 2 * n * 3 * d * d + 2 * n * n * d + 3 * tower.heads * n * n + 2 * n * n * d + 2 * n * d * d
     ffn = 2 * n * 2 * d * tower.ffn
     return tower.layers * (attention + ffn) + 2 * n * d * vocabulary
-
-
-def plain_flops(n_bytes: float, bytes_per_token: float, tower: Tower, vocabulary: int) -> float:
-    """Returns the FLOPs of a model over tokens, without patches, on a text of `n_bytes` bytes.
-
-    vocabulary: number of tokens in its softmax.
-    """
-    return transformer_flops(n_bytes / bytes_per_token, tower, vocabulary)
 
 
 def hierarchical_flops(

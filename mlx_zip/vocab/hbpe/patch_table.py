@@ -12,19 +12,13 @@ A table file is a .npz archive without pickle; `version` is checked first, `chec
     rows         uint16 [V, S]: the patch of each id, padded with the end mark
     fingerprint  sha256 in hex of the tokens' bytes (`first_stage.tokens_fingerprint`)
     checksum     sha256 in hex
-
-Tables over other patches are made here too, as baselines: bytes cut at blanks, and where the next byte is hard to
-predict (arXiv 2510.15517 §3.2, which uses published code for both). Every patch ends with the end mark here, so that
-one model reads all kinds; the published code has no end mark.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +37,6 @@ SUFFIX = ".npz"
 _FIELDS = ("version", "patch_size", "mode", "merges", "rows", "fingerprint", "checksum")
 
 Uint16s = NDArray[np.uint16]
-_WORD = re.compile(rb" ?[^\s]+|\s")
-_LONGEST = 6  # maximum bytes of a patch, as in the paper
 
 
 class PatchTable:
@@ -201,40 +193,6 @@ def _checksum(fields: dict[str, NDArray[Any]]) -> str:
         kind = f"{array.dtype.str} {array.shape}" if array.ndim else ""
         digest.update(f"{name} {kind} {len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-def space_patches(data: bytes) -> list[bytes]:
-    """Cuts bytes into patches: each word with the blank before it, and each other white-space byte.
-
-    A word of more than `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
-    """
-    return [piece for word in _WORD.findall(data) for piece in _cut_long_patch(word)]
-
-
-def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes]:
-    """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
-
-    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `_LONGEST` bytes
-    becomes several patches. Joined, the patches are `data`.
-    """
-    starts = np.flatnonzero(np.asarray(entropies) > threshold)
-    cuts = sorted({0, *starts.tolist(), len(data)})
-    return [piece for a, b in pairwise(cuts) for piece in _cut_long_patch(data[a:b])]
-
-
-def number_patches(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
-    """Gives distinct patches ids in order of appearance -> (ids of each document, table of the patches).
-
-    documents: the patches of each document, of at most `longest` bytes. The table has no merges.
-    """
-    known: dict[bytes, int] = {}
-    ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
-    return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
-
-
-def _cut_long_patch(data: bytes) -> list[bytes]:
-    """Cuts bytes into parts of `_LONGEST` bytes; the last part may be shorter."""
-    return [data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST)]
 
 
 # ---- first-stage tokenizers

@@ -10,13 +10,12 @@
 """
 
 from mlx_zip.vocab.multitok.dictionary import MATCHINGS, Dictionary
-from mlx_zip.vocab.multitok.pruning import Bound, Rewriter, growth_bound, prune, renumber_ids, rewrite_ids
+from mlx_zip.vocab.multitok.pruning import Rewriter, prune, renumber_ids, rewrite_ids
 from mlx_zip.vocab.multitok.units import PRUNINGS, Pruning, Samples, Settings, Tokens, Totals, Words, leading_samples
 
 __all__ = [
     "MATCHINGS",
     "PRUNINGS",
-    "Bound",
     "Dictionary",
     "Pruning",
     "Rewriter",
@@ -25,7 +24,6 @@ __all__ = [
     "Tokens",
     "Totals",
     "Words",
-    "growth_bound",
     "leading_samples",
     "prune",
     "renumber_ids",

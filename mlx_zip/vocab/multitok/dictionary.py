@@ -289,22 +289,37 @@ class Dictionary:
         return [(int(self.ids[i]), int(used[i])) for i in best if saved[i]]
 
     def save(self, path: str | Path) -> None:
-        """Writes the dictionary's file (see `multitok.files`); one that exists is replaced only by a complete one.
+        """Writes the dictionary's file, as this module describes it; replaces an existing one only by a complete one.
 
         Raises `OSError`, and `CodecError` while a sample is open, because its end would be lost.
         """
         if self._open:
             raise CodecError("a sample is still open: end it with train(..., over=True) before saving the dictionary")
-        _write_stored(path, Stored(self.settings, self.rows, self.given_ids, self.uses, self.totals, self.pruning))
+        settings, ids, units = self.settings, self.given_ids, self.settings.units.to_dict()
+        header = {
+            "format": _FORMAT,
+            "version": _VERSIONS[units["kind"]],
+            "runs": self.runs,
+            "phrases": len(self),
+            "given_ids": ids is not None,
+            "settings": {**{name: getattr(settings, name) for name in _NUMBERS}, "unk_id": settings.unk_id},
+            "totals": asdict(self.totals),
+            "pruning": asdict(self.pruning) if self.pruning else None,
+            "units": units,
+        }
+        arrays = [self.rows, *([] if ids is None else [ids]), self.uses]
+        body = b"".join(array.astype("<u4").tobytes() for array in arrays)
+        header["sha256"] = _digest(header, body)
+        with atomic_file(Path(path)) as partial:
+            partial.write_bytes(json.dumps(header).encode() + b"\n" + body)
 
     @classmethod
     def load(cls, path: str | Path) -> Dictionary:
         """Reads a dictionary that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
-        stored = _read_stored(path)
+        header, body = _read_file(path)
         try:
-            fields = {"totals": stored.totals, "pruning": stored.pruning}
-            return cls.of(stored.settings, stored.rows, stored.ids, stored.uses, **fields)
-        except CodecError as error:
+            return _parse_file(header, body)
+        except (CodecError, DataError, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path}: {error}") from error
 
 
@@ -333,42 +348,11 @@ def _copy_uint32s(pointer: Any, n: int) -> Uint32s:
     return np.frombuffer(bytes(ffi.buffer(pointer, 4 * n)) if n else b"", np.uint32)
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """What a dictionary's file holds; the fields are those of `Dictionary.of`."""
+def _read_file(path: str | Path) -> tuple[dict[str, Any], bytes]:
+    """Reads a dictionary's file -> (the object of line 1, the bytes after it).
 
-    settings: Settings
-    rows: Uint32s
-    ids: Uint32s | None
-    uses: Uint32s
-    totals: Totals = field(default_factory=Totals)
-    pruning: Pruning | None = None
-
-
-def _write_stored(path: str | Path, stored: Stored) -> None:
-    """Writes a dictionary's file; one that exists is replaced only by a complete one. Raises `OSError`."""
-    settings, rows, ids = stored.settings, stored.rows, stored.ids
-    units = settings.units.to_dict()
-    header = {
-        "format": _FORMAT,
-        "version": _VERSIONS[units["kind"]],
-        "runs": len(rows),
-        "phrases": len(rows) if ids is None else int((ids != NO_ID).sum()),
-        "given_ids": ids is not None,
-        "settings": {**{name: getattr(settings, name) for name in _NUMBERS}, "unk_id": settings.unk_id},
-        "totals": asdict(stored.totals),
-        "pruning": asdict(stored.pruning) if stored.pruning else None,
-        "units": units,
-    }
-    arrays = [rows, *([] if ids is None else [ids]), stored.uses]
-    body = b"".join(array.astype("<u4").tobytes() for array in arrays)
-    header["sha256"] = _digest(header, body)
-    with atomic_file(Path(path)) as partial:
-        partial.write_bytes(json.dumps(header).encode() + b"\n" + body)
-
-
-def _read_stored(path: str | Path) -> Stored:
-    """Reads a dictionary's file. Raises `DataError` naming the file if it is damaged or of another version."""
+    Raises `DataError` naming the file if it is damaged or of another version.
+    """
     check_regular_file(Path(path))
     try:
         line, newline, body = Path(path).read_bytes().partition(b"\n")
@@ -384,10 +368,7 @@ def _read_stored(path: str | Path) -> Stored:
         raise DataError(f"{path} has version {header.get('version')!r:.20}, this mlx_zip reads {known}: update mlx_zip")
     if header.pop("sha256", None) != _digest(header, body):
         raise DataError(f"{path} is damaged, its checksum does not match: train the dictionary again")
-    try:
-        return _parse_stored(header, np.frombuffer(body, "<u4").astype(np.uint32))
-    except (CodecError, DataError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: {error}") from error
+    return header, body
 
 
 def _digest(header: dict[str, Any], body: bytes) -> str:
@@ -396,8 +377,9 @@ def _digest(header: dict[str, Any], body: bytes) -> str:
     return hashlib.sha256(text.encode() + b"\n" + body).hexdigest()
 
 
-def _parse_stored(header: dict[str, Any], words: Uint32s) -> Stored:
-    """Returns what a file holds. words: the numbers after line 1. Raises `CodecError`, `DataError` and others."""
+def _parse_file(header: dict[str, Any], body: bytes) -> Dictionary:
+    """Returns the dictionary in a file. body: the bytes after line 1. Raises `CodecError`, `DataError` and others."""
+    words = np.frombuffer(body, "<u4").astype(np.uint32)
     units = units_from_dict(header["units"])
     if isinstance(units, Tokens) and header["version"] < _VERSIONS["tokens"]:
         units = Tokens(units.size)
@@ -410,4 +392,4 @@ def _parse_stored(header: dict[str, Any], words: Uint32s) -> Stored:
     totals = Totals(*(int(header["totals"][name]) for name in ("samples", "units", "tokens")))
     ids = words[2 * n : 3 * n].copy() if with_ids else None
     rows, uses = words[: 2 * n].reshape(-1, 2), words[len(words) - units.size - n :]
-    return Stored(settings, rows, ids, uses, totals, pruning)
+    return Dictionary.of(settings, rows, ids, uses, totals=totals, pruning=pruning)

@@ -1,6 +1,6 @@
 """MultiTok's post-processing: removes phrases that training used rarely, and rewrites samples without them.
 
-Source: arXiv 2410.21548, section III and lemma 1. The modes, `PRUNINGS`:
+Source: arXiv 2410.21548, section III. The modes, `PRUNINGS`:
 
     published    as the published code: phrases used 1..K times are replaced by their units; unused phrases are kept
     single       like published, but unused phrases are removed too
@@ -10,7 +10,7 @@ Source: arXiv 2410.21548, section III and lemma 1. The modes, `PRUNINGS`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,29 +19,6 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError
 from mlx_zip.vocab.multitok.dictionary import Dictionary
 from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Upper bounds of lemma 1 on the growth of a corpus when phrases used up to K times are removed.
-
-    printed: as in the paper, (N + sum_k lambda_k (w - 1)) / N; it does not hold, because a phrase used k times is
-    replaced k times. corrected: with k lambda_k instead; it holds if a phrase is replaced by at most its units. N:
-    tokens. lambda_k: number of phrases used k times. w: units of the longest phrase.
-    """
-
-    printed: float
-    corrected: float
-
-
-def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
-    """Returns lemma 1's bounds for a dictionary before pruning. Raises `CodecError` if it was trained on nothing."""
-    longest, tokens = int(dictionary.lengths.max()), dictionary.totals.tokens
-    if not tokens:
-        raise CodecError("the dictionary was trained on nothing, so there is no growth to bound")
-    used = dictionary.uses[dictionary.settings.units.size :].astype(np.int64)
-    used = used[(used > 0) & (used <= at_most)]
-    return Bound(1 + len(used) * (longest - 1) / tokens, 1 + int(used.sum()) * (longest - 1) / tokens)
 
 
 def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> Dictionary:
