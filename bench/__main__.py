@@ -70,7 +70,7 @@ BENCHES = {
     ),
     "training": (
         "mlx_zip.bench.training",
-        "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",
+        "time a training step and its parts; on PyTorch too",
     ),
 }
 TIMED = {
