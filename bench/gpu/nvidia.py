@@ -2,8 +2,7 @@
 
 Parts: `checks` (ids, graphs), `steps` (prefill and steps apart), `generate` (whole requests in replay), `kernels` (each
 alone), `others` (whole requests of other engines), `free` (the bundled model), `trace` (a profiler's trace), `summary`
-(targets, roofline). The records of a part also hold the card's clocks, power and temperature before
-and after it.
+(targets). The records of a part also hold the card's clocks, power and temperature before and after it.
 """
 
 from __future__ import annotations
@@ -328,7 +327,6 @@ def trace_records(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iter
 
 
 def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
-    from .roofline import roofline_page
     from .targets import judge_targets
 
     records = read_part_records(args.out, [part for part in PARTS if part != "summary"]) + read_float64_test_record(
@@ -338,7 +336,6 @@ def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> i
     lines = judge_targets(records, on_gpu)
     for line in lines:
         cases.add(make_record("targets", **line))
-    write_whole(args.out / "roofline.md", roofline_page(records))
     for line in lines:
         value = "" if line["value"] is None else f": {line['value']:g} ({line['kind']} {line['bound']:g})"
         print(f"{line['verdict']:>12}  {line['target']}{value}")
