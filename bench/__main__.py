@@ -56,10 +56,6 @@ BENCHES = {
     "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
     "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
-    "flops": (
-        "mlx_zip.bench.flops",
-        "estimate training FLOPs with hypertokens by the zip2zip paper's formula (appendix B)",
-    ),
     "rows": (
         "mlx_zip.bench.row_store",
         "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
