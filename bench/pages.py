@@ -207,13 +207,11 @@ def benches() -> dict[str, tuple[str, str]]:
 
 
 def experiments() -> dict[str, tuple[str, str]]:
-    return import_module("mlx_zip.bench.papers.__main__").EXPERIMENTS
+    return import_module("mlx_zip.bench.papers").EXPERIMENTS
 
 
 def timed_benches() -> set[str]:
-    return {
-        name for home in ("mlx_zip.bench", "mlx_zip.bench.papers") for name in import_module(f"{home}.__main__").TIMED
-    }
+    return {name for home in ("mlx_zip.bench.__main__", "mlx_zip.bench.papers") for name in import_module(home).TIMED}
 
 
 def vocab_parsers() -> dict[str, argparse.ArgumentParser]:
