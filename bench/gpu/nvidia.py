@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parts", nargs="+", choices=tuple(PARTS), help=f"parts to run (default: {' '.join(PARTS)})")
     add("--rehearse", action="store_true", help="run narrow shapes, small sizes and few trials: nothing is measured")
     add("--engines", nargs="+", default=["torch-base", "torch-zip"], metavar="ENGINE", help="engines of whole requests "
-        "(default: torch-base torch-zip); hf, zip2zip, mlx-cuda-base and mlx-cuda-zip may be added")  # fmt: skip
+        "(default: torch-base torch-zip); hf and zip2zip may be added")  # fmt: skip
     add("--published", metavar="DIR", help="checkpoint folder that the engine zip2zip loads")
     add("--tokenizer", default="stories", help="tokenizer of the shapes: folder or hub id (default: stories, bundled)")
     add("--code", type=Path, metavar="FILE", help="text to replay (default: the sources of this package)")
