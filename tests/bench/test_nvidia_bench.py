@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from torch.nn.attention.bias import causal_upper_left
 
-from mlx_zip.bench.engines import cuda_engines
+from mlx_zip.bench.engines import device_clock
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.generation import report
 from mlx_zip.bench.gpu import card_checks, nvidia
@@ -132,7 +132,7 @@ def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_
 ):
     """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card; shapes and sizes are small."""
     monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow_shape_config(SHAPES["phi-3.5-mini"]))
-    monkeypatch.setattr(cuda_engines, "describe_torch_device", lambda device: H100["device"])
+    monkeypatch.setattr(device_clock, "describe_torch_device", lambda device: H100["device"])
     code = tmp_path / "code.txt"
     code.write_text("def add(a, b):\n    return a + b\n" * 40)
     card = ["--rehearse", "--out", tmp_path / "records", "--code", code, "--parts", "generate"]
