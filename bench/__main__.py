@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -56,10 +56,6 @@ BENCHES = {
     "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
     "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
-    "flops": (
-        "mlx_zip.bench.flops",
-        "estimate training FLOPs with hypertokens by the zip2zip paper's formula (appendix B)",
-    ),
     "rows": (
         "mlx_zip.bench.row_store",
         "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
@@ -70,7 +66,7 @@ BENCHES = {
     ),
     "training": (
         "mlx_zip.bench.training",
-        "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",
+        "time a training step and its parts; on PyTorch too",
     ),
 }
 TIMED = {
@@ -85,37 +81,19 @@ TIMED = {
     "rows",
     "training",
 }  # benches that measure time: they have --record
-PAPERS = "mlx_zip.bench.papers.__main__"  # runs the papers' experiments; a checkout has it, a package does not
+PAPERS = "mlx_zip.bench.papers"  # its experiments are benches too; a checkout has it, a package does not
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the bench that argv[0] names and returns the exit status.
-
-    In a checkout argv[0] may also name an experiment of `bench/papers`.
-    """
+    """Imports and runs the bench or experiment that argv[0] names, and returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and argv[0] not in BENCHES and find_spec("mlx_zip.bench.papers"):
-        experiments = import_module(PAPERS)
-        if argv[0] in experiments.EXPERIMENTS:
-            return experiments.main(argv)
-    return run_named(BENCHES, "mlx_zip bench", __doc__, argv, TIMED)
-
-
-def run_named(
-    choices: Mapping[str, tuple[str, str]],
-    prog: str,
-    description: str | None,
-    argv: Sequence[str],
-    timed: Collection[str],
-) -> int:
-    """Imports and runs the module that argv[0] names, and returns the exit status.
-
-    choices: name -> (module, help text). prog: the command in front of the name, as help shows it. timed: names whose
-    records `--record` can keep.
-    """
-    parser = Parser(prog=prog, description=description)
+    benches, timed = BENCHES, TIMED
+    if find_spec(PAPERS):
+        papers = import_module(PAPERS)
+        benches, timed = benches | papers.EXPERIMENTS, timed | papers.TIMED
+    parser = Parser(prog="mlx_zip bench", description=__doc__)
     commands = parser.add_subparsers(dest="bench", required=True)
-    for name, (home, summary) in choices.items():
+    for name, (home, summary) in benches.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if argv and argv[0] == name:
             module = import_module(home)

@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError
 
 from .recording import load_before_bench, print_record, summarize_samples
@@ -71,11 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"number of windows of {WINDOW} base ids, each with its own codebook (default: 60)",
     )
     parser.add_argument("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
-    parser.add_argument(
-        "--policies",
-        action="store_true",
-        help="measure only pushes onto a full codebook of 2048 entries, for every eviction policy",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,8 +76,6 @@ def run(args: argparse.Namespace) -> int:
     load_before_bench()
     ids, data = _read_ids(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
-    if args.policies:
-        return print_eviction_policy_timings(args, ids, data)
     starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)
     windows = [ids[start : start + WINDOW].copy() for start in starts]
     for what, sequences, slots in (("windows", windows, WINDOW), ("sequence", [ids], 1 << 20)):
@@ -102,15 +92,6 @@ def run(args: argparse.Namespace) -> int:
         if what == "windows":
             for record in time_single_calls(codec, sequences, args.trials):
                 print_measurement(record, setting, data)
-    return 0
-
-
-def print_eviction_policy_timings(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
-    params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled_ids(args.vocab_size))
-    for record in time_eviction_policies(params, ids, args.trials):
-        print_measurement(
-            record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data
-        )
     return 0
 
 
@@ -249,53 +230,3 @@ def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
 def print_measurement(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
     line = {"bench": "codec", **record, "setting": setting, "data": data}
     print_record(line, "zip2zip_compression")
-
-
-def time_eviction_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
-    """Yields one record per operation and policy, in ns per id; trials of the policies alternate.
-
-    Raises `MlxZipError` if the base ids are too few to fill the table.
-    """
-    filled = {policy: _fill_table(replace(params, policy=policy), base_ids) for policy in POLICIES}
-    for what, read in (("push_one", _push_each), ("push", _push_all)):
-        samples: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-        for trial in range(trials + 1):
-            for policy, (book, ids) in filled.items():
-                taken = time_push_ns_per_id(read, book.copy(), ids)
-                samples[policy] += [taken] * (trial > 0)  # the first is a warm-up
-        for policy, (_, ids) in filled.items():
-            ratio = median(samples[policy]) / median(samples["freeze"])
-            yield {
-                "what": f"{what}, table full",
-                "policy": policy,
-                "unit": "processor ns per id",
-                "ids": len(ids),
-                "ours": summarize_samples(samples[policy]),
-                "of_freeze": round(ratio, 3),
-            }
-
-
-def _fill_table(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:
-    ids, book = compress(params, base_ids)[0], Codebook(params)
-    new = book.push(ids)
-    growing = params.codebook_size - len(params.start or ())
-    if len(book) < params.codebook_size or new.at[growing - 1] + 1 == len(ids):
-        raise MlxZipError(f"{len(base_ids)} base ids do not fill a codebook of {params.codebook_size}: raise --length")
-    book.rewind(int(new.at[growing - 1]) + 1)
-    return book, ids[book.mark() :]
-
-
-def _push_each(book: Codebook, ids: Any) -> None:
-    for one in ids:
-        book.push(one)
-
-
-def _push_all(book: Codebook, ids: Uint32s) -> None:
-    book.push(ids)
-
-
-def time_push_ns_per_id(read: Callable[[Codebook, Any], None], book: Codebook, ids: Uint32s) -> float:
-    fed = ids.tolist() if read is _push_each else ids
-    started = time.process_time_ns()
-    read(book, fed)
-    return (time.process_time_ns() - started) / len(ids)

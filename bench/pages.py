@@ -81,8 +81,7 @@ def render_all(root: Path) -> list[tuple[Path, bytes]]:
     pages = {path: read_page(path) for path in pages_of(root)}
     shown = {name for text in pages.values() for name in table_names(text)}
     found = [(path, render_page(path, text, tables, records).encode()) for path, text in pages.items()]
-    later = {name for name, record in performance.NOT_YET.items() if record not in records.files}
-    if missing := tables.keys() - shown - later:
+    if missing := tables.keys() - shown:
         raise MlxZipError(f"no page shows the tables {', '.join(sorted(missing))}")
     return found + [
         (root / name, render_figure(make_or_explain(name, make, records), Path(name).suffix))
@@ -208,13 +207,11 @@ def benches() -> dict[str, tuple[str, str]]:
 
 
 def experiments() -> dict[str, tuple[str, str]]:
-    return import_module("mlx_zip.bench.papers.__main__").EXPERIMENTS
+    return import_module("mlx_zip.bench.papers").EXPERIMENTS
 
 
 def timed_benches() -> set[str]:
-    return {
-        name for home in ("mlx_zip.bench", "mlx_zip.bench.papers") for name in import_module(f"{home}.__main__").TIMED
-    }
+    return {name for home in ("mlx_zip.bench.__main__", "mlx_zip.bench.papers") for name in import_module(home).TIMED}
 
 
 def vocab_parsers() -> dict[str, argparse.ArgumentParser]:
@@ -251,14 +248,10 @@ LISTS: dict[str, Callable[[], str]] = {
 
 
 def all_commands() -> list[str]:
-    """Returns the name of every command that has flags, as in the marker `<!-- table: flags NAME -->`."""
+    """Returns the name of every installed command with flags, as in the marker `<!-- table: flags NAME -->`."""
     cli: Any = import_module("mlx_zip.cli")
     own = [name for name in cli.COMMANDS if name not in ("bench", "vocab")]
-    return [
-        *own,
-        *(f"bench {name}" for name in (*benches(), *experiments())),
-        *(f"vocab {name}" for name in vocab_parsers()),
-    ]
+    return [*own, *(f"bench {name}" for name in benches()), *(f"vocab {name}" for name in vocab_parsers())]
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ LIBRARIES = {
     "torch-base": ("torch",),
     "vllm-zip": ("vllm",),
     "vllm-base": ("vllm",),
-    **dict.fromkeys(("mlx-lm", "mlx-zip", "mlx-cuda-zip", "mlx-cuda-base"), ("mlx",)),
+    **dict.fromkeys(("mlx-lm", "mlx-zip"), ("mlx",)),
 }
-ON_MLX_CUDA = {"mlx-cuda-zip": "mlx-zip", "mlx-cuda-base": "mlx-lm"}  # name: the engine that it is elsewhere
 ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
 CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit the ids that they choose, so they replay no text
 
@@ -35,8 +34,6 @@ def check_engine_names(names: Sequence[str]) -> None:
         missing = [library for library in LIBRARIES.get(name, ()) if find_spec(library) is None]
         if missing:
             raise missing_library_error(f"engine {name}", *missing)
-        if name in ON_MLX_CUDA:
-            check_mlx_runs_on_cuda(name)
 
 
 def engines_need_mlx(names: Sequence[str]) -> bool:
@@ -47,13 +44,6 @@ def engines_need_mlx(names: Sequence[str]) -> bool:
     if find_spec("mlx") is None:
         return any(name.startswith("mlx-") for name in names)
     return any(not name.startswith(("torch-", "vllm-")) for name in names)
-
-
-def check_mlx_runs_on_cuda(name: str) -> None:
-    import mlx.core as mx
-
-    if not mx.cuda.is_available():
-        raise MlxZipError(f"{name} needs MLX's CUDA backend and a card: pip install 'mlx-zip[mlx-cuda]'")
 
 
 def make_engine(name: str, models: Models, options: Any) -> Engine:
@@ -80,9 +70,8 @@ def make_engine(name: str, models: Models, options: Any) -> Engine:
 def make_mlx_engine(name: str, models: Models) -> Engine:
     from .mlx_engines import MlxLm, MlxZip
 
-    if "zip" in name and models.zipped is None:
+    if name == "mlx-lm":
+        return MlxLm(models, models.plain)
+    if models.zipped is None:
         raise MlxZipError(f"{name} needs a model with hypertokens: --model or --shape")
-    kind = ON_MLX_CUDA.get(name, name)
-    made = MlxLm(models, models.plain) if kind == "mlx-lm" else MlxZip(models, models.zipped)  # type: ignore[arg-type]
-    made.name = name
-    return made
+    return MlxZip(models, models.zipped)

@@ -16,13 +16,14 @@ from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
+from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick, wait_for_device
-from .interface import Engine, Run, compress_prompt_and_text
+from .device_clock import EngineOnTorch, wait_for_device
+from .interface import Run, compress_prompt_and_text
 from .random_folder import random_folder
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, config_with_hypertokens
 from .torch_steps import GreedySteps, prefill_in_chunks
@@ -96,7 +97,7 @@ def load_cuda_model(models: Models) -> CudaModel:
 # ---- engines
 
 
-class TorchEngine(Engine):
+class TorchEngine(EngineOnTorch):
     """`torch-zip`, or `torch-base`: the same without hypertokens. One batch is kept, so that its graphs are."""
 
     def __init__(self, name: str, models: Models) -> None:
@@ -108,23 +109,10 @@ class TorchEngine(Engine):
         self.model = whole if name == "torch-zip" else whole.without_hypertokens()
         if name == "torch-base" and models.folder is not None and models.zip_folder is not None:
             self.model = open_model(models.folder, hypertokens=False)
-        self.weight_bytes, self.kv_bytes = self.model.step_weight_bytes, kv_bytes_per_id(self.model)
+        self.torch_device, self.weight_bytes = self.model.device, self.model.step_weight_bytes
+        self.kv_bytes = kv_cache_bytes(self.model.folder.decoder, 1, 1, self.model.dtype)
         self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self.batch: Batch | None = None
-
-    @property
-    def device(self) -> dict[str, Any]:
-        """The device that torch runs on."""
-        return describe_torch_device(self.model.device)
-
-    @property
-    def yardstick(self) -> str:
-        """See `Engine.yardstick`."""
-        return torch_yardstick(self.model.device)
-
-    def bandwidth(self) -> float:
-        """See `Engine.bandwidth`."""
-        return measure_read_bandwidth(self.model.device)
 
     def forget_encoded_rows(self) -> None:
         """Empties the store of rows."""
@@ -208,12 +196,6 @@ def cut_after_eos(ids: Sequence[int], limit: int, ends: Collection[int]) -> list
 
 
 # ---- bytes and devices
-
-
-def kv_bytes_per_id(model: CudaModel) -> int:
-    """Returns the bytes of one id's keys and values in all layers."""
-    decoder = model.folder.decoder
-    return 2 * decoder.layers * decoder.key_columns * model.dtype.itemsize
 
 
 def installed_row_bytes(batch: Batch) -> int:

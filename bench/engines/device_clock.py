@@ -1,4 +1,7 @@
-"""Times work on a device: by CUDA events on a GPU, and by the host's clock around the same work everywhere."""
+"""Times work on a device of torch: by CUDA events on a GPU, and by the host's clock around the same work everywhere.
+
+Measures and names the device too, also for the engines that run on it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import torch
 from mlx_zip.bench import machine
 from mlx_zip.bench.recording import processor_name, summarize_samples
 from mlx_zip.cuda.devices import measure_read_speed
+
+from .interface import Engine
 
 CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache
 
@@ -105,3 +110,23 @@ def describe_torch_device(device: torch.device) -> dict[str, Any]:
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     threads = {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ}
     return {"device": device.type, "chip": chip, "threads": threads}
+
+
+class EngineOnTorch(Engine):
+    """What engines on PyTorch share. torch_device: where they run."""
+
+    torch_device: torch.device
+
+    @property
+    def device(self) -> dict[str, Any]:
+        """See `Engine.device`."""
+        return describe_torch_device(self.torch_device)
+
+    @property
+    def yardstick(self) -> str:
+        """See `Engine.yardstick`."""
+        return torch_yardstick(self.torch_device)
+
+    def bandwidth(self) -> float:
+        """See `Engine.bandwidth`."""
+        return measure_read_bandwidth(self.torch_device)

@@ -20,8 +20,6 @@ ENGINES = {
     "torch-base": "the plain model on the same engine as torch-zip",
     "vllm-zip": "the model with hypertokens on vLLM",
     "vllm-base": "the plain model on vLLM, from a folder of unpacked weights",
-    "mlx-cuda-zip": "mlx-zip, on MLX's CUDA backend",
-    "mlx-cuda-base": "mlx-lm, on MLX's CUDA backend",
     "hf": "the plain model in transformers, eager",
     "hf-float32": "hf, with all weights in float32",
     "hf-bfloat16": "hf, with all weights in bfloat16",

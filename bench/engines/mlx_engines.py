@@ -165,12 +165,3 @@ def wait_and_free_memory() -> None:
     mx.synchronize(generation_stream)
     mx.synchronize()
     mx.clear_cache()
-
-
-# ---- prompt lookup
-#
-# The text itself proposes what comes next, and one pass of the model checks the proposal. The last ids are looked up
-# earlier in the text; the ids that followed them there are the draft. One pass over the last id and the draft gives the
-# model's own choice after each. The draft is kept up to the first difference, and the model's choice there is one more
-# id. The output is that of greedy decoding, except for rounding, which differs with the length of a pass. Source:
-# Saxena 2023, "Prompt Lookup Decoding"; mlx-lm 0.32 has none.

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch  # type: ignore[import-not-found]
 
+from mlx_zip.bench.machine import describe_mlx_device
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.config import SIDES
 from mlx_zip.cuda.kernels.packed import Packed, unpack
@@ -24,7 +25,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.model_folder import read_model_config
 
-from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick
+from .device_clock import EngineOnTorch
 from .interface import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
 
@@ -45,7 +46,7 @@ def make_torch_engine(name: str, models: Models, published: str | None) -> Engin
     return TransformersEngine(models, name)
 
 
-class _GenerateEngine(Engine):
+class _GenerateEngine(EngineOnTorch):
     """What these engines share: they time the ids that a model's `generate` emits."""
 
     def __init__(self, models: Models, model: Any, decoder: Any) -> None:
@@ -57,15 +58,8 @@ class _GenerateEngine(Engine):
 
     @property
     def device(self) -> dict[str, Any]:
-        gpu = self.torch_device.type == "cuda"
-        return describe_torch_device(self.torch_device) if gpu or not HAS_MLX else super().device
-
-    @property
-    def yardstick(self) -> str:
-        return torch_yardstick(self.torch_device)
-
-    def bandwidth(self) -> float:
-        return measure_read_bandwidth(self.torch_device)
+        """See `Engine.device`. On a CPU it is MLX's, where MLX is installed, as in the records of its engines."""
+        return super().device if self.torch_device.type == "cuda" or not HAS_MLX else describe_mlx_device()
 
     def _generate(
         self, run: Run, begun: float, ids: Sequence[int], steps: int, watch: _StepRecorder, **options: Any

@@ -17,13 +17,13 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.text.stream import TextStream
 from mlx_zip.vllm.engine import open_vllm_engine
 
-from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick
-from .interface import Engine, Run
+from .device_clock import EngineOnTorch
+from .interface import Run
 from .shape_table import Models
 from .torch_engines import weight_bytes_per_step
 
 
-class VllmBenchEngine(Engine):
+class VllmBenchEngine(EngineOnTorch):
     """An engine on vLLM. Each new request or conversation begins with an empty prefix cache."""
 
     def __init__(self, name: str, models: Models, vllm_args: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class VllmBenchEngine(Engine):
         self.tokenizer = self.engine.tokenizer
         llm: Any = self.engine._llm
         vllm_config = llm.vllm_config
-        config, self._torch_device = vllm_config.model_config, torch.device(vllm_config.device_config.device_type)
+        config, self.torch_device = vllm_config.model_config, torch.device(vllm_config.device_config.device_type)
         self.dtype: torch.dtype = config.dtype
         self.width: int = config.hf_config.hidden_size
         plain = config.hf_config.decoder_config() if name == "vllm-zip" else config.hf_config
@@ -44,20 +44,6 @@ class VllmBenchEngine(Engine):
         values = 2 * config.hf_config.num_hidden_layers * config.get_total_num_kv_heads() * config.get_head_size()
         self.kv_bytes = values * self.dtype.itemsize
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
-
-    @property
-    def device(self) -> dict[str, Any]:
-        """The device that vLLM runs on."""
-        return describe_torch_device(self._torch_device)
-
-    @property
-    def yardstick(self) -> str:
-        """See `Engine.yardstick`."""
-        return torch_yardstick(self._torch_device)
-
-    def bandwidth(self) -> float:
-        """See `Engine.bandwidth`."""
-        return measure_read_bandwidth(self._torch_device)
 
     def start_conversation(self) -> list[int]:
         """Returns the base ids of a new conversation."""

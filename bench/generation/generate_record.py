@@ -30,11 +30,10 @@ FIGURES = {  # name: (unit, what it is); one sample per trial
     "joules_per_token": ("J", "joules per emitted base token"),
     "ceiling_percent": ("%", "steps_per_s over the ceiling's"),
 }
-SECTIONS = {  # fields that every record has
+SECTIONS = {  # fields that every record has, older ones too
     *("bench", "schema", "run", "time", "engine", "mode", "model", "workload", "setting", "counts", "figures"),
     *("ceiling", "energy_source", "device", "machine", "python", "versions", "commit"),
 }
-SINCE = ("load_average", "idle_share", "preloaded", "blas", "kv_dtype")  # fields that older records lack
 KEY = ("model", "workload")  # sections that are equal in two measurements of one thing, with mode, rows and engine
 
 

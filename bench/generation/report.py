@@ -18,9 +18,8 @@ from .generate_record import read_records, record_key
 from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
-BASES = (BASE, "torch-base", "mlx-cuda-base", "vllm-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
-# compared with first, where they ran too
-OWN_BASES = {"torch-zip": "torch-base", "mlx-cuda-zip": "mlx-cuda-base", "vllm-zip": "vllm-base"}
+BASES = (BASE, "torch-base", "vllm-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
+OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # compared with first, where they ran too
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
     "prefill, base tokens/s": ("prefill_tokens_per_s", 1),

@@ -1,4 +1,4 @@
-"""Times each kernel of mlx_zip's engine on PyTorch alone, at the sizes of a shape: the roofline's rows.
+"""Times each kernel of mlx_zip's engine on PyTorch alone, at the sizes of a shape.
 
 Controls are timed too: PyTorch's own products of the same sizes, a copy, and a sum.
 """

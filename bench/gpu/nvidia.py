@@ -1,9 +1,8 @@
 """Runs the settings of the NVIDIA comparison part by part, and writes each part's records into a folder.
 
 Parts: `checks` (ids, graphs), `steps` (prefill and steps apart), `generate` (whole requests in replay), `kernels` (each
-alone), `others` (whole requests of other engines), `free` (the bundled model), `trace` (a profiler's trace), `summary`
-(targets, roofline). The records of a part also hold the card's clocks, power and temperature before
-and after it.
+alone), `others` (whole requests of other engines), `trace` (a profiler's trace), `summary` (targets). The
+records of a part also hold the card's clocks, power and temperature before and after it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parts", nargs="+", choices=tuple(PARTS), help=f"parts to run (default: {' '.join(PARTS)})")
     add("--rehearse", action="store_true", help="run narrow shapes, small sizes and few trials: nothing is measured")
     add("--engines", nargs="+", default=["torch-base", "torch-zip"], metavar="ENGINE", help="engines of whole requests "
-        "(default: torch-base torch-zip); hf, zip2zip, mlx-cuda-base and mlx-cuda-zip may be added")  # fmt: skip
+        "(default: torch-base torch-zip); hf and zip2zip may be added")  # fmt: skip
     add("--published", metavar="DIR", help="checkpoint folder that the engine zip2zip loads")
     add("--tokenizer", default="stories", help="tokenizer of the shapes: folder or hub id (default: stories, bundled)")
     add("--code", type=Path, metavar="FILE", help="text to replay (default: the sources of this package)")
@@ -115,7 +114,6 @@ class Sizes:
     context: int
     tokens: int
     whole: tuple[str, ...]
-    free: str
     trials: int
     slots: int
     calls: int
@@ -123,8 +121,8 @@ class Sizes:
     traced: int  # base ids of the trace: of all steps it would be large
 
 
-FULL = Sizes(512, 256, ("512+256", "2048+256"), "512+256", 5, 2048, 20, 96, 48)
-TINY = Sizes(16, 4, ("16+4", "20+4"), "16+4", 1, 32, 1, 2, 4)
+FULL = Sizes(512, 256, ("512+256", "2048+256"), 5, 2048, 20, 96, 48)
+TINY = Sizes(16, 4, ("16+4", "20+4"), 1, 32, 1, 2, 4)
 
 
 def shape_configs(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -278,14 +276,6 @@ def run_whole_requests(
     cases.run(f"{' '.join(engines)} at {name}, {precision} bit", partial(run_bench_generate, cases, flags))
 
 
-def run_free_generation(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
-    flags = ["--model", "stories", "--base", "stories-base", "--engines", "torch-base", "torch-zip", "--mode", "chat"]
-    flags += ["--turns", "1", "--sizes", plan.free, "--trials", str(plan.trials)]
-    flags += ["--warmup", "0"] if args.rehearse else ["--conversations", "4"]
-    cases.run("the bundled models", partial(run_bench_generate, cases, flags))
-    return cases.status
-
-
 def run_bench_generate(cases: CaseRunner, flags: list[str]) -> Sequence[Record]:
     """Runs `bench generate` with these flags; `cases` keeps the records as they are printed. Returns none."""
     from mlx_zip.bench.generation import generate
@@ -328,7 +318,6 @@ def trace_records(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iter
 
 
 def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
-    from .roofline import roofline_page
     from .targets import judge_targets
 
     records = read_part_records(args.out, [part for part in PARTS if part != "summary"]) + read_float64_test_record(
@@ -338,7 +327,6 @@ def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> i
     lines = judge_targets(records, on_gpu)
     for line in lines:
         cases.add(make_record("targets", **line))
-    write_whole(args.out / "roofline.md", roofline_page(records))
     for line in lines:
         value = "" if line["value"] is None else f": {line['value']:g} ({line['kind']} {line['bound']:g})"
         print(f"{line['verdict']:>12}  {line['target']}{value}")
@@ -356,7 +344,6 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sizes, CaseRunner], int]] = {  # 
     "generate": run_generate,
     "kernels": run_kernels,
     "others": run_other_engines,
-    "free": run_free_generation,
     "trace": run_trace,
     "summary": write_summary,
 }

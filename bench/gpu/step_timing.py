@@ -95,41 +95,24 @@ def join_clocks(clocks: Sequence[DeviceClock]) -> DeviceClock:
     return DeviceClock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
 
 
-MOST_ROWS = 40
-
-
 def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
-    """Runs a request traced, after untraced runs, and writes the trace to folder/name.json.gz.
+    """Runs a request traced, after one that is not, and writes the trace to folder/name.json.gz.
 
-    Returns the kernels with calls and time, what a step launches, the bytes that it must move, and the time of a step
-    in an untraced run, because tracing makes steps slower. The prompt is in the trace too, so `kernels` holds the whole
-    request.
+    Returns what a warm step launches and moves, as counted by rule, and the engine's layers and bytes of weights.
     """
     prompt, continuation = text[:context], text[context:]
     device = engine.model.device
-    run = [engine.run(prompt, len(continuation), continuation) for _ in range(2)][-1]  # the first captures graphs
+    engine.run(prompt, len(continuation), continuation)  # captures graphs
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as found:
         engine.run(prompt, len(continuation), continuation)
         wait_for_device(device)
     write_compressed_trace(found, folder / f"{name}.json")
-    cost, bandwidth = count_warm_step(engine.model), engine.bandwidth()
-    between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
-    step_s = sorted(between)[len(between) // 2]
-    moved = engine.weight_bytes + engine.kv_bytes * (run.kv_ids - len(run.ids) / 2) + run.row_bytes
     return {
         "engine": engine.name,
-        "trace": f"{name}.json.gz",
-        "kernels": longest_kernels(found, device.type == "cuda"),
-        "launches": cost.record(),
-        "step_us": round(1e6 * step_s, 1),
-        "step_bytes": round(moved),
-        "weight_bytes": engine.weight_bytes,
+        "launches": count_warm_step(engine.model).record(),
         "layers": engine.model.folder.decoder.layers,
-        "read_bytes_per_s": round(bandwidth),
-        "yardstick": engine.yardstick,
-        "roof_us": round(1e6 * moved / bandwidth, 1),
-        "share_of_read": round(moved / step_s / bandwidth, 4),
+        "weight_bytes": engine.weight_bytes,
     }
 
 
@@ -147,14 +130,3 @@ def write_compressed_trace(found: Any, path: Path) -> None:
     with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
         shutil.copyfileobj(plain, packed)
     path.unlink()
-
-
-def longest_kernels(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
-    """Returns name, calls and time in us of the kernels that took longest (on a CPU: operations), the longest first.
-
-    Operations of the host have the time of the kernels that they launch too, and are left out for a GPU.
-    """
-    time_of = lambda one: one.self_device_time_total if on_gpu else one.self_cpu_time_total
-    kept = [one for one in found.key_averages() if (one.device_type.name == "CPU") != on_gpu]
-    rows = sorted(kept, key=time_of, reverse=True)[:MOST_ROWS]
-    return [{"name": one.key, "calls": one.count, "us": round(time_of(one), 1)} for one in rows if time_of(one) > 0]

@@ -22,7 +22,7 @@ class Reply:
     """What a server answered.
 
     events: of a streamed answer, (seconds after the request was sent, JSON of a `data:` line). body: JSON of another
-    answer, None if it is no JSON. seconds: until the last byte.
+    answer. What is no JSON is there as text. seconds: until the last byte.
     """
 
     status: int
@@ -118,16 +118,14 @@ async def read_event_data(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, No
         *lines, held = (held + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                text = line[5:].strip()
-                value = parse_json_or_text(text)
-                yield text.decode() if value is None else value
+                yield parse_json_or_text(line[5:].strip())
 
 
 def parse_json_or_text(text: bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return None
+        return text.decode("utf-8", "replace")
 
 
 # ---- the dialects that the server speaks

@@ -203,18 +203,9 @@ class SoakRun:
             self._count_fault("sessions", f"after a purge: {left}")
 
     async def _server_metrics(self, *names: str) -> dict[str, float]:
-        text = (await self._metrics_page()).decode()
-        found = dict(re.findall(r"^mlx_zip_(\w+) ([0-9.e+]+)$", text, re.MULTILINE))
+        page = (await send_request(self.server.port, "/metrics")).body
+        found = dict(re.findall(r"^mlx_zip_(\w+) ([0-9.e+]+)$", page, re.MULTILINE))
         return {name: float(found[name]) for name in names}
-
-    async def _metrics_page(self) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
-        try:
-            host = f"127.0.0.1:{self.server.port}"
-            writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-            return await reader.read()
-        finally:
-            writer.close()
 
     def _memory_growth(self) -> dict[str, Any]:
         if len(self.resident) < 20:

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 
 from mlx_zip import named
-from mlx_zip.bench import machine
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
-from mlx_zip.bench.machine import memory_bytes
-from mlx_zip.device import measure_product_bandwidth as measured
+from mlx_zip.bench.machine import memory_bytes, mlx_read_bandwidth
 from mlx_zip.device import on_gpu
 
 from . import host_parts
@@ -31,19 +29,15 @@ from .profile import forced_run_ahead
 TRIALS, TOKENS = 5, 96  # timed rounds at most; base tokens that a run writes
 SHAPE, PROMPT = "llama-3.2-1b", 64  # of random weights; base ids that it reads
 NEEDED = 6 << 30  # bytes of memory below which the shape is left out
-PRODUCTS = 8  # matrix-vector products per evaluation when the bandwidth is measured
 REST_S = 2.0  # the shorter rest before a first id
 WAYS = [(rows, ahead) for ahead in (False, True) for rows in ("cold", "warm")]  # a warm run repeats the one before it
 
 
 def measure_bandwidth() -> dict[str, Any]:
-    """Returns how many GB per second a GPU reads in matrix-vector products, as decoding does.
-
-    One evaluation has `PRODUCTS` of them, which hides the time of a launch.
-    """
+    """Returns how many GB per second a GPU reads in matrix-vector products, as decoding does."""
     if not on_gpu():
         return {"skipped": "MLX's products on a CPU do not reach its memory's bandwidth"}
-    return {"gb_per_s": measured(PRODUCTS, machine.BANDWIDTH_SIDE) / 1e9}
+    return {"gb_per_s": mlx_read_bandwidth() / 1e9}
 
 
 def measure_bundled_model(limit_s: float) -> dict[str, Any]:

@@ -6,12 +6,10 @@ models as stored, `drafts-float32` those in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mlx_zip.bench.generation.ratios import Ratio, paired_ratio
 from mlx_zip.bench.records import Record, Records, machines_table, table
-
-from .performance import table_once_recorded
 
 PASSES, GREEDY, TIME, FLOAT32 = "drafts", "drafts-greedy", "drafts-time", "drafts-float32"
 WAYS = ("off", "lookup", "head", "draft model")
@@ -125,21 +123,13 @@ def speed_ratio(a: Record, b: Record) -> Ratio:
     return paired_ratio(*(one["figures"]["base_tokens_per_s"]["samples"] for one in (a, b)))
 
 
-def recorded_machines_table(records: Records) -> str:
-    return machines_table(records, [name for name in (PASSES, GREEDY, TIME, FLOAT32) if name in records.files])
-
-
-def table_of_times(name: str) -> Callable[[Records], str]:
-    return table_once_recorded(name, lambda records: time_table(records.lines(name)))
-
-
 TABLES = {
     "drafts-passes": passes_table,
-    "drafts-greedy": table_once_recorded(GREEDY, greedy_table),
+    "drafts-greedy": greedy_table,
     "drafts-host": host_table,
     "drafts-chips": chips_table,
-    "drafts-time": table_of_times(TIME),
-    "drafts-float32": table_of_times(FLOAT32),
-    "drafts-records": recorded_machines_table,
+    "drafts-time": lambda records: time_table(records.lines(TIME)),
+    "drafts-float32": lambda records: time_table(records.lines(FLOAT32)),
+    "drafts-records": lambda records: machines_table(records, (PASSES, GREEDY, TIME, FLOAT32)),
 }
 PICTURES = {}

@@ -83,11 +83,6 @@ def stories_table(records: Records) -> str:
     return table(heads, rows)
 
 
-def table_once_recorded(record: str, make: Callable[[Records], str]) -> Callable[[Records], str]:
-    missing = f"Not measured yet: there is no record `{record}`."
-    return lambda records: make(records) if record in records.files else missing
-
-
 def published_package_table(records: Records) -> str:
     rows = []
     for precision, file in PUBLISHED.items():
@@ -145,9 +140,7 @@ def bundled_speed_table(records: Records) -> str:
 
 def record_machines_table(records: Records) -> str:
     names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
-    return machines_table(
-        records, sorted(name for name in (*names, STORIES, BATCH, SERVE, "codec") if name in records.files)
-    )
+    return machines_table(records, sorted((*names, STORIES, BATCH, SERVE, "codec")))
 
 
 # ---- the targets
@@ -284,8 +277,7 @@ TARGETS = (
 
 
 def targets_table(records: Records) -> str:
-    known = [target for target in TARGETS if STORIES in records.files or target.record != STORIES]
-    return table(["", "preloaded; BLAS", "wanted", "measured", ""], [target.row(records) for target in known])
+    return table(["", "preloaded; BLAS", "wanted", "measured", ""], [target.row(records) for target in TARGETS])
 
 
 # ---- the table of `bench batch`
@@ -406,17 +398,16 @@ def stream_figures(name: str, servers: Mapping[str, Any]) -> Iterator[ServingFig
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "codec": table_once_recorded("codec", codec_table),
-    "speed": table_once_recorded(STORIES, bundled_speed_table),
+    "codec": codec_table,
+    "speed": bundled_speed_table,
     "steps": step_ratio_table,
     "requests": request_ratio_table,
-    "stories": table_once_recorded(STORIES, stories_table),
+    "stories": stories_table,
     "published": published_package_table,
     "parts": step_parts_table,
-    "serve": table_once_recorded(SERVE, lambda records: serving_table(records.only_record(SERVE))),
-    "batch": table_once_recorded(BATCH, lambda records: batch_table(records.lines(BATCH))),
+    "serve": lambda records: serving_table(records.only_record(SERVE)),
+    "batch": lambda records: batch_table(records.lines(BATCH)),
     "targets": targets_table,
     "records": record_machines_table,
 }
-NOT_YET = {"batch": BATCH}  # table: its record; no page needs to show the table before the record exists
 PICTURES = {}

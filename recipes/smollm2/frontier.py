@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlx_zip.files import atomic_folder, read_json_object, write_json
+from recipes.stories.commands import RunModule, run_command
 
-from .measuring import RunModule, fuse_adapter, make_models, run_command
+from .measuring import fuse_adapter, make_models
 from .settings import FrontierSettings, Leg, MeasureSettings
 from .texts import read_json_lines
 from .training import CONTROL, ZIP, heal_models

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mlx_zip import named
-from mlx_zip.errors import TrainingError
 from mlx_zip.files import atomic_folder, read_json_object, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.saving import ADAPTER_CONFIG, ZIP_CONFIG
+from recipes.stories.commands import RunModule, run_command
 
 from .settings import MeasureSettings
 from .texts import read_json_lines, render_record
@@ -27,7 +26,6 @@ from .training import CONTROL, ZIP
 
 BASE, MASKED = "base", "masked"
 LABELS_FILE = "labels.json"
-RunModule = Callable[[str, Sequence[str], Path], int]
 _BASE_NAMED = {ADAPTER_CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_or_path"}
 
 
@@ -162,9 +160,3 @@ def _make_training_curve(leg: Path, number: int) -> dict[str, Any]:
             for part in np.array_split(np.array(steps), min(10, len(steps)))
         ]
     return made
-
-
-def run_command(call: RunModule, module: str, words: Sequence[str | Path | int], folder: Path) -> None:
-    """Runs a command. Raises `TrainingError` with the command and its exit status if it fails."""
-    if status := call(module, [str(word) for word in words], folder):
-        raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")

@@ -17,6 +17,7 @@ import torch
 from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoints import list_checkpoints
+from recipes.stories.commands import RunModule, run_command
 
 from .settings import Leg, PackSettings
 
@@ -33,7 +34,7 @@ def prepare_data(
     out: Path,
     packs: PackSettings,
     leg: Leg,
-    call: Callable[[str, Sequence[str], Path], int],
+    call: RunModule,
 ) -> None:
     """Prepares the leg's texts twice, compressed in out/zip and as they are in out/control. Raises `TrainingError`.
 
@@ -50,8 +51,7 @@ def prepare_data(
     for name, texts, samples, flags in wanted:
         words: Words = ["prepare", "--model", model, "--mixture", texts, "--context", leg.context, "--train-on", "all"]
         words += ["--limit", samples, "--workers", 1, *flags, "--out", out / name]
-        if call("mlx_zip", [str(word) for word in words], out):
-            raise TrainingError(f"the texts of {out} could not be prepared")
+        run_command(call, "mlx_zip", words, out)
 
 
 def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) -> Path:

@@ -20,6 +20,7 @@ from mlx_zip.errors import TrainingError
 
 from .settings import Settings
 
+RunModule = Callable[[str, Sequence[str], Path], int]  # as `run_in_own_process`
 STOPPED_STATUSES = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
 
 
@@ -41,6 +42,12 @@ def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trai
         for number, handler in handlers.items():
             stack.callback(signal.signal, number, signal.signal(number, handler))
         return next(filter(None, [child.wait() for child in children]), 0)
+
+
+def run_command(call: RunModule, module: str, words: Sequence[str | Path | int | float], folder: Path) -> None:
+    """Runs a command. Raises `TrainingError` with the command and its exit status if it fails."""
+    if status := call(module, [str(word) for word in words], folder):
+        raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")
 
 
 @contextlib.contextmanager
@@ -75,7 +82,7 @@ class Recipe:
     data: Path
     out: Path
     check: bool = True
-    call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
+    call: RunModule = run_in_own_process
     say: Callable[[str], None] = print_to_stderr
 
     def run_mlx_zip(self, name: str, flags: Mapping[str, Any]) -> None:

@@ -28,17 +28,15 @@ def test_a_bench_of_rows_without_a_row_or_trial_is_refused(flag, capsys):
     assert capsys.readouterr().err == f"error: {flag} must be at least 1, got 0\n"
 
 
-@pytest.mark.parametrize("module", ["mlx_zip.bench", "mlx_zip.bench.papers"])
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_ctrl_c_in_a_module_that_python_runs_is_no_traceback(module, monkeypatch, capsys):
+def test_ctrl_c_in_a_module_that_python_runs_is_no_traceback(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "main", interrupted)
-    monkeypatch.setattr(command, "run_named", interrupted)
-    monkeypatch.setattr(sys, "argv", [module, "codec"])
+    monkeypatch.setattr(sys, "argv", ["mlx_zip.bench", "codec"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__")
+        runpy.run_module("mlx_zip.bench", run_name="__main__")
     assert (ended.value.code, capsys.readouterr().err) == (130, "")
 
 

@@ -11,13 +11,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.bench import training
-from mlx_zip.bench.training import (
-    TrainingBench,
-    read_prepared_samples,
-    synthetic_documents,
-    write_prepared,
-    write_shard,
-)
+from mlx_zip.bench.codec import synthetic_ids
+from mlx_zip.bench.training import TrainingBench, write_synthetic
 from mlx_zip.bench.training_step import StepParts, TrainedModel, plain_batch_of_same_size
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
@@ -35,10 +30,6 @@ TINY = [
     "--batches",
     "1",
     "--trials",
-    "2",
-    "--prepare-ids",
-    "600",
-    "--memory-steps",
     "2",
     "--encoder-layers",
     "1",
@@ -78,26 +69,10 @@ def test_a_step_is_measured_in_every_way_it_can_be_trained(capsys, flags):
     assert records(capsys, "--only", "step", "--trials", "1", *flags)["step"]["ratio"]["median"] > 0
 
 
-def test_preparation_is_measured_by_stage(capsys):
-    record = records(capsys, "--only", "prepare")["prepare"]
-    assert (record["base_ids"], len(record["rate"]["samples"])) == (600, 2)
-    assert list(record["ns_per_base_id"]) == ["cut", "compress", "write"]
-
-
-@pytest.mark.slow
-def test_memory_is_that_of_each_trainer_in_a_process_of_its_own(capsys):
-    record = records(capsys, "--only", "memory", "--context", 96)["memory"]
-    ours, theirs, same = (record["peaks"][name] for name in ("mlx_zip", "mlx-lm", "mlx-lm same ids"))
-    assert theirs["longest_ids"] == 96 > ours["longest_ids"] == same["longest_ids"]
-    assert record["ratio"] == round(ours["peak_bytes"] / theirs["peak_bytes"], 3)
-    assert record["ratio_same_ids"] >= record["ratio"]
-
-
 def test_a_model_and_prepared_data_take_the_place_of_what_is_made_up(capsys, tmp_path):
     model, data = tiny_training.write_plain(tmp_path / "base"), tiny_training.write_shards(tmp_path / "data")
-    found = records(capsys, "--model", model, "--data", data, "--only", "step", "prepare")
+    found = records(capsys, "--model", model, "--data", data, "--only", "step")
     assert {(line["data"], line["setting"]["model"]) for line in found.values()} == {("data", "base")}
-    assert found["prepare"]["base_ids"] == sum(20 + (i * 17) % 40 for i in range(24))
 
 
 # ---- what is measured
@@ -181,18 +156,15 @@ def test_sharing_is_counted_over_the_measured_batches(capsys, bench):
     assert record["distinct_of_installed"] == round(record["distinct_entries"] / record["installed_entries"], 3)
 
 
-def test_a_measured_shard_holds_the_documents(tmp_path):
-    documents = synthetic_documents(700, 64, 3)
-    assert write_shard(tmp_path, documents).keys() == {"cut", "compress", "write"}
-    shards = PreparedShards(write_prepared(tmp_path, documents))
+def test_the_synthetic_samples_hold_the_synthetic_ids(tmp_path):
+    shards = PreparedShards(write_synthetic(tmp_path, 700, 64, 3))
     found = []
     for i in range(len(shards)):
         book = Codebook(shards.params)
         book.push(shards[i].ids)
         found.append(book.expand(shards[i].ids))
-    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(documents.ids))
+    np.testing.assert_array_equal(np.concatenate(found), synthetic_ids(700, training.VOCAB))
     assert len(shards[0].ids) < 64 == shards[0].base_ids
-    np.testing.assert_array_equal(np.concatenate(read_prepared_samples(tmp_path).ids), np.concatenate(documents.ids))
 
 
 # ---- what is refused
@@ -215,15 +187,7 @@ def test_too_few_samples_are_refused(tmp_path):
         training.run(parse("--model", tiny_training.write_plain(tmp_path / "base"), "--data", data))
 
 
-@pytest.mark.parametrize("name", ["--context", "--trials", "--memory-steps"])
+@pytest.mark.parametrize("name", ["--context", "--trials", "--batches"])
 def test_counts_below_one_are_refused(name):
     with pytest.raises(MlxZipError, match=f"{name} must be at least 1, got 0"):
         training.run(parse(name, 0))
-
-
-@pytest.mark.slow
-def test_a_trainer_that_fails_is_named(tmp_path):
-    bench = TrainingBench(parse(), tmp_path)
-    bench.args.encoder_layers = 0
-    with pytest.raises(MlxZipError, match="the trainer mlx_zip failed: error: "):
-        bench.memory()

@@ -68,14 +68,6 @@ def test_made_up_data_is_called_synthetic(records):
     assert all(record["data"].startswith("synthetic") for record in records)
 
 
-def test_policies_are_measured_side_by_side_once_the_table_is_full():
-    records = bench("--policies", "--length", "20000")
-    got = [(record["what"], record["policy"]) for record in records]
-    policies = ("freeze", "lru", "use-count")
-    assert got == [(what, policy) for what in ("push_one, table full", "push, table full") for policy in policies]
-    assert [record["of_freeze"] for record in records if record["policy"] == "freeze"] == [1.0, 1.0]
-
-
 def test_ids_come_from_a_file_on_request(tmp_path):
     np.save(tmp_path / "some.npy", np.arange(3000) % 50)
     records = bench("--ids", str(tmp_path / "some.npy"), "--vocab-size", "500")

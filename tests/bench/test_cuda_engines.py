@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mlx_zip.bench.engines import choice, cuda_engines
-from mlx_zip.bench.engines.choice import check_engine_names, make_engine
+from mlx_zip.bench.engines import cuda_engines
+from mlx_zip.bench.engines.choice import make_engine
 from mlx_zip.bench.engines.cuda_engines import TorchEngine, torch_models_from_flags
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import ZipOptions
@@ -130,24 +130,6 @@ def test_what_they_cannot_run_is_refused_on_one_line(models):
         torch_models_from_flags(None, "", "stories-base", None, "", None)
     with pytest.raises(MlxZipError, match="for the engines on PyTorch only"):
         models.plain()
-
-
-def test_mlx_on_cuda_is_refused_without_a_card(monkeypatch):
-    mx = pytest.importorskip("mlx.core")
-    if mx.cuda.is_available():
-        pytest.skip("MLX has a card here")
-    with pytest.raises(MlxZipError, match="mlx-cuda-zip needs MLX's CUDA backend"):
-        check_engine_names(["mlx-cuda-zip"])
-
-
-def test_mlx_on_cuda_is_the_unmodified_code_under_another_name(monkeypatch):
-    pytest.importorskip("mlx.core")
-    monkeypatch.setattr(choice, "check_mlx_runs_on_cuda", lambda name: None)
-    check_engine_names(list(choice.ON_MLX_CUDA))
-    _, args = tiny_bench.parse("generate")
-    for name, other in choice.ON_MLX_CUDA.items():
-        made = make_engine(name, tiny_bench.models(), args)
-        assert (made.name, type(made)) == (name, type(make_engine(other, tiny_bench.models(), args)))
 
 
 # ---- transformers over the same weights

@@ -10,7 +10,6 @@ from mlx_zip.bench.engines.workloads import Turn
 from mlx_zip.bench.generation import draft_replay, drafts
 from mlx_zip.bench.generation.draft_replay import CHIPS, KINDS, ROW_BY_ROW, TEXTS, read_messages, read_workloads, replay
 from mlx_zip.bench.generation.drafts import DraftedEngine, PassNotes, replay_figures
-from mlx_zip.bench.records import Records
 from mlx_zip.bench.tables.drafts import TABLES, time_table
 from mlx_zip.engine import Emitted
 from support import tiny, tiny_bench
@@ -136,7 +135,7 @@ def test_greedy_answers_are_counted_for_every_way_that_a_model_has(capsys):
     counts = {line["engine"]: line["counts"] for line in lines}
     assert counts["plain off"]["base_tokens"] == counts["plain off"]["passes"]
     assert counts["zip off"]["base_tokens"] == counts["zip draft model"]["base_tokens"]
-    shown = TABLES["drafts-greedy"](SimpleNamespace(files=["drafts-greedy"], lines=lambda name: lines))
+    shown = TABLES["drafts-greedy"](SimpleNamespace(lines=lambda name: lines))
     assert shown.count("| tiny | story |") == 2
     assert all(row.endswith("| - |") == ("plain" in row) for row in shown.splitlines()[2:])
 
@@ -182,7 +181,3 @@ def test_a_ratio_is_to_the_same_model_without_drafts_and_to_the_plain_one():
         ["", "0.50 (0.50 to 0.50)"],
         ["2.00 (2.00 to 2.00)", "1.00 (1.00 to 1.00)"],
     ]
-
-
-def test_tables_of_times_say_so_where_nothing_was_timed(tmp_path):
-    assert "Not measured yet" in TABLES["drafts-time"](Records(tmp_path))

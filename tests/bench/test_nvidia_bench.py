@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from torch.nn.attention.bias import causal_upper_left
 
-from mlx_zip.bench.engines import cuda_engines
+from mlx_zip.bench.engines import device_clock
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.generation import report
 from mlx_zip.bench.gpu import card_checks, nvidia
@@ -78,13 +78,12 @@ def test_whole_requests_are_records_that_report_reads(folder, capsys):
     assert "torch-zip, against torch-base" in capsys.readouterr().out
 
 
-def test_a_trace_has_kernels_launches_and_a_roof(folder):
+def test_a_trace_is_written_and_its_record_has_what_a_step_launches(folder):
     lines = rehearsed(folder, "trace")
     assert [one["engine"] for one in lines] == ["torch-base", "torch-zip"]
     for one in lines:
-        assert (folder / one["trace"]).stat().st_size > 0
-        assert one["kernels"][0]["us"] >= one["kernels"][-1]["us"] > 0
-        assert one["launches"]["launches"] > 0 < one["roof_us"]
+        assert (folder / f"trace-{one['engine']}.json.gz").stat().st_size > 0
+        assert one["launches"]["launches"] > one["layers"] > 0 < one["weight_bytes"]
 
 
 def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
@@ -94,9 +93,6 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     lines = rehearsed(folder, "summary")
     assert {one["verdict"] for one in lines} == {"not measured"}
     assert "met" not in capsys.readouterr().out.split()
-    page = (folder / "roofline.md").read_text()
-    for said in ("| shape | step | MB moved | us | GB/s | of roof | roof, us | left, us |", "us are left. Launches: "):
-        assert said in page
 
 
 @pytest.mark.slow
@@ -136,7 +132,7 @@ def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_
 ):
     """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card; shapes and sizes are small."""
     monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow_shape_config(SHAPES["phi-3.5-mini"]))
-    monkeypatch.setattr(cuda_engines, "describe_torch_device", lambda device: H100["device"])
+    monkeypatch.setattr(device_clock, "describe_torch_device", lambda device: H100["device"])
     code = tmp_path / "code.txt"
     code.write_text("def add(a, b):\n    return a + b\n" * 40)
     card = ["--rehearse", "--out", tmp_path / "records", "--code", code, "--parts", "generate"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -88,11 +86,3 @@ def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
     by_rule = steps.count_warm_step(model)
     with force_implementation("triton"):  # as on a card
         assert steps.count_warm_step(model).record() == by_rule.record()
-
-
-def test_the_kernels_of_a_trace_on_a_gpu_are_no_operations_of_the_host():
-    card, cpu = SimpleNamespace(name="CUDA"), SimpleNamespace(name="CPU")
-    host = SimpleNamespace(key="aten::mm", count=1, self_device_time_total=9.0, device_type=cpu)
-    kernel = SimpleNamespace(key="gemm", count=2, self_device_time_total=8.0, device_type=card)
-    found = SimpleNamespace(key_averages=lambda: [host, kernel])
-    assert steps.longest_kernels(found, True) == [{"name": "gemm", "calls": 2, "us": 8.0}]

@@ -13,7 +13,7 @@ from mlx_zip.bench.pages import main, pages_of, registered_tables_and_pictures, 
 from mlx_zip.bench.records import PLACES, Records
 from mlx_zip.bench.tables.performance import TARGETS, Target
 from support.places import REPO
-from support.tiny_bench import batch_record, record
+from support.tiny_bench import record
 
 ROOT = REPO
 RECORDS = "bench/records"
@@ -208,24 +208,6 @@ def test_the_speed_table_has_cold_and_warm_ratios_and_bits_per_byte(spoken):
     row = f"| first story of a conversation | 2.00 | {gain} | {gain} | 0.760 (0.711, +6.8%) |"
     assert row in text
     assert "| third | cold | 2.00 |" in (spoken / "docs/performance.md").read_text()
-
-
-def test_the_table_of_batches_is_wanted_on_a_page_as_soon_as_its_record_exists(checkout, monkeypatch, capsys):
-    tables = pages.registered_tables_and_pictures()[0] | {"batch": registered_tables_and_pictures()[0]["batch"]}
-    monkeypatch.setattr(pages, "registered_tables_and_pictures", lambda: (tables, {}))
-    page = checkout / "docs/performance.md"
-    shown = page.read_text()
-    begin = shown.index("<!-- table: batch -->")
-    page.write_text(shown[:begin] + shown[shown.index("<!-- end -->", begin) + len("<!-- end -->") :])
-    (checkout / RECORDS / "batch.jsonl").unlink()
-    assert main(["--root", str(checkout)]) == 0
-    assert main(["--check", "--root", str(checkout)]) == 0
-    (checkout / RECORDS / "batch.jsonl").write_text(json.dumps(batch_record()) + "\n")
-    assert main(["--root", str(checkout)]) == 2
-    assert "no page shows the tables batch" in capsys.readouterr().err
-    edit(checkout, "<!-- table: speed -->", "<!-- table: batch -->\n\n<!-- end -->\n\n<!-- table: speed -->")
-    assert main(["--root", str(checkout)]) == 0
-    assert "| `stories` | cold | 8 | whole requests |" in (checkout / "README.md").read_text()
 
 
 def test_a_target_names_the_blas_that_was_preloaded_for_its_record():

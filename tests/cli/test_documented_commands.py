@@ -13,7 +13,7 @@ from support.places import DOCS, REPO
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "bench/papers/README.md", *sorted(DOCS.rglob("*.md"))]
 WORDS = {"vocab": 3, "bench": 2}  # words of a command; others have one
-COMMAND = re.compile(r"(?:^|-- |=\S+ )(?:mlx_zip|python -m mlx_zip\.(bench)\.papers) (\S.*)")
+COMMAND = re.compile(r"(?:^|-- |=\S+ )mlx_zip (\S.*)")
 
 
 def lines(page: Path) -> list[str]:
@@ -28,7 +28,7 @@ def lines(page: Path) -> list[str]:
 def commands(page: Path) -> list[list[str]]:
     """The page's commands of mlx_zip as words, from the command's name on; those that name no command are left out."""
     found = [COMMAND.search(line) for line in lines(page)]
-    split = [[*filter(None, [hit[1]]), *shlex.split(hit[2], comments=True)] for hit in found if hit]
+    split = [shlex.split(hit[1], comments=True) for hit in found if hit]
     return [words for words in split if re.fullmatch("[a-z]+", words[0])]
 
 

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 
-from mlx_zip.bench.flops import TABLE_9, TRAINED, make_record
 from mlx_zip.bench.papers.zip2zip.compression_tables import (
     DOMAINS,
     LATENCY,
@@ -24,12 +23,13 @@ from mlx_zip.bench.papers.zip2zip.compression_tables import (
     paper_only_table,
     texts_table,
 )
+from mlx_zip.bench.papers.zip2zip.flops import TABLE_9, TRAINED, flops_line
 from mlx_zip.bench.records import Records, column_table
 from mlx_zip.bench.tokens import COLUMNS
 from mlx_zip.errors import MlxZipError
 from support.places import REPO
 
-FLOPS = [make_record(shape, 0.5, 2.0) for shape in (*TABLE_9, *TRAINED)]
+FLOPS = [flops_line(shape, 0.5, 2.0) for shape in (*TABLE_9, *TRAINED)]
 
 
 def counted(tokenizer: str = "llama3", text: str = "code/some", rate: float = 0.65) -> dict:

@@ -51,7 +51,7 @@ def test_a_row_of_kinds_has_the_records_figures_and_the_papers_next_to_them():
 def test_only_the_lines_of_a_recipe_are_in_its_table():
     records = Lines(LINE, {**SIZED, "recipe": "figure7"}, {**SIZED, "recipe": None})
     assert [row[0] for row in cells(hbpe_page.TABLES["hbpe-sizes"](records))[2:]] == ["8"]
-    assert "no record yet: `mlx_zip bench hbpe_model --recipe table3`" in hbpe_page.TABLES["hbpe-chinese"](records)
+    assert len(cells(hbpe_page.TABLES["hbpe-chinese"](records))) == 2  # its head
 
 
 def test_the_picture_has_every_curve_over_text_flops_and_time():

@@ -63,6 +63,7 @@ class App:
             "XDG_DATA_HOME": str(self.home),
             "HF_HUB_OFFLINE": "1",
             "MLX_ZIP_DEVICE": "cpu",
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self.printed = ""
         process = self._process = subprocess.Popen(

@@ -21,7 +21,7 @@ from mlx_zip.bench.generation.generate_record import (
     sum_counts,
     summarize_figures,
 )
-from mlx_zip.bench.papers.__main__ import EXPERIMENTS
+from mlx_zip.bench.papers import EXPERIMENTS
 from support import tiny, tiny_text
 
 SHAPE = {

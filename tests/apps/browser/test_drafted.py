@@ -24,7 +24,7 @@ def drafted(tmp_path_factory):
         engine.script = Script(ids=ids, drafted=DRAFTED, refused=3)
         chat.said(chat.create()["id"], "With drafts.")
     (home / "text.txt").write_text(STORY)
-    with running(App(home, ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--data", "kept.db"])) as app:
+    with running(App(home, ["support.replayed_app", "--text", "text.txt", "--data", "kept.db"])) as app:
         yield app
 
 

@@ -113,7 +113,7 @@ def any_role(tmp_path_factory):
     (home / "text.txt").write_text(TEXTS["sea"])
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     words = [
-        "mlx_zip.apps.replayed_app",
+        "support.replayed_app",
         "--text",
         "text.txt",
         "--chat-template",
@@ -270,7 +270,7 @@ def test_the_settings_have_no_scrollbar_from_left_to_right(open_tab, tmp_path):
     home.mkdir()
     (home / "text.txt").write_text(TEXTS["sea"])
     data = str(home / "kept.db")
-    with running(App(home, ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--data", data])) as app:
+    with running(App(home, ["support.replayed_app", "--text", "text.txt", "--data", data])) as app:
         tab = open_tab(app)
         tab["settings-open"].click()
         assert "a_folder_with_a_long_name" in tab["storage"].inner_text()

@@ -91,7 +91,7 @@ def test_a_refused_message_stands_in_the_box_of_the_new_conversation_that_was_be
 
 def test_a_message_whose_system_prompt_is_refused_stands_in_the_box_again_until_it_is_sent_without(open_tab, tmp_path):
     (tmp_path / "text.txt").write_text("The sea was calm.")
-    words = ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--data", "kept.db", "--token", "k" * 40]
+    words = ["support.replayed_app", "--text", "text.txt", "--data", "kept.db", "--token", "k" * 40]
     any_role = ["--chat-template", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"]
     with running(App(tmp_path, [*words, *any_role])) as app:
         made = open_tab(app).api("POST", "conversations", {"system": "Be brief."})["id"]
@@ -151,7 +151,7 @@ def test_an_edit_that_is_refused_stands_in_its_box_again(tab):
 @pytest.mark.parametrize("begun", [False, True], ids=["new conversation", "conversation with messages"])
 def test_a_message_stays_in_the_box_while_the_server_is_gone_and_after(open_tab, tmp_path, begun):
     (tmp_path / "text.txt").write_text("The sea was calm.")
-    words = ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--data", "kept.db", "--token", "k" * 40]
+    words = ["support.replayed_app", "--text", "text.txt", "--data", "kept.db", "--token", "k" * 40]
     app = App(tmp_path, words)
     with running(app):
         tab = open_tab(app)

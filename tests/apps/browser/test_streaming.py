@@ -14,7 +14,7 @@ def slow_app(home):
     """Returns the app with an engine that writes 60 base tokens of a long text per second, with a key of its own."""
     (home / "text.txt").write_text(WORDS * 60)
     words = [
-        "mlx_zip.apps.replayed_app",
+        "support.replayed_app",
         "--text",
         "text.txt",
         "--speed",

@@ -36,7 +36,7 @@ def evil(tmp_path_factory):
     """The app with an engine whose answers try everything."""
     home = tmp_path_factory.mktemp("evil")
     (home / "text.txt").write_text("\n\n".join([*EVIL, *WORLD]))
-    with running(App(home, ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--speed", "2000"])) as app:
+    with running(App(home, ["support.replayed_app", "--text", "text.txt", "--speed", "2000"])) as app:
         yield app
 
 

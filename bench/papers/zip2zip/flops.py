@@ -5,15 +5,10 @@ Source: arXiv 2506.01084, appendix B. Its equations are not numbered; they are n
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.errors import MlxZipError
-
-from .recording import print_record
-
-PAPER_RATE = 0.7121  # compression rate at merge size 3, windows of 2,048 (table 7)
+PAPER_RATE = 0.7121  # compression rate: ids per base id at merge size 3, windows of 2,048 (table 7)
 
 
 @dataclass(frozen=True)
@@ -58,53 +53,17 @@ def counted_overhead(encoder_layers: int, merge_size: int, layers: int, rows_per
     return hyper_overhead(encoder_layers, merge_size, layers) * rows_per_id
 
 
-def alpha_agrees_with_paper(shape: Shape) -> bool:
-    """Whether our α rounds to table 9's two digits; a tie such as 0.125 may round up, as in the paper."""
-    alpha = hyper_overhead(shape.encoder_layers, shape.merge_size, shape.layers)
-    return shape.paper_alpha is not None and abs(alpha - shape.paper_alpha) <= 0.005 + 1e-12
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `bench flops`."""
-    parser.add_argument(
-        "--rate",
-        type=float,
-        default=PAPER_RATE,
-        help=f"compression rate: ids per base id, above 0 and at most 1 (default: {PAPER_RATE}, the paper's)",
-    )
-    parser.add_argument(
-        "--rows-per-id",
-        type=float,
-        default=2.0,
-        help="number of hyper rows encoded per id of compressed text, input and output rows together (default: 2)",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per model. Raises `MlxZipError` for a rate or a number of rows out of range."""
-    if not 0 < args.rate <= 1:
-        raise MlxZipError(f"--rate must be above 0 and at most 1, got {args.rate}")
-    if not 0 <= args.rows_per_id < float("inf"):
-        raise MlxZipError(f"--rows-per-id must be 0 or more, got {args.rows_per_id}")
-    for shape in (*TABLE_9, *TRAINED):
-        print_record(make_record(shape, args.rate, args.rows_per_id))
-    return 0
-
-
-def make_record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
-    """Returns a model's JSON record: α and ρ · (1 + α) by appendix B and by encoded rows, and the paper's α."""
+def flops_line(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
+    """Returns a model's line of table 9: α and ρ · (1 + α) by appendix B and by encoded rows, and the paper's α."""
     sizes = shape.encoder_layers, shape.merge_size, shape.layers
     alpha, counted = hyper_overhead(*sizes), counted_overhead(*sizes, rows_per_id)
     return {
-        "bench": "flops",
         "model": shape.name,
         "layers": shape.layers,
         "merge_size": shape.merge_size,
         "encoder_layers": shape.encoder_layers,
         "overhead": alpha,
         "paper_overhead": shape.paper_alpha,
-        "agrees": None if shape.paper_alpha is None else alpha_agrees_with_paper(shape),
-        "rate": rate,
         "relative_flops": relative_flops(rate, alpha),
         "rows_per_id": rows_per_id,
         "counted_overhead": counted,
