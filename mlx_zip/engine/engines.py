@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 from mlx_zip.engine.interface import Counts, Deliver, Engine, Event, Failed, Finished, Held, Submission, Ticket
+from mlx_zip.engine.request import as_our_error
 from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.named import LABELS, PARTNERS, QUALITY
 
@@ -299,12 +300,8 @@ class _Turns:
         """Submits a request that was held; an error is delivered."""
         try:
             self._submit_begun(request)
-        except MlxZipError as error:
-            self._deliver_or_cancel(request, Failed(error))
         except Exception as error:
-            self._deliver_or_cancel(
-                request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_message_line(error)}"))
-            )
+            self._deliver_or_cancel(request, Failed(as_our_error(error)))
 
 
 class InTurn:

@@ -30,7 +30,7 @@ from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
-from mlx_zip.engine.submissions import Checked
+from mlx_zip.engine.submissions import Checked, check_max_tokens
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.loading import load
@@ -150,7 +150,7 @@ def stream_generate(
     check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
     turn = CacheTurn(tokenizer, prompt, cache)
     check_prompt(served, cache, turn)
-    _check_limit(max_tokens)
+    check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     draws = _make_draws(options, sampler, served)
     options.check_biases(served.vocab_size)
     run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
@@ -444,7 +444,7 @@ def stream_batch(
     start = _checked_start(pack, tokenizer, model)
     check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_begins_ahead(model)))
-    _check_limit(max_tokens)
+    check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     options.check_biases(served.vocab_size)
     run, answers, codecs = _Run(served, Inline(_make_draws(options, sampler, served), logprobs=True)), [], []
     for prompt, own in zip(prompts, split_packs(start, len(prompts)), strict=True):
@@ -508,13 +508,6 @@ def _codec_of(cache: Sequence[Any]) -> CodecParams | None:
     """Returns the settings of a cache's codec, the entries that it begins with included; None for a plain model's."""
     state = find_zip_state(cache)
     return None if state is None else state.books[0].params
-
-
-def _check_limit(max_tokens: Any) -> None:
-    """Raises `GenerationError` for a `max_tokens` that cannot be."""
-    if not isinstance(max_tokens, int | np.integer) or max_tokens == 0 or max_tokens < -1:
-        rule = "must be an integer of at least 1, or -1 for no limit"
-        raise GenerationError(f"max_tokens (--max-tokens) {rule}, got {max_tokens!r:.80}")
 
 
 def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
