@@ -24,7 +24,7 @@ from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
-from mlx_zip.engine.mlx.served import KV_GROUP_SIZES, PREFILL_STEP_SIZE, Served, check_kv, check_prompt
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer
@@ -130,10 +130,11 @@ def stream_generate(
     )
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
     start = _checked_start(pack, tokenizer, model)
-    kv = (kv_bits, kv_group_size, quantized_kv_start)
     check_draft(draft, num_draft_tokens)
     how = RunOptions(
-        *kv,
+        kv_bits,
+        kv_group_size,
+        quantized_kv_start,
         prefill_step_size,
         max_kv_size=max_kv_size,
         ahead=_begins_ahead(model),
@@ -147,7 +148,7 @@ def stream_generate(
         if max_kv_size is not None:
             raise GenerationError("max_kv_size (--max-kv-size): the prompt cache given keeps the size that it has")
         cache = _checked_cache(prompt_cache, model, cache, start)
-    check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
+    check_kv(served, cache)
     turn = CacheTurn(tokenizer, prompt, cache)
     check_prompt(served, cache, turn)
     check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
@@ -442,8 +443,8 @@ def stream_batch(
     _check_functions(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
     start = _checked_start(pack, tokenizer, model)
-    check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_begins_ahead(model)))
+    check_kv(served, ())
     check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     options.check_biases(served.vocab_size)
     run, answers, codecs = _Run(served, Inline(_make_draws(options, sampler, served), logprobs=True)), [], []

@@ -202,8 +202,8 @@ class ServedByEngine(Served):
 
         So a model that cannot run fails when it is loaded, and the first request finds it warm.
         """
-        cache, run = self.new_cache(None), self.options
-        check_kv(self.model, cache, run.kv_bits, run.kv_group_size, run.prefill_step_size, run.quantized_kv_start)
+        cache = self.new_cache(None)
+        check_kv(self, cache)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         plain = [entry for entry in flatten_cache_lists(_kv_of(cache)) if type(entry) is KVCache]
         return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
@@ -285,10 +285,11 @@ def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
     return [RotatingKVCache(max_size=int(max_kv_size), keep=KEPT) for _ in cache]
 
 
-def check_kv(
-    model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int, quantized_from: int = 0
-) -> None:
-    """Raises `GenerationError` for a prefill chunk or a KV quantization that cannot be; bits: None for none."""
+def check_kv(served: Served, cache: Sequence[Any]) -> None:
+    """Raises `GenerationError` if a model's options have a prefill chunk or a KV quantization that cannot be."""
+    options = served.options
+    chunk, bits, group_size = options.prefill_step_size, options.kv_bits, options.kv_group_size
+    quantized_from = options.quantized_kv_start
     if not isinstance(chunk, Integral) or isinstance(chunk, bool) or chunk < 1:
         raise GenerationError(
             f"prefill_step_size (--prefill-step-size) must be an integer of at least 1, got {chunk!r}"
@@ -307,7 +308,7 @@ def check_kv(
         raise GenerationError(
             "kv_bits (--kv-bits): rotating caches (--max-kv-size, sliding windows) cannot be quantized"
         )
-    config = decoder_config(model)
+    config = decoder_config(served.model)
     heads = config.get("num_attention_heads")
     width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)
     if width % group_size:
