@@ -46,13 +46,10 @@ KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 class Served:
-    """A loaded model. hyper: whether it has hypertokens. batches: whether requests may share a batch.
+    """A loaded model. The names without a docstring are those of `mlx_zip.engine.parts.Served`.
 
-    machines: those that the model is split over, None if it is whole. ahead: whether steps begin before the host has
-    read their ids. context, by_base, vocab_size, width: see `ModelFacts`. canonical: whether canonical decoding is on.
-    long_context: positions beyond which LongRoPE uses its long factors, None for models without. never_excluded: ids
-    that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row, 0 where memory has no bound.
-    weight_bytes: of all weights. draft_model: a model that proposes ids, None for none.
+    ahead: whether steps begin before the host has read their ids. width: see `ModelFacts`. never_excluded: ids that XTC
+    never excludes. kv_bytes_per_id: 0 where memory has no bound. draft_model: a model that proposes ids, None for none.
     """
 
     kv_bytes_per_id = 0
@@ -106,7 +103,6 @@ class Served:
         )
 
     def new_cache(self, start: Any) -> list[Any]:
-        """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
         if self.options.max_kv_size is not None:
             cache = bounded_cache(self.model, self.options.max_kv_size)
         else:
@@ -120,20 +116,14 @@ class Served:
         return find_zip_state(cache)
 
     def make_draws(self, options: Sampling, state: mx.array | None) -> Draws:
-        """Returns a request's sampler. state: random state to go on from if the options have no seed."""
         return Draws(options, self.never_excluded, state)
 
     def make_penalties(self, options: Sampling, state: ZipState | None) -> list[Any]:
-        """Returns a request's logits processors for penalties and biases."""
         return list(make_processors(options, self.vocab_size, state))
 
     def make_drafter(
         self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s = ()
     ) -> Drafter | None:
-        """Returns what proposes ids for a request, None for nothing.
-
-        text: returns the base ids that it has so far. prediction: as in `Submission`.
-        """
         options, own = self.options, self.draft_model
         if (options.draft == "off" and own is None) or self.machines is not None:
             return None
@@ -169,7 +159,6 @@ class Served:
         return _cost_file_of(self.model, self.options.kv_bits)
 
     def forget_text(self) -> None:
-        """Forgets what a draft model has read of earlier requests."""
         if self.draft_model is not None:
             self.draft_model.forget_text()
 
