@@ -71,9 +71,6 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 
     engine_choice.check_engine_flags(args)
     check_draft(args.draft, args.num_draft_tokens)
-    plain = (chosen is not None or args.codebook_size is not None) and is_plain_model(name)
-    if plain and args.codebook_size is not None:
-        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
     template = {} if args.chat_template is None else {"chat_template": _read_template(args.chat_template)}
     return {
         "engine": args.engine,
@@ -96,8 +93,21 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "prefill_step_size": args.prefill_step_size,
         "keep_wired_s": args.keep_wired,
         "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
-        **load_options(chosen, args.codebook_size, plain),
+        **pack_options(chosen, args.codebook_size, name),
     }
+
+
+def pack_options(
+    chosen: Pack | None, codebook_size: int | None, name: str, revision: str | None = None
+) -> dict[str, Any]:
+    """Returns the arguments `pack` and `codebook_size` to load a model with. chosen: the packs of --pack.
+
+    Raises `GenerationError` for --codebook-size with a plain model.
+    """
+    plain = (chosen is not None or codebook_size is not None) and is_plain_model(name, revision)
+    if plain and codebook_size is not None:
+        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
+    return load_options(chosen, codebook_size, plain)
 
 
 def session_folder(args: argparse.Namespace) -> Path | None:

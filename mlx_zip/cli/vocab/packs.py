@@ -226,12 +226,13 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import load_pack
+    from mlx_zip.text.tokenizers import load_tokenizer
 
     check_at_least(args, 0, "show")
     plot, pack = checked_plot_path(args.plot, [args.file]), load_pack(args.file)
     entries = pack.entries[: args.show]
     if args.tokenizer is not None:
-        tokenizer = _load_tokenizer(args.tokenizer)
+        tokenizer = load_tokenizer(args.tokenizer)
         pack.check_made_for(tokenizer, args.file)
         if wrong := [i for entry in entries for i in entry if i >= len(tokenizer)]:
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
@@ -304,14 +305,14 @@ def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.errors import CodecError
     from mlx_zip.models.loading import read_model_config
     from mlx_zip.packs.pack import load_pack
-    from mlx_zip.text.tokenizers import tokenizer_folder
+    from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
     from mlx_zip.training.prepare.plan import read_model_codec
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
     codec = read_model_codec(read_model_config(folder))
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
-    pack.check_made_for(_load_tokenizer(args.model), args.file)
+    pack.check_made_for(load_tokenizer(args.model), args.file)
     try:
         if codec is not None:
             codec.with_start(pack)
@@ -332,12 +333,6 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
         load(args.model, pack=pack)
     except MlxZipError as error:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
-
-
-def _load_tokenizer(name: str) -> Any:
-    from mlx_zip.text.tokenizers import load_tokenizer
-
-    return load_tokenizer(name)
 
 
 # ---- what a pack holds, in words
