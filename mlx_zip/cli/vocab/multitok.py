@@ -225,10 +225,9 @@ def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _model_codec(name: str) -> Any:
     """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
-    from mlx_zip.models.loading import read_model_config
+    from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.named import resolve_model_name
     from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.training.prepare.plan import read_model_codec
 
     path = resolve_model_name(name)
     if path.is_file() and path.name != "tokenizer.json":

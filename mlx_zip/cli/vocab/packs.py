@@ -303,10 +303,9 @@ def _add_check_flags(parser: argparse.ArgumentParser) -> None:
 def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns what a pack holds, as `_describe_pack` does. Raises `DataError` if the model cannot use it."""
     from mlx_zip.errors import CodecError
-    from mlx_zip.models.loading import read_model_config
+    from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
-    from mlx_zip.training.prepare.plan import read_model_codec
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
     codec = read_model_codec(read_model_config(folder))
