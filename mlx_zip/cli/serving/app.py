@@ -16,7 +16,12 @@ from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine, open_row_store
-from mlx_zip.cli.generation_flags import add_draft_flags, add_kv_quantization_flags, check_model_flag
+from mlx_zip.cli.generation_flags import (
+    add_draft_flags,
+    add_kv_quantization_flags,
+    add_sampling_flag,
+    check_model_flag,
+)
 from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
     engine_options,
@@ -61,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
-    for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
-        add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
+    for name, declared in DEFAULT_SAMPLING_FLAGS.items():
+        add_sampling_flag(add, name, *declared)
     add_codebook_flags(add)
     add_keep_wired_flag(add)
     add_kv_quantization_flags(add)
