@@ -113,7 +113,6 @@ def open_cuda_engine(
     prefill_step_size: int | None = None,
     draft: str = "off",
     sessions: SessionOptions | None = DEFAULT_SESSIONS,
-    make: Callable[..., CudaEngine] = CudaEngine,
 ) -> CudaEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
 
@@ -135,9 +134,9 @@ def open_cuda_engine(
     run = run if prefill_step_size is None else replace(run, prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
     if sessions is None:
-        return make(load, str(model_name), options)
+        return CudaEngine(load, str(model_name), options)
     named = replace(sessions, model_name=sessions.model_name or str(model_name))
-    return make(load, str(model_name), options, partial(make_session_store, options=named))
+    return CudaEngine(load, str(model_name), options, partial(make_session_store, options=named))
 
 
 def make_session_store(served: CudaServed, options: SessionOptions) -> SessionStore:
