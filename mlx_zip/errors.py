@@ -2,9 +2,11 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from json import JSONDecodeError
+from typing import Any
 
 
 class MlxZipError(Exception):
@@ -127,6 +129,19 @@ def missing_library_error(purpose: str, *libraries: str, extra: str = "") -> Ins
     """
     verb, command = "is" if len(libraries) == 1 else "are", install_command(*libraries, extra=extra)
     return InstallationError(f"{purpose} needs {', '.join(libraries)}, which {verb} not installed: {command}")
+
+
+def import_or_explain(module: str, purpose: str, *libraries: str, extra: str, implied: Collection[str] = ()) -> Any:
+    """Imports a module and returns it. Raises the error of `missing_library_error` if a library is missing for it.
+
+    implied: libraries that come with the named ones, so that the error does not name them.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in (*libraries, *implied):
+            raise
+        raise missing_library_error(purpose, *libraries, extra=extra) from error
 
 
 def install_command(*libraries: str, extra: str = "") -> str:

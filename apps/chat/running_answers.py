@@ -14,7 +14,7 @@ from mlx_zip.apps.chat.store import Store, extend_message, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
 from mlx_zip.server.answers.turn import Delta, Done, LearnedEntries, LiveCounts, Reasoning, Text, Turn, Waiting
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import Failure, RequestError, failure_of
+from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
 from mlx_zip.server.vendor import live_json, token_json, vendor_notes
 
@@ -88,7 +88,7 @@ class RunningAnswers:
             await written.end("stopped" if stop.is_set() and not written.done else "whole", STOPPED)
         except MlxZipError as error:
             state = "cut" if isinstance(error, EngineStoppedError) else "failed"
-            text = failure_of(error).message
+            text = str(as_request_error(error))
             await written.end(state, text)
             yield {"type": "error", "message": text, "state": state}
             return
@@ -265,9 +265,9 @@ async def encode_frames(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGe
                 yield event_bytes(frame)
 
 
-def failure_frame(failure: Failure) -> bytes:
+def failure_frame(failure: RequestError) -> bytes:
     """Returns the last frame of a stream that failed."""
-    return event_bytes({"type": "error", "message": failure.message, "state": "failed"})
+    return event_bytes({"type": "error", "message": str(failure), "state": "failed"})
 
 
 # ---- what the page gets of deltas, and what the store keeps of them

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -29,7 +30,8 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
     """Declares a method's actions as subcommands.
 
     actions: name -> (function that declares the action's flags, purpose for --help, function that runs the action).
-    examples: text at the end of each --help. The parsed arguments hold the function that runs the action as `do`.
+    examples: text at the end of each --help. The parsed arguments hold the function that runs the action as `do`; it
+    returns what `print_result` takes.
     """
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -43,6 +45,21 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
         )
         declare(action)
         action.set_defaults(do=do, action=name)
+
+
+def print_result(args: argparse.Namespace, result: Any) -> int:
+    """Prints what an action returned, and returns the exit status.
+
+    result: a record for --json and the lines to print otherwise, or the exit status of an action that printed itself.
+    """
+    if isinstance(result, int):
+        return result
+    record, lines = result
+    if args.json:
+        print(json.dumps(record, ensure_ascii=False))
+    elif lines:
+        print("\n".join(lines))
+    return 0
 
 
 def add_json_flag(add: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, TextIO
+from typing import TextIO
 
 COLOURS, LONGER = {2: "36", 3: "32", 4: "33"}, "35"  # by base tokens: cyan, green, yellow; magenta for longer ones
 
@@ -16,11 +16,6 @@ def should_colour(choice: str, out: TextIO) -> bool:
 def colour_code(length: int) -> str:
     """Returns the SGR code for the text of an id of so many base tokens, "" for one."""
     return COLOURS.get(length, LONGER) if length > 1 else ""
-
-
-def colour_response(response: Any) -> str:
-    """Returns a response's text in the colour of its number of base tokens; newlines stay uncoloured."""
-    return colour_text(response.text, len(response.base_ids))
 
 
 def colour_text(text: str, length: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.files import read_json_object
 from mlx_zip.named import resolve_model_name
 
 if TYPE_CHECKING:
@@ -130,17 +131,10 @@ def read_text(file: str) -> str:
 
 def model_codec_params(name: str) -> Any:
     """Returns the codec parameters of the converted or bundled model called `name`, None if it is no such model."""
-    folder = resolve_model_name(name)
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise GenerationError(f"--tokenizer {folder}: config.json is not valid JSON: {error}") from error
-    if not isinstance(config, dict) or "zip2zip" not in config:
-        return None
-    from mlx_zip.models.model_folder import ModelArgs
+    from mlx_zip.models.model_folder import read_model_codec
 
-    return ModelArgs(config).zip_config.codec_params
+    file = resolve_model_name(name) / "config.json"
+    return read_model_codec(read_json_object(file, raises=GenerationError)) if file.is_file() else None
 
 
 def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:

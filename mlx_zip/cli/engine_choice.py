@@ -10,13 +10,12 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import choose_device
-from mlx_zip.errors import EngineError, GenerationError, MlxZipError, missing_library_error
+from mlx_zip.errors import EngineError, GenerationError, MlxZipError, import_or_explain, missing_library_error
 from mlx_zip.models.decoder_options import why_not_on_torch
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
@@ -227,10 +226,5 @@ def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
 
 def import_torch_module(name: str, engine: str) -> Any:
     """Returns a module of `mlx_zip.cuda`. engine: as in `open_torch_engine`. Raises `InstallationError`."""
-    try:
-        return import_module(f"mlx_zip.cuda.{name}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in LIBRARIES:
-            raise
-        needed = LIBRARIES if engine == CUDA else LIBRARIES[:1]
-        raise missing_library_error(f"--engine {engine}", *needed, extra=engine) from error
+    needed = LIBRARIES if engine == CUDA else LIBRARIES[:1]
+    return import_or_explain(f"mlx_zip.cuda.{name}", f"--engine {engine}", *needed, extra=engine, implied=LIBRARIES)

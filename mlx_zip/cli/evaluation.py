@@ -9,6 +9,7 @@ from typing import Any
 from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.actions import DATA_HELP, writable_path
+from mlx_zip.cli.generation_flags import SAMPLING_FLAGS, add_canonical_flag, add_sampling_flag
 from mlx_zip.errors import DataError
 
 
@@ -24,13 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine_choice.add_engine_flag(add)
     add("--out", metavar="FILE", help="JSON file to write with all figures, settings and versions (default: none)")
     add_trust_remote_code_flag(add)
-    add(
-        "--canonical",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as each model's config says)",
-    )
+    add_canonical_flag(add, "as each model's config says")
     add(
         "--batch-size",
         type=int,
@@ -115,13 +110,8 @@ def _add_rate_flags(add: Any) -> None:
         help="continue each turn from the cache of the turn before, as in a chat (default: read earlier turns anew)",
     )
     add("--max-tokens", "-m", type=int, default=256, help="maximum base tokens to generate per reply (default: 256)")
-    add("--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="nucleus sampling: sample from the likeliest ids that together have this probability (default: 1)",
-    )
+    for name in ("temp", "top_p"):
+        add_sampling_flag(add, name, *SAMPLING_FLAGS[name])
     add("--stop", nargs="+", default=(), help="strings that end a turn (default: none)")
 
 

@@ -19,7 +19,7 @@ from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.generation_flags import REFUSED, SAMPLING_FLAGS, add_arguments, check_kv_size, check_model_flag
-from mlx_zip.cli.serving.opening import request_pack
+from mlx_zip.cli.serving.opening import pack_options, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.model_folder import is_plain_model
@@ -119,7 +119,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
             canonical=args.canonical,
             row_store=store,
             group=group,
-            **_pack_options(args, chosen, name),
+            **pack_options(chosen, args.codebook_size, name, args.revision),
         )
         if chosen is not None:
             chosen_packs.check_pack_fits(chosen, model, tokenizer)
@@ -166,7 +166,7 @@ def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterat
         draft=args.draft,
         max_running=1,
         sessions=None,
-        **_pack_options(args, chosen, str(folder)),
+        **pack_options(chosen, args.codebook_size, args.model, args.revision),
     ) as engine:
         pack = request_pack(chosen, plain, engine)
 
@@ -228,19 +228,6 @@ def _read_saved_cache(args: argparse.Namespace) -> Any:
     return saved
 
 
-def _pack_options(args: argparse.Namespace, chosen: Pack | None, model: str) -> dict[str, Any]:
-    """Returns the arguments `pack` and `codebook_size` of `load`. chosen: the packs of --pack.
-
-    Raises `GenerationError` for --codebook-size with a plain model.
-    """
-    plain = (chosen is not None or args.codebook_size is not None) and is_plain_model(model, args.revision)
-    if plain and args.codebook_size is not None:
-        raise GenerationError(
-            f"--codebook-size: {args.model or model} is a plain model, whose codebook is its pack or none"
-        )
-    return chosen_packs.load_options(chosen, args.codebook_size, plain)
-
-
 def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:
     """Returns the lines printed before the text on a terminal: default model and prompt, and what the colours mean."""
     lines = []
@@ -278,7 +265,8 @@ def print_responses(
         for response in responses:
             text += response.text
             if not args.json:
-                out.write(colours.colour_response(response) if coloured else response.text)
+                shown = colours.colour_text(response.text, len(response.base_ids)) if coloured else response.text
+                out.write(shown)
                 out.flush()
     except KeyboardInterrupt:
         status = 130

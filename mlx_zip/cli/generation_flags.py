@@ -163,14 +163,14 @@ def add_sampling_flag(add: Any, name: str, kind: type, default: float | None, te
     add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
 
 
-def add_canonical_flag(add: Any) -> None:
-    """Declares --canonical and --no-canonical."""
+def add_canonical_flag(add: Any, default: str = "as in the model's config.json") -> None:
+    """Declares --canonical and --no-canonical. default: what holds without either, in words."""
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as in the model's config.json)",
+        f"(default: {default})",
     )
 
 

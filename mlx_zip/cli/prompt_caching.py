@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
     import mlx.core as mx
 
-    from mlx_zip.engine.sessions.cached_prompts import KvCacheOptions, cache_prompt, encode_shared_prompt
+    from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE
+    from mlx_zip.engine.options import RunOptions
+    from mlx_zip.engine.sessions.cached_prompts import cache_prompt, encode_shared_prompt
     from mlx_zip.engine.sessions.store import SessionOptions
     from mlx_zip.models.loading import load
 
@@ -72,10 +74,11 @@ def run(args: argparse.Namespace) -> int:
             pack=chosen,
             codebook_size=args.codebook_size,
         )
-        kv = KvCacheOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.max_kv_size)
+        kv = (args.kv_bits, args.kv_group_size, args.quantized_kv_start)
+        how = RunOptions(*kv, PREFILL_STEP_SIZE, max_kv_size=args.max_kv_size)
         options = SessionOptions(model_name=name, tokenizer_config=config)
         sessions, info = cache_prompt(
-            model, tokenizer, encode_shared_prompt(tokenizer, prompt), options, kv, _ProgressLine()
+            model, tokenizer, encode_shared_prompt(tokenizer, prompt), options, how, _ProgressLine()
         )
         print(file=sys.stderr)
         print(f"Peak memory: {mx.get_peak_memory() / 1e9:.3f} GB")

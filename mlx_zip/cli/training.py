@@ -7,10 +7,10 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import suggest_nearest
 from mlx_zip.errors import TrainingError, failure_reason
 from mlx_zip.files import expand_home
 from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_names
@@ -225,10 +225,8 @@ def _read_config(path: str | None) -> dict[str, Any]:
         raise TrainingError(f"--config {path} holds no settings")
     known = {*_SETTINGS, *ENCODER_FLAGS.values(), *_KINDS, *_FOLDERS, *MLX_LM_NAMES}
     if unknown := sorted(map(str, values.keys() - known)):
-        meant = get_close_matches(unknown[0], known, 1)
-        raise TrainingError(
-            f"--config {path}: unknown {', '.join(unknown)}" + (f"; did you mean {meant[0]}?" if meant else "")
-        )
+        hint = suggest_nearest(unknown[0], known)
+        raise TrainingError(f"--config {path}: unknown {', '.join(unknown)}" + (f"; {hint}" if hint else ""))
     return {name: _check_value(path, name, value) for name, value in values.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Converts token ids from callers to arrays that the C library reads."""
+"""Arrays of token ids: conversion of ids from callers to what the C library reads, and comparison."""
 
 from __future__ import annotations
 
@@ -49,6 +49,14 @@ def as_one_id(ids: Any) -> int | None:
     if type(ids) is np.ndarray and ids.size == 1 and ids.ndim <= 1 and ids.dtype.kind in "iu":
         return ids.item()
     return None
+
+
+def common_length(some: NDArray[Any], others: NDArray[Any]) -> int:
+    """Returns how many ids two arrays have in common at their beginnings."""
+    n = min(len(some), len(others))
+    differ = some[:n] != others[:n]
+    at = int(differ.argmax()) if n else 0
+    return at if n and differ[at] else n
 
 
 def _from_sequence(ids: list[Any] | tuple[Any, ...] | range) -> NDArray[Any]:

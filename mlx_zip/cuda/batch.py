@@ -88,8 +88,9 @@ class Batch:
         sequence = SequenceState(begin, Codebook(begin.params), set(range(begin.tuned_count, begin.entry_count)))
         self.tables.clear_slots_from(row, 0)
         if begin.rows is not None:
-            spans = np.fromiter(map(len, begin.params.start or ()), np.int64)
-            self.tables.install_first_slots(row, begin.rows, ids_to_device(spans, self.model.device))
+            spans = ids_to_device(np.fromiter(map(len, begin.params.start or ()), np.int64), self.model.device)
+            slots = torch.arange(len(spans), device=self.model.device)
+            self.tables.install(torch.full_like(slots, row), slots, begin.rows, spans)
         self.kv.trim_row(row, 0)
         self.kv.frequency_set[row] = 0
         self._sequences.append(sequence)
@@ -110,10 +111,6 @@ class Batch:
     def book(self, row: int) -> Codebook:
         """Returns a sequence's codebook; without hypertokens one of no slots, which keeps the log only."""
         return self._sequences[row].book
-
-    def logged_ids(self, row: int) -> np.ndarray:
-        """Returns the ids that a sequence has read, uint32."""
-        return self._sequences[row].book.ids
 
     def room_left(self, row: int) -> int:
         """Returns how many more ids a sequence has room for."""

@@ -113,7 +113,6 @@ def open_cuda_engine(
     prefill_step_size: int | None = None,
     draft: str = "off",
     sessions: SessionOptions | None = DEFAULT_SESSIONS,
-    make: Callable[..., CudaEngine] = CudaEngine,
 ) -> CudaEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
 
@@ -135,9 +134,9 @@ def open_cuda_engine(
     run = run if prefill_step_size is None else replace(run, prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
     if sessions is None:
-        return make(load, str(model_name), options)
+        return CudaEngine(load, str(model_name), options)
     named = replace(sessions, model_name=sessions.model_name or str(model_name))
-    return make(load, str(model_name), options, partial(make_session_store, options=named))
+    return CudaEngine(load, str(model_name), options, partial(make_session_store, options=named))
 
 
 def make_session_store(served: CudaServed, options: SessionOptions) -> SessionStore:
@@ -180,9 +179,10 @@ MIN_REQUEST_IDS = 16  # ids that a request must have room for
 
 
 class CudaServed:
-    """A loaded model and the batch that its requests are rows of. The names are those of `mlx_zip.engine.parts.Served`.
+    """A loaded model and the batch that its requests are rows of.
 
-    Raises `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
+    The names without a docstring are those of `mlx_zip.engine.parts.Served`; a cache is a row of the batch. Raises
+    `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
     """
 
     machines, batches = None, False
@@ -257,7 +257,6 @@ class CudaServed:
     # ---- what the engine's thread asks for
 
     def new_cache(self, start: Any) -> RowHandle:
-        """Returns the row of a new request. start: what its codebook begins with, None for the model's own."""
         return self.row_handles.add(start)
 
     def state_of(self, cache: RowHandle) -> RowHandle:
@@ -265,15 +264,12 @@ class CudaServed:
         return cache
 
     def make_draws(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:
-        """Returns a request's sampler. state: random state to go on from if the options have no seed."""
         return RequestSampler(options, self.never_excluded, self.model.device, state)
 
     def make_penalties(self, options: Sampling, state: RowHandle) -> list[Any]:
-        """Returns a request's penalties and biases."""
         return [BaseTokenPenalties(options, state, 0)] if options.has_penalties else []
 
     def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s) -> Drafter | None:
-        """Returns what proposes ids for a request, None for nothing. Arguments as in `mlx_zip.engine.parts.Served`."""
         if self.options.draft == "off":
             return None
         self._cost_file.save(SAVE_EVERY_S)
@@ -294,7 +290,6 @@ class CudaServed:
         )
 
     def free(self, cache: RowHandle) -> None:
-        """Gives up a request's row."""
         self.row_handles.release(cache)
 
     def forget_text(self) -> None:

@@ -65,7 +65,7 @@ class EvaluatedModel:
             self._engine = None
 
     def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
-        """Returns the predictions of the second to the last of a row's ids. See `scoring.Scorer`."""
+        """Returns the predictions of the second to the last of a row's ids. See `RowScorer.score_in_parts`."""
         return Scored.joined(list(self._scorer.score_in_parts(row, closed, causal)))
 
     def score_next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:

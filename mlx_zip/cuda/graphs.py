@@ -77,8 +77,3 @@ class Graphs:
 def graph_size(count: int, most: int) -> int:
     """Returns the number of sequences, 1, 2, 4, 8, ... or `most`, for which a piece of work for `count` is captured."""
     return min(most, 1 << max(0, count - 1).bit_length())
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Returns all results of `graph_size` for up to `most` sequences, in rising order."""
-    return sorted({graph_size(count, most) for count in range(1, most + 1)})

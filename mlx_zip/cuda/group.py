@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class CudaGroup:
-    """The requests of one engine that take steps.
+    """The requests of one engine that take steps. Names without a docstring are those of `mlx_zip.engine.mlx.group`.
 
     pad_id: an id that canonical decoding never excludes. ahead: whether the body begins before the host has read the
     ids, unless drafts may follow them.
@@ -74,7 +74,6 @@ class CudaGroup:
         """Does nothing: the body has begun when the ids were chosen."""
 
     def read(self) -> None:
-        """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
         self._ids = self._batch.wait_for_ids() if self._chosen else []
         self._time_pass()
         for request in self._chosen:
@@ -192,7 +191,6 @@ class CudaGroup:
             self._choose_next_ids()
 
     def finish(self) -> None:
-        """Chooses the next ids if `launch` did not."""
         if self._must_wait:
             self._choose_next_ids()
 

@@ -18,7 +18,7 @@ import torch
 
 from mlx_zip.codec.entries import Installed
 from mlx_zip.cuda.devices import raise_if_no_room
-from mlx_zip.cuda.graphs import Graphs, graph_size, graph_sizes
+from mlx_zip.cuda.graphs import Graphs, graph_size
 from mlx_zip.cuda.kernels.hyper_rows import install_rows
 from mlx_zip.cuda.transfers import Upload, ids_to_device
 
@@ -137,13 +137,6 @@ class HyperRowTables:
         self._slot_spans[batch, slots] = spans
         self.installed[batch, slots] = self._true
 
-    def install_first_slots(self, row: int, rows: torch.Tensor, spans: torch.Tensor) -> None:
-        """Installs entries in the first N slots of one sequence: rows [N, sides, D], spans [N]."""
-        for side, table in enumerate(self.sides):
-            table[row, : len(rows)] = rows[:, side]
-        self._slot_spans[row, : len(rows)] = spans
-        self.installed[row, : len(rows)] = True
-
     def clear_slots_from(self, row: int, count: int) -> None:
         """Makes the slots of one sequence from `count` on empty."""
         self.installed[row, count:] = False
@@ -165,7 +158,8 @@ class NewEntryRows:
     def __init__(self, store: RowStore, tables: HyperRowTables, graphs: Graphs, width: int, most: int) -> None:
         self._store, self._tables, self._graphs = store, tables, graphs
         self._width, self._most = width, most
-        self._inputs_by_size = {size: _GraphInputs(size, width, store.pool.device) for size in graph_sizes(most)}
+        sizes = {graph_size(count, most) for count in range(1, most + 1)}
+        self._inputs_by_size = {size: _GraphInputs(size, width, store.pool.device) for size in sizes}
 
     def install(self, new: Sequence[tuple[int, Installed]], encode: EncodeEntries) -> None:
         """Puts the rows of entries into the tables. new: pairs of a sequence's row and the one entry it has installed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import fields, replace
@@ -26,6 +25,7 @@ from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.cuda.network.linear import HalfMatrix, Linear
 from mlx_zip.cuda.sequence import SequenceStart, make_sequence_start
 from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.files import read_json_object
 from mlx_zip.layout import Layout
 from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, resolve_pack
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
@@ -294,10 +294,7 @@ class CudaModel:
 
 def _read_eos_ids(folder: Folder) -> list[int]:
     path = folder.path / "generation_config.json"
-    try:
-        own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    own = read_json_object(path, raises=ConfigError).get("eos_token_id") if path.is_file() else None
     found = folder.config.get("eos_token_id") if own is None else own
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if any(type(one) is not int for one in ends):

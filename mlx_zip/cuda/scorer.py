@@ -50,9 +50,10 @@ class RowScorer:
 
     @torch.no_grad()
     def score_in_parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
-        """Yields the predictions of the second to the last of a row's ids, some at a time. See `scoring.Scorer`.
+        """Yields the predictions of the second to the last of a row's ids, some at a time.
 
-        top: how many of the likeliest ids to tell.
+        closed: ids that a canonical model forbids. causal: see `mlx_zip.engine.mlx.scoring.score`. top: how many of the
+        likeliest ids to tell.
         """
         row_entries, vocab_size, begin = self._find_entries(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))

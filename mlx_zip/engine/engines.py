@@ -12,24 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from mlx_zip.engine.interface import (
-    Ceiling,
-    Counts,
-    Deliver,
-    Engine,
-    Event,
-    Failed,
-    Figures,
-    Finished,
-    Held,
-    PromptId,
-    SessionInfo,
-    Submission,
-    Ticket,
-)
+from mlx_zip.engine.interface import Counts, Deliver, Engine, Event, Failed, Finished, Held, Submission, Ticket
+from mlx_zip.engine.request import as_our_error
 from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.named import LABELS, PARTNERS, QUALITY
 
@@ -96,7 +82,7 @@ class Engines:
 
     def __init__(self, main: Engine, others: Sequence[OtherModel] = ()) -> None:
         self._turns = _Turns()
-        self.main: Engine = InTurn(main, self._turns)
+        self.main = cast(Engine, InTurn(main, self._turns))
         self.others = {other.name: other for other in others}
         self._changed = threading.Condition()
         self._name, self._engine, self._users = "", None, 0  # the other model that is open, and how many use it
@@ -183,7 +169,7 @@ class Engines:
                 self._engine.close()
             with self._changed:
                 self._engine, self._name = None, ""
-            opened = InTurn(_open_or_raise_ours(other), self._turns)
+            opened = cast(Engine, InTurn(_open_or_raise_ours(other), self._turns))
             with self._changed:
                 self._engine, self._name, self._users = opened, other.name, 1
             return opened
@@ -314,23 +300,21 @@ class _Turns:
         """Submits a request that was held; an error is delivered."""
         try:
             self._submit_begun(request)
-        except MlxZipError as error:
-            self._deliver_or_cancel(request, Failed(error))
         except Exception as error:
-            self._deliver_or_cancel(
-                request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_message_line(error)}"))
-            )
+            self._deliver_or_cancel(request, Failed(as_our_error(error)))
 
 
-class InTurn(Engine):
-    """An engine that takes turns with others. A request that waits for another engine's answers gets a `Held` event.
+class InTurn:
+    """An engine that takes turns with others: has the names of `inner`. A request that waits gets a `Held` event.
 
     If the engine refuses a request that had to wait, the error is delivered as `Failed`.
     """
 
-    def __init__(self, engine: Engine, turns: _Turns) -> None:
-        self.inner, self._turns = engine, turns
-        self.tokenizer, self.info = engine.tokenizer, engine.info
+    def __init__(self, inner: Engine, turns: _Turns) -> None:
+        self.inner, self._turns = inner, turns
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
         return self._turns.submit(_Request(self.inner, submission, deliver))
@@ -339,56 +323,7 @@ class InTurn(Engine):
         assert isinstance(ticket, _Ticket)
         self._turns.cancel(ticket, self.inner)
 
-    def check_pack(self, pack: Any) -> None:
-        self.inner.check_pack(pack)
-
-    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
-        return self.inner.prompt_size(base_ids, pack)
-
-    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
-        return self.inner.prompt_ids(base_ids, top_logprobs, pack)
-
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         assert isinstance(ticket, _Ticket)
         if ticket.inner is not None:
             self.inner.note_answer(ticket.inner, key, base_ids)
-
-    def answers(self) -> Mapping[str, Sequence[int]]:
-        return self.inner.answers()
-
-    def sessions(self) -> list[SessionInfo]:
-        return self.inner.sessions()
-
-    def save_session(self, name: str, file: Path) -> None:
-        self.inner.save_session(name, file)
-
-    def load_session(self, file: Path) -> SessionInfo:
-        return self.inner.load_session(file)
-
-    def drop_session(self, name: str) -> None:
-        self.inner.drop_session(name)
-
-    def purge_sessions(self) -> int:
-        return self.inner.purge_sessions()
-
-    def without_hypertokens(self, name: str) -> Engine:
-        return self.inner.without_hypertokens(name)
-
-    def unwire(self) -> bool:
-        return self.inner.unwire()
-
-    def ceiling(self) -> Ceiling | None:
-        return self.inner.ceiling()
-
-    def figures(self) -> Figures:
-        return self.inner.figures()
-
-    @property
-    def alive(self) -> bool:
-        return self.inner.alive
-
-    def on_death(self, call: Callable[[BaseException], None]) -> None:
-        self.inner.on_death(call)
-
-    def close(self, drain_s: float = 0.0) -> None:
-        self.inner.close(drain_s)

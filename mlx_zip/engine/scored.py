@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,27 +72,3 @@ class Scored:
     def joined(parts: Sequence[Scored]) -> Scored:
         """Returns consecutive parts of a row, at least one, as one."""
         return Scored(*(np.concatenate([getattr(one, field.name) for one in parts]) for field in fields(Scored)))
-
-
-class Scorer(Protocol):
-    """What a model on another library than MLX has beside what a model on MLX has of these names."""
-
-    layout: Any
-    config: Any
-    args: Any
-
-    def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
-        """Returns the predictions of a row. causal: see `score`. closed: ids that a canonical model forbids."""
-        ...
-
-    def stream(self, tokenizer: Any, prompts: Any, **options: Any) -> Any:
-        """Yields (index of the prompt, response) for prompts of base ids, as `stream_batch` does."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """Returns the most memory that was in use so far."""
-        ...
-
-    def close(self) -> None:
-        """Frees what only writing needs."""
-        ...

@@ -210,11 +210,16 @@ def tokens_of(book: Codebook, ids: Uint32s) -> int:
 
 def _check_limits(submission: Submission, width: int | None) -> None:
     """Raises `GenerationError` for limits and counts that cannot be."""
-    tokens, top = submission.max_tokens, submission.top_logprobs
-    if not _is_integer(tokens) or tokens == 0 or tokens < -1:
-        raise GenerationError(f"max_tokens must be an integer of at least 1, or -1 for no limit, got {tokens!r:.80}")
+    check_max_tokens(submission.max_tokens)
+    top = submission.top_logprobs
     if top is not None and (not _is_integer(top) or top < 0 or (width is not None and top >= width)):
         raise GenerationError(f"top_logprobs must be an integer from 0 to below the vocabulary's size, got {top!r:.80}")
+
+
+def check_max_tokens(value: Any, name: str = "max_tokens") -> None:
+    """Raises `GenerationError` for a number of tokens that cannot be a limit. name: of the value, for the message."""
+    if not _is_integer(value) or value == 0 or value < -1:
+        raise GenerationError(f"{name} must be an integer of at least 1, or -1 for no limit, got {value!r:.80}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -96,6 +96,11 @@ class ModelArgs:
         return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
 
 
+def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
+    """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
+    return ModelArgs(dict(config)).zip_config.codec_params if "zip2zip" in config else None
+
+
 def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns the keys of config.json that change so that a plain model reads these entries as hypertokens.
 

@@ -21,7 +21,7 @@ from mlx_zip.server import sessions
 from mlx_zip.server.anthropic import messages
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import dialect_of, failure_of, json_bytes
+from mlx_zip.server.errors import as_request_error, dialect_of, json_bytes
 from mlx_zip.server.guard import Guard, host_or_origin_refusal, key_refusal
 from mlx_zip.server.http import ClientGone, json_response
 from mlx_zip.server.metrics import Metrics, RequestCounter
@@ -146,7 +146,7 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    response = failure_of(error).response(dialect_of(request.url.path))
+    response = as_request_error(error).response(dialect_of(request.url.path))
     if response.status_code == 405:
         response.headers["Allow"] = ", ".join(sorted(_allowed_methods(request)))
     return response

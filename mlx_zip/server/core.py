@@ -10,12 +10,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
@@ -410,8 +409,8 @@ class NamedPacks:
     """Packs by name, for any thread. packs: name -> pack, a path or a `Pack`. default: for requests that name none."""
 
     def __init__(self, packs: Mapping[str, Any], default: Any = None) -> None:
-        self._packs, self._default, self._lock = packs, default, threading.Lock()
-        self._merged: OrderedDict[tuple[str, ...], Pack] = OrderedDict()
+        self._packs, self._default = packs, default
+        self._merged = lru_cache(_MOST_MERGED_PACKS)(self._merge)
 
     def resolve(self, names: str | Sequence[str] | None) -> Any:
         """Returns the pack of a name, or of several names merged in their order; the default for none.
@@ -425,15 +424,9 @@ class NamedPacks:
                 raise GenerationError(f"pack: there is no pack {name!r:.80}; the server was started with: {known}")
         if len(several) < 2:
             return self._packs[several[0]] if several else self._default
-        with self._lock:
-            if several not in self._merged:
-                self._merged[several] = self._merge(several)
-                if len(self._merged) > _MOST_MERGED_PACKS:
-                    self._merged.popitem(last=False)
-            self._merged.move_to_end(several)
-            return self._merged[several]
+        return self._merged(several)
 
-    def _merge(self, names: Sequence[str]) -> Pack:
+    def _merge(self, names: tuple[str, ...]) -> Pack:
         try:
             return merge_packs([as_pack(self._packs[name]) for name in names])
         except MlxZipError as error:

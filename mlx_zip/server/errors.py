@@ -7,7 +7,6 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -40,7 +39,10 @@ MOST_QUOTED = 1000  # characters of an error's message and field, which may quot
 
 
 class RequestError(MlxZipError):
-    """A request that is answered with an error. code: a short name of the error. param: the field at fault."""
+    """A request that is answered with an error. code: a short name of the error. param: the field at fault.
+
+    headers: of the answer.
+    """
 
     def __init__(
         self,
@@ -53,20 +55,9 @@ class RequestError(MlxZipError):
         super().__init__(message)
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
-
-@dataclass(frozen=True)
-class Failure:
-    """An error as a client reads it: status, message, code, the field at fault, and headers of the answer."""
-
-    status: int
-    message: str
-    code: str | None = None
-    param: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
     def body(self, dialect: str = OPENAI) -> dict[str, Any]:
         """Returns the error as the JSON object of a dialect, also for an event of a stream."""
-        server, message, param = self.status >= 500, self.message[:MOST_QUOTED], (self.param or "")[:MOST_QUOTED]
+        server, message, param = self.status >= 500, str(self)[:MOST_QUOTED], (self.param or "")[:MOST_QUOTED]
         if dialect == ANTHROPIC:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if server else "invalid_request_error")
             error = {"type": kind, "message": message}
@@ -82,33 +73,33 @@ class Failure:
         return Response(json_bytes(body), self.status, media_type="application/json", headers=headers)
 
 
-def failure_of(error: BaseException) -> Failure:
+def as_request_error(error: BaseException) -> RequestError:
     """Returns what a client reads of an exception. An unexpected one is logged, and its message is not passed on."""
     if isinstance(error, RequestError):
-        return Failure(error.status, str(error), error.code, error.param, error.headers)
+        return error
     if isinstance(error, HTTPException):
-        return _route_failure(error)
+        return _route_error(error)
     if isinstance(error, EngineBusyError):
         wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-        return Failure(429, str(error), "rate_limit_exceeded", headers=wait)
+        return RequestError(429, str(error), "rate_limit_exceeded", headers=wait)
     if isinstance(error, EngineStoppedError):
-        return Failure(503, str(error), "stopped", headers={"Retry-After": "5"})
+        return RequestError(503, str(error), "stopped", headers={"Retry-After": "5"})
     if isinstance(error, PromptTooLongError):
-        return Failure(400, str(error), "context_length_exceeded", getattr(error, "param", None))
+        return RequestError(400, str(error), "context_length_exceeded", getattr(error, "param", None))
     if isinstance(error, GenerationError):
-        return Failure(400, str(error), "invalid_request", getattr(error, "param", None))
+        return RequestError(400, str(error), "invalid_request", getattr(error, "param", None))
     if isinstance(error, MlxZipError):
         log.error("a request failed: %s", failure_reason(error))
-        return Failure(500, str(error), "failed")
+        return RequestError(500, str(error), "failed")
     log.error("a request failed", exc_info=error)
-    return Failure(500, "the server made a mistake; its log says more", "internal_error")
+    return RequestError(500, "the server made a mistake; its log says more", "internal_error")
 
 
-def _route_failure(error: HTTPException) -> Failure:
+def _route_error(error: HTTPException) -> RequestError:
     words = {404: "there is no such route; GET /openapi.json lists the routes", 405: "this route has another method"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))
-    return Failure(error.status_code, message, codes.get(error.status_code), headers=error.headers or {})
+    return RequestError(error.status_code, message, codes.get(error.status_code), headers=error.headers or {})
 
 
 def dialect_of(path: str) -> str:

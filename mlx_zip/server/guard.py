@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_zip.server.errors import RequestError, dialect_of, failure_of
+from mlx_zip.server.errors import RequestError, dialect_of
 from mlx_zip.server.options import Options
 
 FindRefusal = Callable[[Options, str, Headers], RequestError | None]
@@ -28,7 +28,7 @@ class Guard:
         if scope["type"] == "http":
             refusal = self._refuse(self._options, scope["path"], Headers(scope=scope))
             if refusal is not None:
-                response = failure_of(refusal).response(dialect_of(scope["path"]))
+                response = refusal.response(dialect_of(scope["path"]))
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)

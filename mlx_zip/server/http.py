@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from mlx_zip.errors import first_message_line
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import OPENAI, Failure, RequestError, failure_of, json_bytes
+from mlx_zip.server.errors import OPENAI, RequestError, as_request_error, json_bytes
 from mlx_zip.server.fields import Body, parse_body
 
 Some = TypeVar("Some")
@@ -178,7 +178,7 @@ async def stream_response(
     core: Core,
     frames: AsyncGenerator[bytes, None],
     dialect: str = OPENAI,
-    on_error: Callable[[Failure], bytes] | None = None,
+    on_error: Callable[[RequestError], bytes] | None = None,
 ) -> Response:
     """Returns an answer that streams frames of server-sent events (`event_bytes`) as they come.
 
@@ -188,7 +188,7 @@ async def stream_response(
     """
     first = await run_unless_client_gone(request, _first_frame(frames))
     return EventSourceResponse(
-        _frames_until_error(first, frames, on_error or (lambda failure: event_bytes(failure.body(dialect)))),
+        _frames_until_error(first, frames, on_error or (lambda error: event_bytes(error.body(dialect)))),
         ping=core.options.ping_s,
         ping_message_factory=lambda: ServerSentEvent(comment="waiting", sep="\n"),
         shutdown_grace_period=core.options.drain_s + 5,
@@ -201,7 +201,7 @@ async def _first_frame(frames: AsyncIterator[bytes]) -> bytes:
 
 
 async def _frames_until_error(
-    first: bytes, frames: AsyncGenerator[bytes, None], on_error: Callable[[Failure], bytes]
+    first: bytes, frames: AsyncGenerator[bytes, None], on_error: Callable[[RequestError], bytes]
 ) -> AsyncIterator[bytes]:
     """Yields the first frame and the others; after an error, the frame of the error. Closes the frames at the end."""
     async with aclosing(frames):
@@ -211,7 +211,7 @@ async def _frames_until_error(
             async for frame in frames:
                 yield frame
         except Exception as error:  # whatever it is, the client reads of it
-            yield on_error(failure_of(error))
+            yield on_error(as_request_error(error))
 
 
 def event_bytes(value: Any, event: str | None = None) -> bytes:

@@ -25,7 +25,7 @@ from mlx_zip.engine import Engine
 from mlx_zip.errors import failure_reason
 from mlx_zip.server.app import make_app
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import Failure, dialect_of, json_bytes
+from mlx_zip.server.errors import RequestError, dialect_of, json_bytes
 from mlx_zip.server.options import Options
 
 log = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class _Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json_bytes(Failure(400, msg, "invalid_http").body(dialect_of(self._request_path())))
+            body = json_bytes(RequestError(400, msg, "invalid_http").body(dialect_of(self._request_path())))
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),

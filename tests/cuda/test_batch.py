@@ -129,7 +129,7 @@ def test_a_sequence_taken_back_goes_on_as_a_fresh_one(model, alone):
         join(batch, prompt)
     for _ in range(9):
         step(batch)
-    log = batch.logged_ids(0)
+    log = batch.book(0).ids
     read = len(log) - 9
     batch.trim(0, read - 2)
     batch.read(0, log[read - 2 : read + 3])
@@ -160,7 +160,7 @@ def test_an_illegal_id_fails_its_own_sequence_only(model, alone):
     for prompt in PROMPTS[:3]:
         join(batch, prompt)
     made.append(step(batch))
-    before = batch.logged_ids(1).tolist()
+    before = batch.book(1).ids.tolist()
     bad = model.layout.end + 3
 
     def chooser(head):
@@ -174,7 +174,7 @@ def test_an_illegal_id_fails_its_own_sequence_only(model, alone):
     errors = batch.update_codebooks(ids)
     assert list(errors) == [1]
     assert isinstance(errors[1], CodecError)
-    assert batch.logged_ids(1).tolist() == before
+    assert batch.book(1).ids.tolist() == before
     made.append(ids)
     made += [step(batch) for _ in range(4)]  # without the one that failed
     batch.trim(1, len(before) - 1)
@@ -225,7 +225,7 @@ def test_an_entry_of_its_own_id_that_cannot_be_made_fails_its_sequence_once(mode
     monkeypatch.setattr(batch._new_rows, "install", refuses)
     monkeypatch.setattr(batch._reader, "run_body", lambda *_: pytest.fail("an id that was not read is read again"))
     assert [str(error) for error in batch.update_codebooks(batch.wait_for_ids()).values()] == ["out of memory"]
-    assert batch.logged_ids(0).tolist() == [7, 8, 9, 5]
+    assert batch.book(0).ids.tolist() == [7, 8, 9, 5]
 
 
 def test_a_batch_without_sequences_takes_steps_of_nothing(model, monkeypatch):
@@ -266,7 +266,7 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
     assert all("out of memory" in str(error) for error in failed.values())
     assert len(model.store) == 0  # it has no places of rows that were not written
     for row in failed:
-        log = batch.logged_ids(row)
+        log = batch.book(row).ids
         batch.trim(row, len(log) - 1)
         batch.read(row, log[-1:])
     rest = [step(batch) for _ in range(5)]
@@ -329,17 +329,17 @@ def refuses(*arguments):
 def test_ids_whose_rows_cannot_be_made_are_not_read(model, alone, monkeypatch):
     batch = Batch(model, 1, CAPACITY)
     join(batch, PROMPTS[0])
-    made, log = [step(batch)[0] for _ in range(4)], batch.logged_ids(0).tolist()
+    made, log = [step(batch)[0] for _ in range(4)], batch.book(0).ids.tolist()
     model.store.clear()
     with monkeypatch.context() as broken:
         broken.setattr(model, "encode", refuses)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.read(0, [20, 21, 22, 23])
-    assert batch.logged_ids(0).tolist() == log
+    assert batch.book(0).ids.tolist() == log
     batch.choose_ids()
     batch.start_body()
     assert batch.update_codebooks(batch.wait_for_ids()) == {}
-    assert batch.logged_ids(0).tolist() == log  # it cannot choose before it has read
+    assert batch.book(0).ids.tolist() == log  # it cannot choose before it has read
     batch.trim(0, len(log) - 1)
     batch.read(0, log[-1:])
     assert made + [step(batch)[0] for _ in range(4)] == alone[0][:8]
@@ -387,7 +387,7 @@ def test_an_id_that_cannot_be_read_again_fails_its_own_sequence(model, monkeypat
     monkeypatch.setattr(batch._reader, "run_body", refuses)
     failed = batch.update_codebooks(batch.wait_for_ids())
     assert {row: str(error) for row, error in failed.items()}[1] == "out of memory"
-    assert batch.logged_ids(1).tolist() == [7, 8, 9, 5]
+    assert batch.book(1).ids.tolist() == [7, 8, 9, 5]
     assert not batch._sequences[1].can_choose
 
 
@@ -419,7 +419,7 @@ def stepped(model, before, slot):
 def test_an_entry_whose_last_base_id_has_the_first_long_position_switches_all_keys(by_base, slot, span):
     batch, waited = stepped(by_base, LONG_FROM + 1 - span, slot)
     whole = Batch(by_base, 1, CAPACITY)
-    whole.read(whole.add(), batch.logged_ids(0))
+    whole.read(whole.add(), batch.book(0).ids)
     assert waited
     assert batch.kv.frequency_set.tolist() == whole.kv.frequency_set.tolist() == [1]
     for one in (batch, whole):

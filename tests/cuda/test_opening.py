@@ -74,10 +74,10 @@ def test_encoders_of_another_width_than_the_model_are_refused(folder):
         open_model(folder, "cpu")
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_generation_config_that_cannot_be_read_is_named(folder, text):
+@pytest.mark.parametrize(("text", "told"), [("{", "cannot be read: "), ("[]", "holds no JSON object")])
+def test_a_generation_config_that_cannot_be_read_is_named(folder, text, told):
     (folder / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read: ") as caught:
+    with pytest.raises(ConfigError, match=rf"generation_config\.json {told}") as caught:
         open_model(folder, "cpu")
     assert "\n" not in str(caught.value)
 

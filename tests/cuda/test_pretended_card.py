@@ -261,19 +261,19 @@ def program(model: CudaModel) -> list[list[int]]:
             batch.read(row, compress_next(batch.book(row), np.array(base_ids(10 + 4 * number, number))))
         if number == 6:
             kept.append(batch.snapshot(1))
-            logs.append(batch.logged_ids(0).tolist())
+            logs.append(batch.book(0).ids.tolist())
             batch.remove(0)
         if number == 11:
             batch.trim(1, 8)
             batch.read(1, [5, 6])
         if number == 13:
-            logs.append(batch.logged_ids(2).tolist())
+            logs.append(batch.book(2).ids.tolist())
             batch.remove(2)
             batch.restore(kept[0])
         batch.choose_ids()
         batch.start_body()
         assert not batch.update_codebooks(batch.wait_for_ids())
-    return logs + [batch.logged_ids(row).tolist() for row in range(len(batch))]
+    return logs + [batch.book(row).ids.tolist() for row in range(len(batch))]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mlx_zip.server.anthropic.bodies import MessagesBody
 from mlx_zip.server.anthropic.bodies import turn_of as message_turn
-from mlx_zip.server.errors import Failure
+from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import BodyError, check_tools, parse_body
 from mlx_zip.server.openai.chat import ChatBody
 from mlx_zip.server.openai.completions import CompletionBody
@@ -103,7 +103,7 @@ def test_an_error_quotes_no_more_than_a_beginning_of_what_was_sent(served):
     assert (answer.status, len(answer.body) < 3000) == (404, True)
     answer = served.ask("POST", PATH, {"messages": USER, "x" * 500_000: 1})
     assert (answer.status, len(answer.body) < 3000) == (400, True)
-    assert len(json.dumps(Failure(400, "x" * 500_000).body("anthropic"))) < 3000
+    assert len(json.dumps(RequestError(400, "x" * 500_000).body("anthropic"))) < 3000
 
 
 def test_a_body_whose_length_is_told_in_two_ways_is_refused_and_the_connection_closed(served):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib import import_module
 from typing import Any
 
 from mlx_zip import named
@@ -22,7 +21,7 @@ from mlx_zip.cli.generation_flags import (
     check_model_flag,
 )
 from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
-from mlx_zip.errors import GenerationError, missing_library_error
+from mlx_zip.errors import GenerationError, import_or_explain
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
@@ -141,9 +140,5 @@ def _choose_front(args: argparse.Namespace) -> Any:
 
 
 def _import_chat_module(name: str) -> Any:
-    try:
-        return import_module(f"mlx_zip.cli.chat.{name}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in (*_LIBRARIES, "markdown_it", "pygments"):
-            raise
-        raise missing_library_error("mlx_zip chat", *_LIBRARIES, extra="chat") from error
+    implied = ("markdown_it", "pygments")
+    return import_or_explain(f"mlx_zip.cli.chat.{name}", "mlx_zip chat", *_LIBRARIES, extra="chat", implied=implied)

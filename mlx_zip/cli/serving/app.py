@@ -16,10 +16,15 @@ from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine, open_row_store
-from mlx_zip.cli.generation_flags import add_draft_flags, add_kv_quantization_flags, check_model_flag
+from mlx_zip.cli.generation_flags import (
+    add_draft_flags,
+    add_kv_quantization_flags,
+    add_sampling_flag,
+    check_model_flag,
+)
 from mlx_zip.cli.serving.opening import (
+    SERVER_LIBRARIES,
     engine_options,
-    import_server_part,
     open_chosen_engine,
     report_engine_fault,
     server_pack_options,
@@ -30,7 +35,7 @@ from mlx_zip.cli.serving.serving_flags import (
     add_model_flags,
     check_keep_wired,
 )
-from mlx_zip.errors import GenerationError, MlxZipError, missing_library_error
+from mlx_zip.errors import GenerationError, MlxZipError, import_or_explain, missing_library_error
 from mlx_zip.files import data_folder, expand_home, make_private
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
@@ -61,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
-    for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
-        add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
+    for name, declared in DEFAULT_SAMPLING_FLAGS.items():
+        add_sampling_flag(add, name, *declared)
     add_codebook_flags(add)
     add_keep_wired_flag(add)
     add_kv_quantization_flags(add)
@@ -171,7 +176,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _import_app_module(name: str) -> Any:
-    return import_server_part(f"mlx_zip.apps.chat.{name}", "mlx_zip app")
+    return import_or_explain(f"mlx_zip.apps.chat.{name}", "mlx_zip app", *SERVER_LIBRARIES, extra="serve")
 
 
 def _open_listener(running: Any, port: int | None) -> Any:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import parse_json_map
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
-from mlx_zip.errors import DataError, GenerationError, failure_reason, first_message_line, missing_library_error
+from mlx_zip.errors import DataError, GenerationError, failure_reason, first_message_line
 from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import check_slots, load_options, pack_flag_with_files
@@ -20,18 +19,7 @@ from mlx_zip.packs.chosen import check_slots, load_options, pack_flag_with_files
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
 
-
-LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")  # of the server
-
-
-def import_server_part(module: str, command: str) -> Any:
-    """Imports a module that needs the server's libraries. Raises `InstallationError` if one of them is missing."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in LIBRARIES:
-            raise
-        raise missing_library_error(command, *LIBRARIES, extra="serve") from error
+SERVER_LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 
 
 def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
@@ -71,9 +59,6 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 
     engine_choice.check_engine_flags(args)
     check_draft(args.draft, args.num_draft_tokens)
-    plain = (chosen is not None or args.codebook_size is not None) and is_plain_model(name)
-    if plain and args.codebook_size is not None:
-        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
     template = {} if args.chat_template is None else {"chat_template": _read_template(args.chat_template)}
     return {
         "engine": args.engine,
@@ -96,8 +81,21 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "prefill_step_size": args.prefill_step_size,
         "keep_wired_s": args.keep_wired,
         "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
-        **load_options(chosen, args.codebook_size, plain),
+        **pack_options(chosen, args.codebook_size, name),
     }
+
+
+def pack_options(
+    chosen: Pack | None, codebook_size: int | None, name: str, revision: str | None = None
+) -> dict[str, Any]:
+    """Returns the arguments `pack` and `codebook_size` to load a model with. chosen: the packs of --pack.
+
+    Raises `GenerationError` for --codebook-size with a plain model.
+    """
+    plain = (chosen is not None or codebook_size is not None) and is_plain_model(name, revision)
+    if plain and codebook_size is not None:
+        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
+    return load_options(chosen, codebook_size, plain)
 
 
 def session_folder(args: argparse.Namespace) -> Path | None:

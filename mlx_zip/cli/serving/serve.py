@@ -16,8 +16,8 @@ from mlx_zip.arguments import check_at_least, parse_json_map
 from mlx_zip.cli import engine_choice
 from mlx_zip.cli.generation_flags import check_model_flag
 from mlx_zip.cli.serving.opening import (
+    SERVER_LIBRARIES,
     engine_options,
-    import_server_part,
     open_chosen_engine,
     report_engine_fault,
     server_pack_options,
@@ -31,7 +31,7 @@ from mlx_zip.cli.serving.serving_flags import (
     add_arguments,
     check_keep_wired,
 )
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, import_or_explain
 from mlx_zip.files import expand_home
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
@@ -122,7 +122,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _import_server_module(name: str) -> Any:
-    return import_server_part(f"mlx_zip.server.{name}", "mlx_zip serve")
+    return import_or_explain(f"mlx_zip.server.{name}", "mlx_zip serve", *SERVER_LIBRARIES, extra="serve")
 
 
 def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:

@@ -13,6 +13,7 @@ from mlx_zip.cli.generation_flags import (
     add_canonical_flag,
     add_draft_flags,
     add_kv_quantization_flags,
+    add_sampling_flag,
 )
 from mlx_zip.errors import GenerationError
 
@@ -40,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "requests with tools and for Responses)",
     )
     for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
-        flag = "--" + name.replace("_", "-")
-        add(flag, type=kind, default=default, help=f"{text}; for requests without this field (default: {default:g})")
+        add_sampling_flag(add, name, kind, default, f"{text}; for requests without this field")
     _add_limit_flags(add)
     add_keep_wired_flag(add)
     add_session_flags(add)

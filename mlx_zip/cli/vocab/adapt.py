@@ -15,7 +15,6 @@ from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.cli.actions import (
     DATA_HELP,
     TOKENIZER_HELP,
-    add_actions,
     add_json_flag,
     escape_unprintable,
     open_first_stage,
@@ -33,23 +32,13 @@ _SWAP_DEFAULTS = {
     "tie": "high",
     "counting": "overlapping",
 }  # defaults of --method adapt
-_EXAMPLE = """examples:
+EXAMPLES = """examples:
   mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
   mlx_zip vocab adapt show adapted.json --tokenizer model-folder --data held-out.txt
   mlx_zip vocab adapt encode adapted.json --data letter.txt > ids.txt
   mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
   mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the actions and their flags."""
-    add_actions(parser, ACTIONS, _EXAMPLE)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs one action and returns the exit status 0. Raises `MlxZipError` before anything is written."""
-    return args.do(args)
 
 
 def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +131,7 @@ def _add_shared_flags(add: Any, texts: str) -> None:
     add_json_flag(add)
 
 
-def _run_learn(args: argparse.Namespace) -> int:
+def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
@@ -171,14 +160,13 @@ def _run_learn(args: argparse.Namespace) -> int:
         record["held_out"] = _count_tokens(vocabulary, base, held_out)
     _draw_plot(plot, record)
     record |= {"seconds": round(took_s, 3), "file": str(out)}
-    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_format_record(record)))
-    return 0
+    return record, _format_record(record)
 
 
 def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
     """Draws bytes per token of the adapted and the base tokenizer, on the texts and on the held-out texts.
 
-    record: as `_run_learn` and `_run_show` print it. Draws nothing if `path` is None.
+    record: of `_run_learn` and `_run_show`. Draws nothing if `path` is None.
     """
     if path is None:
         return
@@ -217,7 +205,7 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     _add_shared_flags(add, "--data")
 
 
-def _run_show(args: argparse.Namespace) -> int:
+def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.merge_list import PIECES
@@ -233,8 +221,7 @@ def _run_show(args: argparse.Namespace) -> int:
     if args.data:
         record |= _count_tokens(vocabulary, base, _read_texts(args, args.data))
         _draw_plot(plot, record)
-    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_format_record(record)))
-    return 0
+    return record, _format_record(record)
 
 
 def _add_encode_flags(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,6 @@ from mlx_zip.cli.actions import (
     DATA_HELP,
     TOKENIZER_HELP,
     Action,
-    add_actions,
     add_json_flag,
     open_first_stage,
     writable_path,
@@ -41,11 +40,6 @@ examples:
   mlx_zip vocab hbpe evaluate run/model --data stories.test.txt --separator '<|endofstory|>'
 """
 _TABLE = "patch table, as written by `mlx_zip vocab hbpe learn`"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the actions and their flags."""
-    add_actions(parser, ACTIONS, EXAMPLES)
 
 
 def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,24 +99,12 @@ def _add_show_flag(add: Any, what: str) -> None:
     add("--show", type=int, default=10, metavar="N", help=f"number of {what} to list; --json lists all (default: 10)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs one action, prints its result and returns the exit status. Raises `MlxZipError`.
-
-    Actions on tables, which have --show, return a record and lines to print; those on models print by themselves.
-    """
-    if not hasattr(args, "show"):
-        return args.do(args)
-    check_at_least(args, 0, "show")
-    record, lines = args.do(args)
-    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(lines))
-    return 0
-
-
 def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Learns a patch table and writes it; returns what it holds as a record for --json and as lines to print."""
     from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
+    check_at_least(args, 0, "show")
     out = writable_path("--out", args.out, "a patch table", SUFFIX)
     plot = checked_plot_path(args.plot, read=[args.tokenizer, out])
     tokens = open_first_stage(args.tokenizer).tokens()
@@ -142,6 +124,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
+    check_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.table])
     record, lines = _describe_table(PatchTable.load(args.table), args.show)
     _draw_plot(plot, record)
@@ -194,6 +177,7 @@ def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
     from mlx_zip.vocab.hbpe.patch_table import PatchTable, text_to_ids
 
+    check_at_least(args, 0, "show")
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), open_first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split

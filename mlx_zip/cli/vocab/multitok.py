@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli.actions import TOKENIZER_HELP, add_actions, add_json_flag, writable_path
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, writable_path
 from mlx_zip.cli.vocab.multitok_texts import (
     DICTIONARY,
     TRAINED,
@@ -33,22 +33,6 @@ examples:
   mlx_zip vocab multitok export ids.mtok --tokenizer stories --size 1024 --out pack.npz
 """
 _SIZE, _MERGE_SIZE = 1024, 3  # defaults: entries of a pack, base ids of an entry
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the actions and their flags."""
-    add_actions(parser, ACTIONS, EXAMPLES)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs one action, prints its result as text or JSON, and returns the exit status 0. Raises `MlxZipError`."""
-    check_at_least(args, 0, *(name for name in ("window", "show") if hasattr(args, name)))
-    record, lines = args.do(args)
-    if args.json:
-        print(json.dumps(record, ensure_ascii=False))
-    elif lines:
-        print("\n".join(lines))
-    return 0
 
 
 # ---- encode
@@ -77,6 +61,7 @@ def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Encodes texts and writes or prints their ids; returns the rate as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
+    check_at_least(args, 0, "window")
     if args.out is not None:
         args.out = writable_path("--out", args.out, read=[*args.data, args.dictionary, args.tokenizer])
     dictionary = Dictionary.load(args.dictionary)
@@ -131,6 +116,7 @@ def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns the counts and best phrases of a dictionary as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary
 
+    check_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.dictionary])
     dictionary = Dictionary.load(args.dictionary)
     spell = _unit_decoder(dictionary.settings.units, args)
@@ -239,10 +225,9 @@ def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _model_codec(name: str) -> Any:
     """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
-    from mlx_zip.models.loading import read_model_config
+    from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.named import resolve_model_name
     from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.training.prepare.plan import read_model_codec
 
     path = resolve_model_name(name)
     if path.is_file() and path.name != "tokenizer.json":

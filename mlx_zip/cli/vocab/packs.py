@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli.actions import TOKENIZER_HELP, add_actions, add_json_flag, escape_unprintable, writable_path
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, escape_unprintable, writable_path
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, make_sources, parse_disabled_ids
 from mlx_zip.cli.vocab import pack_tuning
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import DataError
 from mlx_zip.progress import ProgressBar, pluralize
 
-_EXAMPLE = """example:
+EXAMPLES = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
   mlx_zip vocab pack learn --model stories --data src --held-out tests --out code.npz --plot code.svg
   mlx_zip generate --model stories --pack my.npz --prompt "..."
 """
 _SIZE, _SAMPLE_IDS = 1024, 5_000_000
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the actions and their flags."""
-    add_actions(parser, ACTIONS, _EXAMPLE)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs one action and returns its exit status. Raises `MlxZipError`."""
-    return args.do(args)
 
 
 # ---- learn
@@ -71,7 +60,7 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_learn(args: argparse.Namespace) -> int:
+def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
     from mlx_zip.training.prepare.plan import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -114,8 +103,7 @@ def _run_learn(args: argparse.Namespace) -> int:
     if len(found.entries) < args.size and not cost and not args.json:
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
-    _print_pack(args, args.out, pack)
-    return 0
+    return _describe_pack(args.out, pack)
 
 
 def _learn_options(args: argparse.Namespace) -> Any:
@@ -236,14 +224,15 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_show(args: argparse.Namespace) -> int:
+def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import load_pack
+    from mlx_zip.text.tokenizers import load_tokenizer
 
     check_at_least(args, 0, "show")
     plot, pack = checked_plot_path(args.plot, [args.file]), load_pack(args.file)
     entries = pack.entries[: args.show]
     if args.tokenizer is not None:
-        tokenizer = _load_tokenizer(args.tokenizer)
+        tokenizer = load_tokenizer(args.tokenizer)
         pack.check_made_for(tokenizer, args.file)
         if wrong := [i for entry in entries for i in entry if i >= len(tokenizer)]:
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
@@ -255,8 +244,7 @@ def _run_show(args: argparse.Namespace) -> int:
             raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
         points = [(rank, n) for rank, n in enumerate(sorted(uses, reverse=True), 1) if n]
         draw_curves(plot, {"uses": points}, ("rank of the entry", "uses in the texts learned from"), "log")
-    _print_pack(args, Path(args.file), pack, texts)
-    return 0
+    return _describe_pack(args.file, pack, texts)
 
 
 def _texts_in_pack(pack: Any) -> list[str]:
@@ -292,15 +280,14 @@ def _add_merge_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_merge(args: argparse.Namespace) -> int:
+def _run_merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import SUFFIX, load_pack, merge_packs, save_pack
 
     check_at_least(args, 1, "size")
     args.out = writable_path("--out", args.out, "a pack", SUFFIX)
     pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
     save_pack(args.out, pack)
-    _print_pack(args, args.out, pack)
-    return 0
+    return _describe_pack(args.out, pack)
 
 
 # ---- check
@@ -313,19 +300,18 @@ def _add_check_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_check(args: argparse.Namespace) -> int:
-    """Prints what a pack holds if the model can use it; returns the exit status 0. Raises `DataError` if it cannot."""
+def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Returns what a pack holds, as `_describe_pack` does. Raises `DataError` if the model cannot use it."""
     from mlx_zip.errors import CodecError
-    from mlx_zip.models.loading import read_model_config
+    from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.packs.pack import load_pack
-    from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.training.prepare.plan import read_model_codec
+    from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
     codec = read_model_codec(read_model_config(folder))
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
-    pack.check_made_for(_load_tokenizer(args.model), args.file)
+    pack.check_made_for(load_tokenizer(args.model), args.file)
     try:
         if codec is not None:
             codec.with_start(pack)
@@ -333,10 +319,8 @@ def _run_check(args: argparse.Namespace) -> int:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
     if pack.rows is not None:
         _check_rows(args, pack)
-    _print_pack(args, Path(args.file), pack)
-    if not args.json:
-        print(f"{args.model} can use this pack")
-    return 0
+    record, lines = _describe_pack(args.file, pack)
+    return record, [*lines, f"{args.model} can use this pack"]
 
 
 def _check_rows(args: argparse.Namespace, pack: Any) -> None:
@@ -350,20 +334,15 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
 
 
-def _load_tokenizer(name: str) -> Any:
-    from mlx_zip.text.tokenizers import load_tokenizer
-
-    return load_tokenizer(name)
-
-
 # ---- what a pack holds, in words
 
 
-def _print_pack(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
-    """Prints what a pack holds, as one JSON object or as lines.
+def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Returns what a pack holds as a record for --json and as lines to print.
 
     texts: the texts of its first entries, which are listed; None lists no entries.
     """
+    path = Path(path)
     about = {key: value for key, value in pack.about.items() if key not in ("uses", "texts")}
     record = {
         **about,
@@ -377,10 +356,7 @@ def _print_pack(args: argparse.Namespace, path: Path, pack: Any, texts: list[str
     if texts is not None:
         rows = zip(texts, pack.entries, [*_uses_in_pack(pack), *[None] * len(texts)], strict=False)
         record["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
-    if args.json:
-        print(json.dumps(record, ensure_ascii=False))
-    else:
-        print("\n".join(_format_pack(path, pack, about, record.get("best", []))))
+    return record, _format_pack(path, pack, about, record.get("best", []))
 
 
 def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:

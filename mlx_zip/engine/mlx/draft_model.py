@@ -19,9 +19,8 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.codec.codebook import base_ids_of_next
-from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.ids import Uint32s, common_length
 from mlx_zip.engine.draft_sources import Share
-from mlx_zip.engine.mlx.prompt_caches import common_length
 from mlx_zip.engine.pass_costs import SURE
 from mlx_zip.errors import EngineError, GenerationError, first_message_line
 from mlx_zip.layout import decoder_config, has_hypertokens

@@ -24,13 +24,13 @@ from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
-from mlx_zip.engine.mlx.served import KV_GROUP_SIZES, PREFILL_STEP_SIZE, Served, check_kv, check_prompt
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
-from mlx_zip.engine.submissions import Checked
+from mlx_zip.engine.submissions import Checked, check_max_tokens
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.loading import load
@@ -130,10 +130,11 @@ def stream_generate(
     )
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
     start = _checked_start(pack, tokenizer, model)
-    kv = (kv_bits, kv_group_size, quantized_kv_start)
     check_draft(draft, num_draft_tokens)
     how = RunOptions(
-        *kv,
+        kv_bits,
+        kv_group_size,
+        quantized_kv_start,
         prefill_step_size,
         max_kv_size=max_kv_size,
         ahead=_begins_ahead(model),
@@ -147,10 +148,10 @@ def stream_generate(
         if max_kv_size is not None:
             raise GenerationError("max_kv_size (--max-kv-size): the prompt cache given keeps the size that it has")
         cache = _checked_cache(prompt_cache, model, cache, start)
-    check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
+    check_kv(served, cache)
     turn = CacheTurn(tokenizer, prompt, cache)
     check_prompt(served, cache, turn)
-    _check_limit(max_tokens)
+    check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     draws = _make_draws(options, sampler, served)
     options.check_biases(served.vocab_size)
     run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
@@ -442,9 +443,9 @@ def stream_batch(
     _check_functions(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
     start = _checked_start(pack, tokenizer, model)
-    check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_begins_ahead(model)))
-    _check_limit(max_tokens)
+    check_kv(served, ())
+    check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     options.check_biases(served.vocab_size)
     run, answers, codecs = _Run(served, Inline(_make_draws(options, sampler, served), logprobs=True)), [], []
     for prompt, own in zip(prompts, split_packs(start, len(prompts)), strict=True):
@@ -508,13 +509,6 @@ def _codec_of(cache: Sequence[Any]) -> CodecParams | None:
     """Returns the settings of a cache's codec, the entries that it begins with included; None for a plain model's."""
     state = find_zip_state(cache)
     return None if state is None else state.books[0].params
-
-
-def _check_limit(max_tokens: Any) -> None:
-    """Raises `GenerationError` for a `max_tokens` that cannot be."""
-    if not isinstance(max_tokens, int | np.integer) or max_tokens == 0 or max_tokens < -1:
-        rule = "must be an integer of at least 1, or -1 for no limit"
-        raise GenerationError(f"max_tokens (--max-tokens) {rule}, got {max_tokens!r:.80}")
 
 
 def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_prompt_cache, trim_prompt_cache
 
-from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.ids import Uint32s, common_length
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import find_zip_state
@@ -161,13 +161,6 @@ def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, i
     common = common_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
     kept = int(np.searchsorted(ends, common, side="right"))
     return kept, int(ends[kept - 1]) if kept else 0
-
-
-def common_length(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
-    """Returns how many ids two texts have in common at their beginnings."""
-    n = min(len(one), len(other))
-    differ = np.flatnonzero(one[:n] != other[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def check_trim(cache: Sequence[Any], ids: int) -> None:

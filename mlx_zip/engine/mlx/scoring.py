@@ -1,7 +1,7 @@
 """Log-probabilities of ids under a model, in batches and bounded memory; every evaluation scores through this module.
 
 Rows of a batch are padded on the right, which a causal model does not see. The codebook of a padded row reads pad ids
-after the row's end, which never merge. A model on another library than MLX scores its rows by itself (`Scorer`).
+after the row's end, which never merge. A model on another library than MLX scores its rows by itself (`score_row`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mlx_zip.sampling.exclusions import find_excluded_ids
 
 
 def scores_itself(model: Any) -> bool:
-    """Returns whether a model is a `Scorer`."""
+    """Returns whether a model is on another library than MLX, as `mlx_zip.cuda.evaluation_model.EvaluatedModel` is."""
     return hasattr(model, "score_row")
 
 

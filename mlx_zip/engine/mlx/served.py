@@ -45,13 +45,10 @@ KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 class Served:
-    """A loaded model. hyper: whether it has hypertokens. batches: whether requests may share a batch.
+    """A loaded model. The names without a docstring are those of `mlx_zip.engine.parts.Served`.
 
-    machines: those that the model is split over, None if it is whole. ahead: whether steps begin before the host has
-    read their ids. context, by_base, vocab_size, width: see `ModelFacts`. canonical: whether canonical decoding is on.
-    long_context: positions beyond which LongRoPE uses its long factors, None for models without. never_excluded: ids
-    that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row, 0 where memory has no bound.
-    weight_bytes: of all weights. draft_model: a model that proposes ids, None for none.
+    ahead: whether steps begin before the host has read their ids. width: see `ModelFacts`. never_excluded: ids that XTC
+    never excludes. kv_bytes_per_id: 0 where memory has no bound. draft_model: a model that proposes ids, None for none.
     """
 
     kv_bytes_per_id = 0
@@ -105,7 +102,6 @@ class Served:
         )
 
     def new_cache(self, start: Any) -> list[Any]:
-        """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
         if self.options.max_kv_size is not None:
             cache = bounded_cache(self.model, self.options.max_kv_size)
         else:
@@ -119,20 +115,14 @@ class Served:
         return find_zip_state(cache)
 
     def make_draws(self, options: Sampling, state: mx.array | None) -> Draws:
-        """Returns a request's sampler. state: random state to go on from if the options have no seed."""
         return Draws(options, self.never_excluded, state)
 
     def make_penalties(self, options: Sampling, state: ZipState | None) -> list[Any]:
-        """Returns a request's logits processors for penalties and biases."""
         return list(make_processors(options, self.vocab_size, state))
 
     def make_drafter(
         self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s = ()
     ) -> Drafter | None:
-        """Returns what proposes ids for a request, None for nothing.
-
-        text: returns the base ids that it has so far. prediction: as in `Submission`.
-        """
         options, own = self.options, self.draft_model
         if (options.draft == "off" and own is None) or self.machines is not None:
             return None
@@ -168,7 +158,6 @@ class Served:
         return _cost_file_of(self.model, self.options.kv_bits)
 
     def forget_text(self) -> None:
-        """Forgets what a draft model has read of earlier requests."""
         if self.draft_model is not None:
             self.draft_model.forget_text()
 
@@ -201,8 +190,8 @@ class ServedByEngine(Served):
 
         So a model that cannot run fails when it is loaded, and the first request finds it warm.
         """
-        cache, run = self.new_cache(None), self.options
-        check_kv(self.model, cache, run.kv_bits, run.kv_group_size, run.prefill_step_size, run.quantized_kv_start)
+        cache = self.new_cache(None)
+        check_kv(self, cache)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         plain = [entry for entry in flatten_cache_lists(_kv_of(cache)) if type(entry) is KVCache]
         return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
@@ -284,10 +273,11 @@ def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
     return [RotatingKVCache(max_size=int(max_kv_size), keep=KEPT) for _ in cache]
 
 
-def check_kv(
-    model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int, quantized_from: int = 0
-) -> None:
-    """Raises `GenerationError` for a prefill chunk or a KV quantization that cannot be; bits: None for none."""
+def check_kv(served: Served, cache: Sequence[Any]) -> None:
+    """Raises `GenerationError` if a model's options have a prefill chunk or a KV quantization that cannot be."""
+    options = served.options
+    chunk, bits, group_size = options.prefill_step_size, options.kv_bits, options.kv_group_size
+    quantized_from = options.quantized_kv_start
     if not isinstance(chunk, Integral) or isinstance(chunk, bool) or chunk < 1:
         raise GenerationError(
             f"prefill_step_size (--prefill-step-size) must be an integer of at least 1, got {chunk!r}"
@@ -306,7 +296,7 @@ def check_kv(
         raise GenerationError(
             "kv_bits (--kv-bits): rotating caches (--max-kv-size, sliding windows) cannot be quantized"
         )
-    config = decoder_config(model)
+    config = decoder_config(served.model)
     heads = config.get("num_attention_heads")
     width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)
     if width % group_size:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.interface import SessionInfo, Submission
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
-from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
+from mlx_zip.engine.mlx.served import Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.sessions.mlx_caches import open_session_store
@@ -19,19 +18,6 @@ from mlx_zip.engine.submissions import Checked
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
-
-
-@dataclass(frozen=True)
-class KvCacheOptions:
-    """KV cache options as in mlx-lm. bits: None for none. start: ids from which on the cache is quantized.
-
-    max_size: bound on a plain model's ids in the cache, None for none.
-    """
-
-    bits: int | None = None
-    group_size: int = 64
-    start: int = 5000
-    max_size: int | None = None
 
 
 def encode_shared_prompt(tokenizer: Any, text: str) -> list[int]:
@@ -50,17 +36,17 @@ def cache_prompt(
     tokenizer: Any,
     base_ids: Sequence[int],
     options: SessionOptions,
-    kv: KvCacheOptions,
+    run: RunOptions,
     progress: Callable[[int], None] = lambda read: None,
 ) -> tuple[SessionStore, SessionInfo]:
     """Has the model read a prompt, and returns a store that holds it as its only session, and what that session is.
 
-    options: of the store. progress: called with the number of base tokens read so far. Raises `GenerationError` for a
-    prompt or a quantization that cannot be.
+    options: of the store. run: how the model is run. progress: called with the number of base tokens read so far.
+    Raises `GenerationError` for a prompt or a quantization that cannot be.
     """
-    served = Served(model, tokenizer, RunOptions(kv.bits, kv.group_size, kv.start, max_kv_size=kv.max_size))
+    served = Served(model, tokenizer, run)
     cache = served.new_cache(None)
-    check_kv(model, cache, kv.bits, kv.group_size, PREFILL_STEP_SIZE, kv.start)
+    check_kv(served, cache)
     check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
     state, submission = find_zip_state(cache), Submission(base_ids, max_tokens=1)
     request = Request(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
@@ -68,7 +54,7 @@ def cache_prompt(
     reading, group = Reading(served, request), None
     progress(0)
     while group is None:
-        _, group = reading.read(PREFILL_STEP_SIZE)
+        _, group = reading.read(run.prefill_step_size)
         progress(request.held_ids if state is None else state.books[0].base_length)
     store = open_session_store(model, tokenizer, options)
     held = None if state is not None else base_ids

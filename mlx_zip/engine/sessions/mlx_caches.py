@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params import params_from_json
-from mlx_zip.engine.mlx.served import bounded_cache
+from mlx_zip.engine.mlx.served import KV_BITS, KV_GROUP_SIZES, bounded_cache
 from mlx_zip.engine.sessions.file_format import (
     BadFileError,
     FileContents,
@@ -288,7 +288,6 @@ def _value_of_array(array: mx.array, kind: str) -> Any:
 
 # ---- whether the parts read from a file are those of this model's caches
 
-_QUANTIZATIONS = {"bits": (2, 3, 4, 5, 6, 8), "group_size": (32, 64, 128)}
 _LENGTH_AXIS = 2  # of keys and values
 _OTHER_SHAPE_MESSAGE = "the arrays of its cache are not those of this model"
 
@@ -362,7 +361,7 @@ class _CacheBuilder:
 def _checked_quantized_entry(entry: QuantizedKVCache, example: KVCache, ids: int) -> QuantizedKVCache:
     """Returns a quantized KV cache if it holds `ids` ids of the widths and types of `example`."""
     bits, group = entry.bits, entry.group_size
-    if bits not in _QUANTIZATIONS["bits"] or group not in _QUANTIZATIONS["group_size"] or type(entry.offset) is not int:
+    if bits not in KV_BITS or group not in KV_GROUP_SIZES or type(entry.offset) is not int:
         raise BadFileError("its cache is quantized in an unknown way")
     for parts, one in ((entry.keys, example.keys), (entry.values, example.values)):
         assert one is not None

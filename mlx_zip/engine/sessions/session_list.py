@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.codec.ids import common_length
 from mlx_zip.engine.interface import Differing
 from mlx_zip.engine.sessions.session import AnswerIds, Ids, Session
 
@@ -145,7 +146,7 @@ class PrefixIndex:
             child = node.children.get(int(ids[at]))
             if child is None:
                 child = node.children[int(ids[at])] = _TreeNode(ids[at:].copy())
-            elif (shared := _common_prefix_length(child.ids, ids[at:])) < len(child.ids):
+            elif (shared := common_length(child.ids, ids[at:])) < len(child.ids):
                 child = node.children[int(ids[at])] = _split_edge(child, shared)
             node, at = child, at + len(child.ids)
         node.names[name] = None
@@ -173,7 +174,7 @@ class PrefixIndex:
                 rest = next((one.ids for one in node.children.values()), rest)
                 break
             self.compared += 1
-            shared = _common_prefix_length(child.ids, ids[at:])
+            shared = common_length(child.ids, ids[at:])
             node, at = child, at + shared
             if shared < len(child.ids):
                 rest = child.ids[shared:]
@@ -188,13 +189,6 @@ class PrefixIndex:
             node = nodes.pop()
             yield from node.names
             nodes += node.children.values()
-
-
-def _common_prefix_length(some: Ids, others: Ids) -> int:
-    n = min(len(some), len(others))
-    differ = some[:n] != others[:n]
-    at = int(differ.argmax()) if n else 0
-    return at if n and differ[at] else n
 
 
 def _split_edge(node: _TreeNode, at: int) -> _TreeNode:

@@ -17,7 +17,7 @@ from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, 
 from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.bodies import check_model, new_id
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import ANTHROPIC, Failure
+from mlx_zip.server.errors import ANTHROPIC, RequestError
 from mlx_zip.server.http import (
     comment_bytes,
     events_bytes,
@@ -78,7 +78,7 @@ class _MessageRequest:
                 events = self._builder.add(delta)
                 yield events_bytes(events) if events else comment_bytes("waiting")
 
-    def failure_event(self, failure: Failure) -> bytes:
+    def failure_event(self, failure: RequestError) -> bytes:
         """Returns the last event of an answer that failed."""
         error = failure.body(ANTHROPIC)["error"]
         return events_bytes(self._builder.fail(error["type"], error["message"]))

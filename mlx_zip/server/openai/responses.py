@@ -16,7 +16,7 @@ from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Turn
 from mlx_zip.server.bodies import answer_max_tokens, check_model, new_id
 from mlx_zip.server.core import AnswerStop, Core
-from mlx_zip.server.errors import Failure, RequestError
+from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import (
     events_bytes,
     json_response,
@@ -173,9 +173,9 @@ class _ResponseRequest:
         found = self.builder.response_so_far()
         return found | ({"status": "cancelled"} if found["status"] == "in_progress" else {})
 
-    def failure_events(self, failure: Failure) -> bytes:
+    def failure_events(self, failure: RequestError) -> bytes:
         """Returns the last events of an answer that failed."""
-        return events_bytes(self.builder.fail(failure.message, _ERROR_CODES.get(failure.status, "server_error")))
+        return events_bytes(self.builder.fail(str(failure), _ERROR_CODES.get(failure.status, "server_error")))
 
     def _add_delta(self, delta: Delta) -> list[dict[str, Any]]:
         """Returns the events of a delta. With the last one, the response is stored if it is to be."""

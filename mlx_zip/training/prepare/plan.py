@@ -11,7 +11,7 @@ from typing import Any
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import expand_home
-from mlx_zip.models.loading import read_model_config
+from mlx_zip.models.model_folder import read_model_codec, read_model_config
 from mlx_zip.packs.entries import Entry
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.formats import is_tokenizer_file
@@ -165,15 +165,6 @@ def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, 
         return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
     except CodecError as error:
         raise DataError(f"{options.pack or 'the codec'}: {error}") from error
-
-
-def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
-    """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
-    if "zip2zip" not in config:
-        return None
-    from mlx_zip.models.model_folder import ModelArgs
-
-    return ModelArgs(dict(config)).zip_config.codec_params
 
 
 def _read_embedding_rows(config: Mapping[str, Any]) -> int | None:
