@@ -168,7 +168,7 @@ def flipped(name, at):
         (lambda folder: (folder / "table.npz").unlink(), "table.npz cannot be read"),
         (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer\.json.*[Nn]o such file"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors cannot be read: No such file"),
-        (lambda folder: (folder / "config.json").write_text("[1]"), "its model_type is None"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "holds no JSON object"),
         (flipped("model.safetensors", -1), "model.safetensors is damaged"),
         (flipped("table.npz", 300), "table.npz"),
         (changed("config.json", lambda c: c.update(model_type="llama")), "its model_type is 'llama', not 'hbpe'"),
