@@ -269,7 +269,8 @@ def fingerprint_run(model: nn.Module, config: Mapping[str, Any], facts: Mapping[
         if name not in trained and value.ndim > 1:
             value = value[0]
         if value.ndim == 1 and mx.issubdtype(value.dtype, mx.floating):
-            digest.update(memoryview(value.astype(mx.float32)))
+            single: Any = value.astype(mx.float32)
+            digest.update(memoryview(single))
     return digest.hexdigest()
 
 

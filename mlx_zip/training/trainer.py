@@ -152,8 +152,8 @@ class Trainer:
                 f"learning rate or remove the samples{good}"
             )
         self._report_sums.add(sums)
-        counts = (int(sums[name]) for name in ("samples", "ids", "base_ids", "n_bytes"))
-        self.progress = self.progress.after_step(*counts, time.perf_counter() - began)
+        counts = {name: int(sums[name]) for name in ("samples", "ids", "base_ids", "n_bytes")}
+        self.progress = self.progress.after_step(**counts, seconds=time.perf_counter() - began)
         return sums["stop"] > 0
 
     def save(self) -> None:

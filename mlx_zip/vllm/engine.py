@@ -292,10 +292,16 @@ class VllmServed:
         """Returns no penalties: requests with such are refused."""
         return []
 
-    def _do_nothing(self, *_: Any) -> None:
-        """Does nothing: here are no drafts, no text that is kept, and no memory of a device."""
+    def make_drafter(self, text: Any, prediction: Any) -> None:
+        """Returns None: nothing is proposed."""
 
-    make_drafter = free = forget_text = free_unused = settle = _do_nothing
+    def free(self, cache: Any) -> None:
+        """Does nothing: there is no device memory in it."""
+
+    def settle(self) -> None:
+        """Does nothing: no text is kept here, and vLLM has its memory from the beginning."""
+
+    forget_text = free_unused = settle
 
     def submit(self, request: Request) -> Running:
         """Gives a request to vLLM. Raises what vLLM raises for one that it refuses."""
