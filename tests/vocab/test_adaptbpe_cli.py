@@ -155,8 +155,8 @@ def test_a_tokenizer_json_that_cannot_be_exact_is_refused_and_nothing_written(ru
         ((*LEARN[:8], "no/such/folder.json"), "--out no/such/folder.json: no such folder"),
         ((*LEARN[:8], "."), "--out .: is a folder or device"),
         ((*LEARN[:4], "nowhere.txt", *LEARN[5:]), "nowhere.txt"),
-        (("show", "vocab.bpe"), "vocab.bpe: "),
-        (("encode", "train.txt", "--data", "new.txt"), "train.txt: "),
+        (("show", "vocab.bpe"), "vocab.bpe cannot be read: "),
+        (("encode", "train.txt", "--data", "new.txt"), "train.txt cannot be read: "),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(run, folder, words, told):

@@ -283,7 +283,8 @@ def packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: int, n
     """Returns a packed matrix. parts: words, scales and biases, None for one that is missing. Raises `ModelError`."""
     words, scales, biases = parts
     if words is None or scales is None or biases is None:
-        raise ModelError(f"{where}: {name} is quantized, but its words, scales or biases are missing")
+        missing = "words" if words is None else "scales or biases"
+        raise ModelError(f"{where}: {name} is quantized, but its {missing} are missing")
     packed = Packed(words, scales, biases, bits, group)
     try:
         packed.check()
