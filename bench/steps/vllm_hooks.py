@@ -4,9 +4,9 @@
 
 prints a line of JSON for each number of requests at a time, warm (all rows are there) and cold (rows of new entries are
 encoded in the step). The clock runs around our own calls in steps of one id per request, in an engine whose worker is
-in this process. What they start on the device is not waited for; on a CPU it runs in the call, so the products of
-outputs with hyper rows are told apart: a card computes them while the host goes on. A first round of other requests is
-not counted.
+in this process. What they start on the device is not waited for; on a CPU it runs in the call, so the time is given
+without the products of outputs and hyper rows too, which a card computes while the host goes on. A first round of
+other requests is not counted.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are pro
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
 TRIED = (2, 4, 8)  # widths of trials
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
-TRY_EVERY = 64  # passes before a trial for each half of a pass that it may cost, and at least
+TRY_EVERY = 64  # least passes between two trials, and passes for each half pass that a trial is expected to cost
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
 KEPT = 15  # times per width
-KNOWN_AFTER = 2  # passes of a width
+KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
 
 
@@ -85,7 +85,7 @@ class PassCosts:
 
     def _find_ratios(self, held: int, rows: int) -> tuple[dict[int, float], list[int]]:
         """Returns `ratios`, and the widths of `TRIED` that are not known, those that were never timed first."""
-        key = (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())  # as `note` has it; a step asks twice
+        key = _exponent(rows), _bucket(held)
         if (found := self._ratios.get(key)) is not None:
             return found
         ratios, known = dict[int, float](), set[int]()

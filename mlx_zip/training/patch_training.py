@@ -257,8 +257,9 @@ class _PatchTrainer:
         """Does nothing: there is no validation during the run; see `TrainingJob`."""
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it exists; see `TrainingJob`."""
-        save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
+        """Writes the checkpoint of this step, unless it exists or no step was taken; see `TrainingJob`."""
+        if self.progress.step:
+            save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
 
 def _iterate_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
