@@ -62,7 +62,7 @@ def test_every_part_of_the_page_is_pictured(told, open_tab, theme, size):
 
 
 def test_the_picture_of_the_readme_shows_an_answer_and_its_vocabulary(told, open_tab):
-    tab = open_tab(told, color_scheme="light", viewport={"width": 1180, "height": 700}, device_scale_factor=1.4)
+    tab = open_tab(told, color_scheme="light", viewport={"width": 1180, "height": 700}, device_scale_factor=1.3)
     tab["conversation-link"].first.click()
     tab["vocabulary-open"].click()
     tab["entry"].first.wait_for()
