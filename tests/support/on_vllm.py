@@ -17,7 +17,8 @@ from mlx_zip.packs.pack import IN_FOLDER, load_pack, save_pack
 from support.serving import Watch
 from support.torch_folders import save_weights
 
-CPU_ARGS = {"enforce_eager": True, "block_size": 32, "max_model_len": 512}
+# the share of memory that must be free is low, so that two engines start beside each other
+CPU_ARGS = {"enforce_eager": True, "block_size": 32, "max_model_len": 512, "gpu_memory_utilization": 0.3}
 
 
 def open_on_vllm(folder: Any, max_running: int = 16, vllm_args: dict[str, Any] | None = None, **options: Any) -> Any:
