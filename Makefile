@@ -2,7 +2,7 @@
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
 #   make test JOBS=1                runs the tests in one process instead of two
 #   make lint PYRIGHT_ARGS=--warnings  fails on warnings too, for an environment with all optional libraries
-#   make drafts TRIALS=3            measures drafts with three timed runs of each way in place of five
+#   make drafts TRIALS=3            measures drafts with three timed runs of each way in place of five, but for stories
 #   make model DATA=DIR [OUT=DIR]   trains the bundled models anew from the stories in DATA (docs/stories.md)
 
 PYTHON ?= python3
@@ -83,7 +83,7 @@ drafts: $(VENV)/.ready
 	$(BIN)/python -m mlx_zip.bench drafts --mode greedy --models stories --kinds story --record $(DRAFTS)/drafts-greedy.jsonl
 	$(BIN)/python -m mlx_zip.bench drafts $(TIMED) --tokens 40 --drafts off auto --trials $(TRIALS) \
 	  --record $(DRAFTS)/drafts-time.jsonl
-	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --drafts off auto --trials 25 \
+	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --drafts off auto --trials 15 \
 	  --record $(DRAFTS)/drafts-time.jsonl
 	LD_PRELOAD=$(BLAS) $(BIN)/python -m mlx_zip.bench drafts --float32 $(TIMED) --tokens 60 --trials $(TRIALS) \
 	  --record $(DRAFTS)/drafts-float32.jsonl

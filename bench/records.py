@@ -89,21 +89,27 @@ def refuse_json_constant(text: str) -> float:
 
 
 def machines_table(records: Records, names: Sequence[str]) -> str:
-    """Returns a table of where and how each record was measured; "-" for what a record lacks."""
+    """Returns a table of where and how each record was measured; "-" for what a record lacks.
+
+    A record that was measured at several commits, or with several numbers of trials, has a row for each.
+    """
     rows = []
     for name in names:
-        line = records.lines(name)[0]
-        rows.append(
+        runs = dict[tuple[str, str], Record]()
+        for line in records.lines(name):
+            runs.setdefault((line.get("commit") or "-", trials_cell(line)), line)
+        rows += [
             [
                 f"`{name}`",
                 line.get("machine", "-"),
-                line.get("commit") or "-",
+                commit,
                 line.get("time", "-")[:10],
-                trials_cell(line),
+                trials,
                 load_cell(line),
                 libraries_cell(line),
             ]
-        )
+            for (commit, trials), line in runs.items()
+        ]
     heads = ["record", "machine", "commit", "day", "trials", "load average, idle share", "preloaded; BLAS"]
     return table(heads, rows)
 

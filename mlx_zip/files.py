@@ -264,7 +264,9 @@ def read_json_object(path: Path, hint: str = "", raises: type[MlxZipError] = Dat
     try:
         check_regular_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, DataError) as error:
+    except DataError as error:
+        raise raises(f"{error}{hint}") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise raises(f"{path} cannot be read: {failure_reason(error)}{hint}") from error
     if not isinstance(found, dict):
         raise raises(f"{path} holds no JSON object{hint}")

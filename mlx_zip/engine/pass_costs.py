@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are proposed
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
-TRIED = (2, 4, 8)  # widths of trials
+TRIED = (2, 4, 8)  # widths of trials; a wider one is tried only after a pass of it was timed once
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
 TRY_EVERY = 64  # least passes between two trials, and passes for each half pass that a trial is expected to cost
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
@@ -39,15 +39,16 @@ class PassCosts:
 
     Of the last times the lower quartile counts: whoever reads the answer may pause, and other work may come between,
     but nothing makes a pass shorter. The first pass of a width may also have waited for memory or for a kernel that was
-    compiled, so a width that was timed once is tried again.
+    compiled, so a width that was timed once is tried again, and a time of another length counts more until then.
     """
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}  # by rows and length, and by width
-        # by rows and length, if asked for since `note`: ratios by width, and the widths of `TRIED` that are not known
+        # by rows and length, if asked for since `note`: ratios by width, and the widths that are to be tried
         self._ratios: dict[tuple[int, int], tuple[dict[int, float], list[int]]] = {}
         self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
+        self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
         """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted.
@@ -55,6 +56,8 @@ class PassCosts:
         known: whether this time is enough to know what such passes cost.
         """
         self._passes += 1
+        if ids == self._trial:
+            self._in_vain = 0
         if ids in WIDTHS:
             widths = self._times.setdefault((_exponent(rows), _bucket(held)), {})
             if ids not in widths:
@@ -79,22 +82,25 @@ class PassCosts:
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns what passes of timed widths cost in relation to a pass over one id, on a cache of `held` ids.
 
-        Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
+        Widths that are not known of such caches have the ratio of the nearest length at which they are; if there is
+        none, at which they were timed.
         """
         return self._find_ratios(held, rows)[0]
 
     def _find_ratios(self, held: int, rows: int) -> tuple[dict[int, float], list[int]]:
-        """Returns `ratios`, and the widths of `TRIED` that are not known, those that were never timed first."""
+        """Returns `ratios`, and the widths that are to be tried, those that were never timed first."""
         key = _exponent(rows), _bucket(held)
         if (found := self._ratios.get(key)) is not None:
             return found
-        ratios, known = dict[int, float](), set[int]()
+        timed, known = dict[int, float](), dict[int, float]()
         for times in self._nearest(*key):
             for width in times:
-                ratios.setdefault(width, times[width].quartile / times[1].quartile)
-                known |= {width} if times[width].known else set()
-        unknown = [width for width in TRIED if width not in known]
-        self._ratios[key] = ratios, sorted(unknown, key=lambda width: width in ratios)
+                ratio = times[width].quartile / times[1].quartile
+                timed.setdefault(width, ratio)
+                if times[width].known:
+                    known.setdefault(width, ratio)
+        unknown = [width for width in WIDTHS[1:] if width not in known and (width in TRIED or width in timed)]
+        self._ratios[key] = {**timed, **known}, sorted(unknown, key=lambda width: width in timed)
         return self._ratios[key]
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
@@ -104,41 +110,50 @@ class PassCosts:
         ]
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
+    def _seconds_in_passes(self, held: int, rows: int, seconds: float) -> float:
+        """Returns how many passes over one id take as long as `seconds`; 0 if none was timed."""
+        nearest = self._nearest(_exponent(rows), _bucket(held)) if seconds else []
+        return seconds / nearest[0][1].quartile if nearest else 0.0
+
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
         """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
-        ratios = self.ratios(held, rows)
-        if not seconds or not ratios:
-            return ratios
-        each = seconds / self._nearest(_exponent(rows), _bucket(held))[0][1].quartile
-        return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
+        ratios, each = self.ratios(held, rows), self._seconds_in_passes(held, rows, seconds)
+        return {width: ratio + (width - 1) * each for width, ratio in ratios.items()} if each else ratios
 
     def choose_width(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids to propose per row, 0 for none: what makes the most base tokens per second.
+        """Returns how many ids to propose per row, 0 for none: those of a trial, or what makes the most ids per second.
 
         most: ids that may be proposed. seconds: how long it takes to propose one id to each row.
         """
-        ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        if most < 1 or 1 not in ratios:
+        return self.take_trial(shares, held, most, seconds) or self.best_ids(shares, held, most, seconds)
+
+    def take_trial(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
+        """Returns how many ids to propose to learn what they cost, 0 if it is not the time for that.
+
+        It counts as done then. Arguments as in `choose_width`.
+        """
+        width = self._find_trial(shares, held, most, seconds)
+        if width is None:
             return 0
+        self._tried, self._trial, self._in_vain = self._passes, width, self._in_vain + 1
+        return width - 1
+
+    def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
+        """Returns how many ids make the most ids per second, as far as is known. Arguments as in `choose_width`."""
+        ratios = self._ratios_with_proposing(held, len(shares), seconds)
         best = self._best_width(shares, ratios, most)
-        if (trial := self._find_trial(shares, ratios, held, most, best)) is not None:
-            self._tried = self._passes
-            return trial - 1
         untimed = (width for width in WIDTHS if width not in ratios and width <= best)
         return next(untimed, best) - 1  # a width that was never timed is reached step by step
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
-        """Returns the base tokens per second with so many proposed ids; a pass over one id has 1."""
+        """Returns the ids per second with so many proposed ones; a pass over one id has 1."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
-        ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        if 1 not in ratios:
-            return False
-        best = self._best_width(shares, ratios, most)
-        return best > 1 or self._find_trial(shares, ratios, held, most, best) is not None
+        ids = self.best_ids(shares, held, most, seconds)
+        return ids > 0 or self._find_trial(shares, held, most, seconds) is not None
 
     def _best_width(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
         """Returns `_best_width`, weighed once as long as nothing changes: shares do only with a draft."""
@@ -147,23 +162,27 @@ class PassCosts:
             self._weighed = weighed, _best_width(shares, ratios, most)
         return self._weighed[1]
 
-    def _find_trial(
-        self, shares: Sequence[float], ratios: dict[int, float], held: int, most: int, best: int
-    ) -> int | None:
+    def _find_trial(self, shares: Sequence[float], held: int, most: int, seconds: float) -> int | None:
         """Returns the width of a pass that is to be timed now, None as long as it is not the time for that.
 
-        A width of `TRIED` that is not known is next, and then, where nothing gains, the one that costs least.
+        A width that is not known is next, and then, where nothing gains, the one of `TRIED` that costs least. After
+        one that was not timed, because fewer ids came than were wanted, the next is waited for twice as long.
         """
         waited = self._passes - self._tried
-        if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
+        if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
             return None
-        unknown = [width for width in self._find_ratios(held, len(shares))[1] if width <= most + 1]
+        ratios, unknown = self._find_ratios(held, len(shares))
+        if 1 not in ratios:
+            return None
+        unknown = [width for width in unknown if width <= most + 1]
         if unknown:  # the most that it may cost is what as many passes over one id cost
-            loss = unknown[0] - expected_ids(shares, unknown[0] - 1)
-            return unknown[0] if waited >= TRY_EVERY * max(1, 2 * loss) else None
-        if best > 1 or waited < TRY_AGAIN_EVERY:
-            return None
+            width, each = unknown[0], self._seconds_in_passes(held, len(shares), seconds)
+            loss = width - expected_ids(shares, width - 1) + (width - 1) * each
+            every = min(TRY_EVERY << self._in_vain, TRY_AGAIN_EVERY)
+            return width if waited >= every * max(1, 2 * loss) else None
         known = [width for width in TRIED if width <= most + 1]
+        if not known or waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
+            return None
         return max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
 
 

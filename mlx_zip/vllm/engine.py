@@ -167,9 +167,9 @@ def open_vllm_engine(
 def load_on_vllm(
     model_name: str, args: Mapping[str, Any], pack: Any, changes: Mapping[str, Any], chat_template: str | None
 ) -> VllmServed:
-    """Loads a model. args: of vLLM's `EngineArgs`. changes: fields of `ZipConfig`, None for no change.
+    """Loads a model. args: of vLLM's `EngineArgs`, `trust_remote_code` among them, which the tokenizer follows too.
 
-    Other arguments, and what is raised, as in `open_vllm_engine`.
+    changes: fields of `ZipConfig`, None for no change. Other arguments, and what is raised, as in `open_vllm_engine`.
     """
     register()
     export = config_of_export(resolve_model_name(model_name))

@@ -146,14 +146,57 @@ def test_trials_cost_at_most_two_percent_even_if_drafts_are_much_less_sure_than_
     assert passes < took <= 1.02 * passes
 
 
-def test_a_width_that_is_proposed_but_never_noted_is_tried_now_and_then_only():
+def test_a_width_that_is_proposed_but_never_noted_is_tried_less_and_less():
     costs = PassCosts()
     tried = []
-    for _ in range(10 * TRY_EVERY):
+    for _ in range(30 * TRY_EVERY):
         tried.append(costs.choose_width([0.99], 100, 15))
         costs.note(1, 100, 0.01)
     assert set(tried) == {0, 1}
-    assert sum(tried) == 10
+    assert [n for n, ids in enumerate(tried) if ids] == [1, 129, 385, 897, 1409]
+
+
+def test_a_width_that_was_timed_once_at_this_length_has_the_ratio_at_which_it_is_known_and_is_tried_again():
+    costs, widths = timed(M4_PRO, held=200), []
+    costs.note(1, 400, 0.01, known=True)
+    for width in (8, 4, 2):
+        costs.note(width, 400, 40.0)
+    assert costs.ratios(400)[8] == pytest.approx(M4_PRO[8])
+    for _ in range(3 * TRY_EVERY):
+        widths.append(1 + costs.choose_width([0.99], 400, 15))
+        costs.note(widths[-1], 400, 0.01 * M4_PRO[widths[-1]])
+    assert widths[-1] == 8
+
+
+class Proposes:
+    """A source that is always there."""
+
+    width = None
+
+    def __init__(self, share, seconds, most=15):
+        self.share, self.seconds, self.most = lambda: share, lambda: seconds, most
+
+
+def test_with_two_sources_a_trial_is_run_although_the_other_source_seems_to_gain_more():
+    costs, widths = PassCosts(), []
+    drafter = Drafter([Proposes(0.85, 0.0), Proposes(0.95, 0.004)], costs)
+    for _ in range(40 * TRY_EVERY):
+        width = 1 + choose_drafts([drafter], [15], 100)[0][1]
+        costs.note(width, 100, 0.01 * M4_PRO[width] * (40 if width > 1 and width not in widths else 1))
+        widths.append(width)
+    assert widths[-1] == 1 + timed(M4_PRO).choose_width([0.85], 100, 15)
+
+
+def test_a_source_is_asked_for_no_more_than_it_can_give():
+    drafter = Drafter([Proposes(0.99, 0.0, most=3)], timed(M4_PRO))
+    assert choose_drafts([drafter], [15], 100)[0][1] == 3
+    unknown = PassCosts()
+    unknown.note(1, 100, 0.01, known=True)
+    drafter, widths = Drafter([Proposes(0.99, 0.0, most=3)], unknown), []
+    for _ in range(20 * TRY_EVERY):
+        widths.append(choose_drafts([drafter], [15], 100)[0][1])
+        unknown.note(1 + widths[-1], 100, 0.01 * ROW_BY_ROW[1 + widths[-1]])
+    assert set(widths) == {0, 1, 3}
 
 
 def test_a_drafter_with_costs_proposes_by_them():
