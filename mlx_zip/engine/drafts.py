@@ -178,15 +178,15 @@ def choose_drafts(
     that the cache holds.
     """
     costs, found = _costs_of(drafters), _offers_to_weigh(drafters, limits)
-    if not found:
+    offers, width = (None, 0) if not found else (found[0], None) if costs is None else _weigh(costs, found, held)
+    if offers is None or width == 0:
         return [(None, 0)] * len(drafters)
-    offers, width = (found[0], None) if costs is None else _weigh(costs, found, held)
     chosen = list[tuple[Source | None, int]]()
     for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True):
-        if drafter is None or offer is None or width == 0:
+        if drafter is None or offer is None:
             chosen.append((None, 0))
         else:
-            ids = (offer.source.width or drafter.own_width) if width is None else width
+            ids = width or offer.source.width or drafter.own_width
             chosen.append((offer.source, min(limit, offer.source.most, ids)))
     return chosen
 
@@ -197,6 +197,8 @@ def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offe
         if ids := costs.take_trial(offers.shares, held, offers.most, offers.seconds):
             return offers, ids
     weighed = [(offers, costs.best_ids(offers.shares, held, offers.most, offers.seconds)) for offers in found]
+    if len(weighed) == 1:
+        return weighed[0]
     return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
 
 
@@ -232,16 +234,14 @@ def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) 
 
 def _find_offers(drafters: Sequence[Drafter | None], limits: Sequence[int], at_once: bool = False) -> _Offers | None:
     """Returns the surest offer of each row, None if no row has one. at_once: as in `Drafter.surest`."""
-    rows = [
-        drafter.surest(at_once) if drafter is not None and limit > 0 else None
-        for drafter, limit in zip(drafters, limits, strict=True)
-    ]
-    found = [offer for offer in rows if offer is not None]
-    if not found:
-        return None
-    shares = [0.0 if offer is None else offer.share for offer in rows]
-    most = max([min(limit, offer.source.most) for offer, limit in zip(rows, limits, strict=True) if offer is not None])
-    return _Offers(rows, shares, sum([offer.seconds for offer in found]), most)
+    rows, shares, seconds, most = list[Offer | None](), list[float](), 0.0, 0
+    for drafter, limit in zip(drafters, limits, strict=True):
+        offer = drafter.surest(at_once) if drafter is not None and limit > 0 else None
+        rows.append(offer)
+        shares.append(0.0 if offer is None else offer.share)
+        if offer is not None:
+            seconds, most = seconds + offer.seconds, max(most, min(limit, offer.source.most))
+    return _Offers(rows, shares, seconds, most) if most else None
 
 
 def _costs_of(drafters: Sequence[Drafter | None]) -> PassCosts | None:

@@ -59,7 +59,7 @@ class PassCosts:
         if ids == self._trial:
             self._in_vain = 0
         if ids in WIDTHS:
-            widths = self._times.setdefault((_exponent(rows), _bucket(held)), {})
+            widths = self._times.setdefault(_kind(rows, held), {})
             if ids not in widths:
                 widths[ids] = _Times()
             if widths[ids].note(seconds, known):
@@ -89,7 +89,7 @@ class PassCosts:
 
     def _find_ratios(self, held: int, rows: int) -> tuple[dict[int, float], list[int]]:
         """Returns `ratios`, and the widths that are to be tried, those that were never timed first."""
-        key = _exponent(rows), _bucket(held)
+        key = _kind(rows, held)
         if (found := self._ratios.get(key)) is not None:
             return found
         timed, known = dict[int, float](), dict[int, float]()
@@ -112,7 +112,7 @@ class PassCosts:
 
     def _seconds_in_passes(self, held: int, rows: int, seconds: float) -> float:
         """Returns how many passes over one id take as long as `seconds`; 0 if none was timed."""
-        nearest = self._nearest(_exponent(rows), _bucket(held)) if seconds else []
+        nearest = self._nearest(*_kind(rows, held)) if seconds else []
         return seconds / nearest[0][1].quartile if nearest else 0.0
 
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
@@ -253,10 +253,6 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
     return ratios[wide] + max(0.0, slope) * (width - wide)
 
 
-def _bucket(held: int) -> int:
-    return max(SHORTEST, _exponent(held))
-
-
-def _exponent(n: int) -> int:
-    """Returns the exponent of the lowest power of two that is at least n, 0 for less than one."""
-    return max(0, n - 1).bit_length()
+def _kind(rows: int, held: int) -> tuple[int, int]:
+    """Returns the exponents of the lowest powers of two that are at least `rows` and `held`, but see `SHORTEST`."""
+    return (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())
