@@ -44,8 +44,7 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}  # by rows and length, and by width
-        # by rows and length, if asked for since `note`: ratios by width, and the widths that are to be tried
-        self._ratios: dict[tuple[int, int], tuple[dict[int, float], list[int]]] = {}
+        self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
         self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
@@ -63,7 +62,7 @@ class PassCosts:
             if ids not in widths:
                 widths[ids] = _Times()
             if widths[ids].note(seconds, known):
-                self._ratios.clear()
+                self._known.clear()
                 self._weighed = None, 1
 
     def figures(self) -> dict[Figure, float]:
@@ -85,23 +84,23 @@ class PassCosts:
         Widths that are not known of such caches have the ratio of the nearest length at which they are; if there is
         none, at which they were timed.
         """
-        return self._find_ratios(held, rows)[0]
+        return self._find_known(held, rows).ratios
 
-    def _find_ratios(self, held: int, rows: int) -> tuple[dict[int, float], list[int]]:
-        """Returns `ratios`, and the widths that are to be tried, those that were never timed first."""
+    def _find_known(self, held: int, rows: int) -> _Known:
         key = _kind(rows, held)
-        if (found := self._ratios.get(key)) is not None:
+        if (found := self._known.get(key)) is not None:
             return found
-        timed, known = dict[int, float](), dict[int, float]()
-        for times in self._nearest(*key):
+        timed, known, nearest = dict[int, float](), dict[int, float](), self._nearest(*key)
+        for times in nearest:
             for width in times:
                 ratio = times[width].quartile / times[1].quartile
                 timed.setdefault(width, ratio)
                 if times[width].known:
                     known.setdefault(width, ratio)
         unknown = [width for width in WIDTHS[1:] if width not in known and (width in TRIED or width in timed)]
-        self._ratios[key] = {**timed, **known}, sorted(unknown, key=lambda width: width in timed)
-        return self._ratios[key]
+        unknown.sort(key=lambda width: width in timed)
+        found = self._known[key] = _Known({**timed, **known}, unknown, nearest[0][1].quartile if nearest else 0.0)
+        return found
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
         """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
@@ -110,15 +109,13 @@ class PassCosts:
         ]
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
-    def _seconds_in_passes(self, held: int, rows: int, seconds: float) -> float:
-        """Returns how many passes over one id take as long as `seconds`; 0 if none was timed."""
-        nearest = self._nearest(*_kind(rows, held)) if seconds else []
-        return seconds / nearest[0][1].quartile if nearest else 0.0
-
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
         """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
-        ratios, each = self.ratios(held, rows), self._seconds_in_passes(held, rows, seconds)
-        return {width: ratio + (width - 1) * each for width, ratio in ratios.items()} if each else ratios
+        known = self._find_known(held, rows)
+        if not seconds or not known.ratios:
+            return known.ratios
+        each = seconds / known.seconds
+        return {width: ratio + (width - 1) * each for width, ratio in known.ratios.items()}
 
     def choose_width(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids to propose per row, 0 for none: those of a trial, or what makes the most ids per second.
@@ -171,19 +168,30 @@ class PassCosts:
         waited = self._passes - self._tried
         if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
             return None
-        ratios, unknown = self._find_ratios(held, len(shares))
-        if 1 not in ratios:
+        known = self._find_known(held, len(shares))
+        if not known.ratios:
             return None
-        unknown = [width for width in unknown if width <= most + 1]
-        if unknown:  # the most that it may cost is what as many passes over one id cost
-            width, each = unknown[0], self._seconds_in_passes(held, len(shares), seconds)
-            loss = width - expected_ids(shares, width - 1) + (width - 1) * each
+        if unknown := [width for width in known.unknown if width <= most + 1]:
+            width = unknown[0]  # the most that it may cost is what as many passes over one id cost
+            loss = width - expected_ids(shares, width - 1) + (width - 1) * seconds / known.seconds
             every = min(TRY_EVERY << self._in_vain, TRY_AGAIN_EVERY)
             return width if waited >= every * max(1, 2 * loss) else None
-        known = [width for width in TRIED if width <= most + 1]
-        if not known or waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
+        tried = [width for width in TRIED if width <= most + 1]
+        if not tried or waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
             return None
-        return max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
+        return max(tried, key=lambda width: expected_ids(shares, width - 1) / known.ratios[width])
+
+
+class _Known(NamedTuple):
+    """What is known of passes on as many rows and about as long caches.
+
+    ratios: as in `PassCosts.ratios`. unknown: the widths that are to be tried, those that were never timed first.
+    seconds: of a pass over one id, 0 if none was timed.
+    """
+
+    ratios: dict[int, float]
+    unknown: list[int]
+    seconds: float
 
 
 class PassClock:
