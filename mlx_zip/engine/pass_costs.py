@@ -18,6 +18,7 @@ TRIED = (2, 4, 8)  # widths of trials; a wider one is tried only after a pass of
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
 TRY_EVERY = 64  # least passes between two trials, and passes for each half pass that a trial is expected to cost
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
+COMPARE_EVERY = 256  # passes before one over one id, with which the others are compared
 KEPT = 15  # times per width
 KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
@@ -32,18 +33,21 @@ class Figure(NamedTuple):
 
 
 class PassCosts:
-    """Seconds of passes by their width, and in powers of two by their rows and by the length of the context.
+    """What passes cost by their width, and in powers of two by their rows and by the length of the context.
 
     A pass reads as many ids in each of its rows, one per request. shares: per row, of proposed ids that are accepted,
     each if those before it were; 0 for a row with nothing to propose.
 
-    Of the last times the lower quartile counts: whoever reads the answer may pause, and other work may come between,
-    but nothing makes a pass shorter. The first pass of a width may also have waited for memory or for a kernel that was
-    compiled, so a width that was timed once is tried again, and a time of another length counts more until then.
+    A pass over several ids is compared with those over one id shortly before, so a machine that is faster at one time
+    and slower at another changes nothing; where all passes are over several ids, one over one id comes now and then.
+    Of the last times the lower median counts: whoever reads the answer may pause, and other work may come between. The
+    first pass of a width may also have waited for memory or for a kernel that was compiled, so a width that was timed
+    once is tried again, and a time of another length counts more until then.
     """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int], dict[int, _Times]] = {}  # by rows and length, and by width
+        # by rows and length, and by width: seconds of passes over one id, and how many such passes others cost
+        self._times: dict[tuple[int, int], dict[int, _Times]] = {}
         self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
         self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
@@ -59,16 +63,21 @@ class PassCosts:
             self._in_vain = 0
         if ids in WIDTHS:
             widths = self._times.setdefault(_kind(rows, held), {})
+            one = widths.get(1)
+            if ids > 1:
+                if one is None:
+                    return
+                seconds /= one.lately
             if ids not in widths:
                 widths[ids] = _Times()
-            if widths[ids].note(seconds, known):
+            if widths[ids].note(seconds, self._passes, known):
                 self._known.clear()
                 self._weighed = None, 1
 
     def figures(self) -> dict[Figure, float]:
         """Returns the seconds of passes whose width is known."""
         return {
-            Figure(width, 1 << length, 1 << rows): times.quartile
+            Figure(width, 1 << length, 1 << rows): times.median * (1.0 if width == 1 else widths[1].median)
             for (rows, length), widths in list(self._times.items())  # another thread may note a pass meanwhile
             for width, times in list(widths.items())
             if times.known
@@ -93,13 +102,13 @@ class PassCosts:
         timed, known, nearest = dict[int, float](), dict[int, float](), self._nearest(*key)
         for times in nearest:
             for width in times:
-                ratio = times[width].quartile / times[1].quartile
+                ratio = 1.0 if width == 1 else times[width].median
                 timed.setdefault(width, ratio)
                 if times[width].known:
                     known.setdefault(width, ratio)
         unknown = [width for width in WIDTHS[1:] if width not in known and (width in TRIED or width in timed)]
         unknown.sort(key=lambda width: width in timed)
-        found = self._known[key] = _Known({**timed, **known}, unknown, nearest[0][1].quartile if nearest else 0.0)
+        found = self._known[key] = _Known({**timed, **known}, unknown, nearest[0][1].median if nearest else 0.0)
         return found
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
@@ -136,7 +145,13 @@ class PassCosts:
         return width - 1
 
     def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids make the most ids per second, as far as is known. Arguments as in `choose_width`."""
+        """Returns how many ids make the most ids per second, as far as is known; 0 if a pass over one id is due.
+
+        Arguments as in `choose_width`.
+        """
+        one = self._times.get(_kind(len(shares), held), {}).get(1)
+        if one is None or self._passes - one.at >= COMPARE_EVERY:
+            return 0
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         best = self._best_width(shares, ratios, most)
         untimed = (width for width in WIDTHS if width not in ratios and width <= best)
@@ -219,18 +234,27 @@ class PassClock:
 
 
 class _Times:
-    """The last times of passes of one kind, and their lower quartile. known: whether there are times enough."""
+    """The last times of passes of one kind, and their lower median. known: whether there are times enough.
+
+    lately: the median of the last five. at: the pass of the last one.
+    """
 
     def __init__(self) -> None:
-        self._last, self.quartile, self.known = deque[float](maxlen=KEPT), 0.0, False
+        self._last, self.median, self.known = deque[float](maxlen=KEPT), 0.0, False
+        self.at = 0
 
-    def note(self, seconds: float, known: bool) -> bool:
+    @property
+    def lately(self) -> float:
+        last = sorted(list(self._last)[-5:])
+        return last[len(last) // 2]
+
+    def note(self, time_: float, at: int, known: bool) -> bool:
         """Notes a time, with `known` one that is enough; returns whether what is known is different now."""
-        before = self.quartile, self.known
-        self._last.append(seconds)
-        self.quartile = sorted(self._last)[len(self._last) // 4]
+        before, self.at = (self.median, self.known), at
+        self._last.append(time_)
+        self.median = sorted(self._last)[(len(self._last) - 1) // 2]
         self.known = self.known or known or len(self._last) >= KNOWN_AFTER
-        return (self.quartile, self.known) != before
+        return (self.median, self.known) != before
 
 
 def expected_ids(shares: Sequence[float], proposed: int) -> float:

@@ -51,20 +51,23 @@ def test_nothing_is_proposed_before_a_pass_over_one_id_was_timed():
     assert PassCosts().choose_width([1.0], 100, 15) == 0
 
 
-def run(curve, is_right, passes, most=15, noise=0.0, seed=0):
+def run(curve, is_right, passes, most=15, noise=0.0, seed=0, slow=1.0):
     """Simulates an answer; returns the ids emitted per second, in relation to passes over one id.
 
-    is_right: called before each proposed id, whether it is the one chosen.
+    is_right: called before each proposed id, whether it is the one chosen. slow: by how much the machine is slower in
+    about half of the time.
     """
-    costs, rng, seconds, emitted = PassCosts(), random.Random(seed), 0.0, 0
+    costs, rng, seconds, emitted, pace = PassCosts(), random.Random(seed), 0.0, 0, 1.0
     acceptance = Acceptance()
     for _ in range(passes):
+        if slow > 1 and rng.random() < 1 / 40:
+            pace = slow if pace == 1 else 1.0
         width = costs.choose_width([acceptance.share(40)], 100, most)
         accepted = 0
         while accepted < width and is_right(rng):
             accepted += 1
         took = curve[width + 1] * (1 + noise * rng.random())
-        costs.note(width + 1, 100, took)
+        costs.note(width + 1, 100, pace * took)
         if width:
             acceptance.note(40, width, accepted)
         seconds, emitted = seconds + took, emitted + 1 + accepted
@@ -85,6 +88,21 @@ def test_a_machine_reaches_nearly_the_rate_of_its_best_width(curve, share):
     else:
         best = max(1.0, *(rate(curve, share, proposed) for proposed in (1, 3, 7, 15)))
     assert run(curve, lambda rng: rng.random() < share, 4000) > 0.93 * best
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("passes", [80, 300, 2000])
+def test_a_machine_that_is_slower_at_times_loses_nothing_where_passes_cost_row_by_row(share, passes):
+    rates = [run(ROW_BY_ROW, lambda rng: rng.random() < share, passes, 3, 0.1, seed, slow=1.7) for seed in range(20)]
+    assert sum(rates) / len(rates) > 0.97
+
+
+def test_a_pass_over_one_id_comes_now_and_then_though_drafts_gain():
+    costs, widths = timed(M4_PRO), []
+    for _ in range(1000):
+        widths.append(1 + costs.choose_width([0.9], 100, 15))
+        costs.note(widths[-1], 100, 0.01 * M4_PRO[widths[-1]])
+    assert 3 <= widths.count(1) <= 4
 
 
 def test_curves_of_other_contexts_are_taken_over_as_ratios():
