@@ -20,6 +20,7 @@ TRY_EVERY = 64  # least passes between two trials, and passes for each half pass
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
 COMPARE_EVERY = 256  # passes before one over one id, with which the others are compared
 KEPT = 15  # times per width
+MOST_KEPT = 1024  # numbers of ids that were chosen, by what decides
 KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
 
@@ -49,7 +50,7 @@ class PassCosts:
         # by rows and length, and by width: seconds of passes over one id, and how many such passes others cost
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
         self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
-        self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
+        self._best: dict[tuple[Any, ...], int] = {}  # what `best_ids` has found since then, by its arguments
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
@@ -72,7 +73,7 @@ class PassCosts:
                 widths[ids] = _Times()
             if widths[ids].note(seconds, self._passes, known):
                 self._known.clear()
-                self._weighed = None, 1
+                self._best.clear()
 
     def figures(self) -> dict[Figure, float]:
         """Returns the seconds of passes whose width is known."""
@@ -149,13 +150,19 @@ class PassCosts:
 
         Arguments as in `choose_width`.
         """
-        one = self._times.get(_kind(len(shares), held), {}).get(1)
+        kind = _kind(len(shares), held)
+        one = self._times.get(kind, {}).get(1)
         if one is None or self._passes - one.at >= COMPARE_EVERY:
             return 0
-        ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        best = self._best_width(shares, ratios, most)
-        untimed = (width for width in WIDTHS if width not in ratios and width <= best)
-        return next(untimed, best) - 1  # a width that was never timed is reached step by step
+        key = kind, most, seconds, *shares
+        if (found := self._best.get(key)) is None:
+            if len(self._best) >= MOST_KEPT:
+                self._best.clear()
+            ratios = self._ratios_with_proposing(held, len(shares), seconds)
+            best = _best_width(shares, ratios, most)
+            untimed = (width for width in WIDTHS if width not in ratios and width <= best)
+            found = self._best[key] = next(untimed, best) - 1  # a width never timed is reached step by step
+        return found
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
         """Returns the ids per second with so many proposed ones; a pass over one id has 1."""
@@ -166,13 +173,6 @@ class PassCosts:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
         ids = self.best_ids(shares, held, most, seconds)
         return ids > 0 or self._find_trial(shares, held, most, seconds) is not None
-
-    def _best_width(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
-        """Returns `_best_width`, weighed once as long as nothing changes: shares do only with a draft."""
-        weighed = shares, ratios, most
-        if weighed != self._weighed[0]:
-            self._weighed = weighed, _best_width(shares, ratios, most)
-        return self._weighed[1]
 
     def _find_trial(self, shares: Sequence[float], held: int, most: int, seconds: float) -> int | None:
         """Returns the width of a pass that is to be timed now, None as long as it is not the time for that.

@@ -22,6 +22,7 @@ from threading import Thread
 from typing import Any, cast
 
 import numpy as np
+from pydantic import ValidationError
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.exceptions import VLLMError
 from vllm.sampling_params import RequestOutputKind
@@ -204,7 +205,11 @@ def load_on_vllm(
     tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
     start = None if pack is None else resolve_pack(pack)
     fingerprint = folder_fingerprint(folder, tied)
-    llm = LLMEngine.from_engine_args(vllm_args)
+    try:
+        llm = LLMEngine.from_engine_args(vllm_args)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(f"vLLM's arguments: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
     try:
         return VllmServed(llm, tokenizer, made, start, tied, fingerprint, model_name)
     except BaseException:
