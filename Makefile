@@ -83,7 +83,7 @@ drafts: $(VENV)/.ready
 	$(BIN)/python -m mlx_zip.bench drafts --mode greedy --models stories --kinds story --record $(DRAFTS)/drafts-greedy.jsonl
 	$(BIN)/python -m mlx_zip.bench drafts $(TIMED) --tokens 40 --drafts off auto --trials $(TRIALS) \
 	  --record $(DRAFTS)/drafts-time.jsonl
-	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --drafts off auto --trials 15 \
+	$(BIN)/python -m mlx_zip.bench drafts --mode free --models stories --kinds story --drafts off auto --trials 25 \
 	  --record $(DRAFTS)/drafts-time.jsonl
 	LD_PRELOAD=$(BLAS) $(BIN)/python -m mlx_zip.bench drafts --float32 $(TIMED) --tokens 60 --trials $(TRIALS) \
 	  --record $(DRAFTS)/drafts-float32.jsonl
