@@ -2,7 +2,7 @@
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
 #   make test JOBS=1                runs the tests in one process instead of two
 #   make lint PYRIGHT_ARGS=--warnings  fails on warnings too, for an environment with all optional libraries
-#   make drafts TRIALS=3            measures drafts with three timed runs of each way in place of five
+#   make drafts TRIALS=3            measures drafts with three timed runs of each way in place of five, but for stories
 #   make model DATA=DIR [OUT=DIR]   trains the bundled models anew from the stories in DATA (docs/stories.md)
 
 PYTHON ?= python3

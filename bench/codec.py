@@ -33,6 +33,7 @@ except ImportError:
     upstream = None
 
 WINDOW, MERGE_SIZE = 2048, 3
+UNMERGED, MOST_IDS = 256, 1 << 24  # base ids that never merge, and the most base ids
 TRIAL_S = 0.1
 
 
@@ -73,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per measurement. Raises `MlxZipError` for a flag out of range or a file it cannot read."""
     check_at_least(args, 1, "length", "windows", "trials")
+    if not UNMERGED < args.vocab_size <= MOST_IDS:
+        raise MlxZipError(f"--vocab-size must be from {UNMERGED + 1} to {MOST_IDS}, got {args.vocab_size}")
     load_before_bench()
     ids, data = _read_ids(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
@@ -123,12 +126,12 @@ def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
     while left > 0:
         pieces.append(phrases[min(rng.zipf(1.2), 4000) - 1] if rng.random() < 0.3 else rng.zipf(1.3, 4))
         left -= len(pieces[-1])
-    return (np.concatenate(pieces) % (vocab_size - 256))[:length].astype(np.uint32)
+    return (np.concatenate(pieces) % (vocab_size - UNMERGED))[:length].astype(np.uint32)
 
 
 def _disabled_ids(vocab_size: int) -> range:
-    """The last 256 base ids, which never merge here, as a real tokenizer's special tokens do not."""
-    return range(vocab_size - 256, vocab_size)
+    """The last base ids, which never merge here, as a real tokenizer's special tokens do not."""
+    return range(vocab_size - UNMERGED, vocab_size)
 
 
 class OurAndUpstreamCodec:

@@ -90,6 +90,9 @@ def render_all(root: Path) -> list[tuple[Path, bytes]]:
 
 
 def pages_of(root: Path) -> list[Path]:
+    """Returns the pages of a checkout. Raises `MlxZipError` for a folder that is none."""
+    if not (root / "bench/records").is_dir():
+        raise MlxZipError(f"{root} is no checkout of mlx_zip: it has no bench/records")
     return sorted({path for pattern in PAGES for path in root.glob(pattern)})
 
 

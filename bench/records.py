@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
-from mlx_zip.files import atomic_file, check_regular_file
+from mlx_zip.files import atomic_file, check_regular_file, refuse_json_constant
 
 PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
@@ -64,7 +64,9 @@ def read_lines(path: Path) -> list[Record]:
     try:
         check_regular_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError, DataError) as error:
+    except DataError as error:
+        raise MlxZipError(str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
         raise MlxZipError(f"{path} cannot be read: {failure_reason(error)}") from error
     try:
         found = [json.loads(line, parse_constant=refuse_json_constant) for line in lines if line]
@@ -84,26 +86,28 @@ def write_whole(path: Path, data: str | bytes, what: str = "") -> None:
         raise MlxZipError(f"{what} {path} cannot be written: {failure_reason(error)}".strip()) from error
 
 
-def refuse_json_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
-
-
 def machines_table(records: Records, names: Sequence[str]) -> str:
-    """Returns a table of where and how each record was measured; "-" for what a record lacks."""
+    """Returns a table of where and how each record was measured; "-" for what a record lacks.
+
+    A record that was measured at several commits, or with several numbers of trials, has a row for each.
+    """
     rows = []
     for name in names:
-        line = records.lines(name)[0]
-        rows.append(
+        runs = dict[tuple[str, str], Record]()
+        for line in records.lines(name):
+            runs.setdefault((line.get("commit") or "-", trials_cell(line)), line)
+        rows += [
             [
                 f"`{name}`",
                 line.get("machine", "-"),
-                line.get("commit") or "-",
+                commit,
                 line.get("time", "-")[:10],
-                trials_cell(line),
+                trials,
                 load_cell(line),
                 libraries_cell(line),
             ]
-        )
+            for (commit, trials), line in runs.items()
+        ]
     heads = ["record", "machine", "commit", "day", "trials", "load average, idle share", "preloaded; BLAS"]
     return table(heads, rows)
 

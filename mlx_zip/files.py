@@ -263,12 +263,19 @@ def read_json_object(path: Path, hint: str = "", raises: type[MlxZipError] = Dat
     """Returns the JSON object in a file. Raises `raises`, its message ending in `hint`."""
     try:
         check_regular_file(path)
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, DataError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_json_constant)
+    except DataError as error:
+        raise raises(f"{error}{hint}") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise raises(f"{path} cannot be read: {failure_reason(error)}{hint}") from error
     if not isinstance(found, dict):
         raise raises(f"{path} holds no JSON object{hint}")
     return found
+
+
+def refuse_json_constant(text: str) -> float:
+    """Raises `ValueError` for NaN or Infinity, which Python takes for JSON."""
+    raise ValueError(f"{text} is no number")
 
 
 def write_json(path: Path, data: Any) -> None:

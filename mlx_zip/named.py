@@ -70,6 +70,8 @@ def resolve_model_name(name: str | Path) -> Path:
     if the bundled model is not installed, and for a path that the system cannot look up, for example one that is too
     long; `MlxZipError` if a named model cannot be made.
     """
+    if not str(name):
+        raise ModelError("the name of the model is empty")
     path = expand_home(name)
     try:
         path.exists()

@@ -18,7 +18,7 @@ from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.records import table
 from mlx_zip.errors import MlxZipError
 
-from .generate_record import FIGURES, read_records, record_key
+from .generate_record import FIGURES, read_records, record_key, refuse_wrong_fields
 from .ratios import Ratio, conversation_count, paired_ratio, unpaired_ratio
 
 LOWER_IS_BETTER = ("ttft_ms", "step_ms", "total_s", "peak_bytes", "joules", "joules_per_token")
@@ -83,12 +83,13 @@ def run(args: argparse.Namespace) -> int:
         if name not in ENGINES:
             raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
     check_at_least(args, 0, "seed")
-    pairs = match_records(read_records([args.a]), read_records([args.b]), args.engines)
-    tried = [compare_figure(name, a, b, args.seed) for a, b in pairs for name in args.measures]
-    ratios = [found for found in tried if found is not None]
-    if not ratios:
-        raise MlxZipError(f"{args.a} and {args.b} have no figure of --measures in common")
-    print(_ratio_table(ratios, args.bound))
+    with refuse_wrong_fields((args.a, args.b)):
+        pairs = match_records(read_records([args.a]), read_records([args.b]), args.engines)
+        tried = [compare_figure(name, a, b, args.seed) for a, b in pairs for name in args.measures]
+        ratios = [found for found in tried if found is not None]
+        if not ratios:
+            raise MlxZipError(f"{args.a} and {args.b} have no figure of --measures in common")
+        print(_ratio_table(ratios, args.bound))
     worse = [found for found in ratios if found.regresses(args.bound)]
     print(f"{len(worse)} of {len(ratios)} ratios are worse by more than {args.bound:.0%}", file=sys.stderr)
     return REGRESSION if worse else 0

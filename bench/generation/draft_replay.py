@@ -17,8 +17,8 @@ import numpy as np
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.workloads import Turn, Workload
 from mlx_zip.codec import Codebook
-from mlx_zip.engine.draft_sources import LookupSource
-from mlx_zip.engine.drafts import MOST_PROPOSED, Drafter, choose_drafts, expects_draft
+from mlx_zip.engine.draft_sources import MOST_PROPOSED, LookupSource
+from mlx_zip.engine.drafts import Drafter, choose_drafts, expects_draft
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.text.prompts import encode_prompt
 from mlx_zip.text.tokenizers import chat_template

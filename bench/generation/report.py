@@ -14,7 +14,7 @@ from typing import Any
 from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.records import libraries_cell, load_cell, table
 
-from .generate_record import read_records, record_key
+from .generate_record import read_records, record_key, refuse_wrong_fields
 from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Raises `MlxZipError` for files that hold no records."""
     records = read_records(args.records)
-    print(table6(records, args.paper) if args.table == "6" else records_table(records))
+    with refuse_wrong_fields(args.records):
+        print(table6(records, args.paper) if args.table == "6" else records_table(records))
     return 0
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.engine.drafts import DRAFT_TOKENS, DRAFTS, MOST_PROPOSED
+from mlx_zip.engine.draft_sources import MOST_PROPOSED
+from mlx_zip.engine.drafts import DRAFT_TOKENS, DRAFTS
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.model_folder import is_plain_model
 

@@ -16,7 +16,9 @@ import numpy as np
 
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.lookup import Lookup
+from mlx_zip.engine.pass_costs import WIDTHS
 
+MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
 LEAST_MATCH = 3  # base ids that a text must have in common with an earlier place
 FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # of accepted ids by length of the match, before any draft
 MOST_COMPARED = 32  # of an answer's last base ids, to find its place in a prediction
@@ -26,10 +28,12 @@ PRIOR, MEMORY = 4, 64  # drafted ids that these shares count as much as, and ids
 class Source(Protocol):
     """Proposes base ids for one request. It hears of each base id that the request emits, proposed or not.
 
-    width: ids per draft where not their costs decide, None for a number that follows what was accepted.
+    width: ids per draft where not their costs decide, None for a number that follows what was accepted. most: ids per
+    draft in any case.
     """
 
     width: int | None
+    most: int
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
         """Appends base ids to the text."""
@@ -67,6 +71,7 @@ class LookupSource:
     """Prompt lookup as a source. base_ids: what the request has so far."""
 
     width: int | None = None
+    most = MOST_PROPOSED
 
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0
@@ -100,6 +105,7 @@ class PredictionSource:
     """
 
     width: int | None = None
+    most = MOST_PROPOSED
 
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._ids, self._acceptance = as_ids(base_ids), Acceptance()

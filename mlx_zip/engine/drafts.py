@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.engine.draft_sources import Head, Source
+from mlx_zip.engine.draft_sources import MOST_PROPOSED, Head, Source
 from mlx_zip.engine.options import DRAFT_TOKENS
-from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
+from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.errors import CodecError, GenerationError
 
 DRAFTS = ("off", "lookup", "head", "auto")
-MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
 
 
 def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
@@ -178,27 +177,36 @@ def choose_drafts(
     drafters: per row, None for a request without. limits: per row, the most that may be proposed. held: ids per row
     that the cache holds.
     """
-    costs = _costs_of(drafters)
-    weighed = [
-        (offers, widths)
-        for offers in _offers_to_weigh(drafters, limits)
-        if any(widths := _choose_widths(costs, drafters, offers, limits, held))
-    ]
-    if not weighed:
+    costs, found = _costs_of(drafters), _offers_to_weigh(drafters, limits)
+    offers, width = (None, 0) if not found else (found[0], None) if costs is None else _weigh(costs, found, held)
+    if offers is None or width == 0:
         return [(None, 0)] * len(drafters)
-    offers, widths = weighed[0]
-    if costs is not None and len(weighed) > 1:
-        offers, widths = max(
-            weighed, key=lambda one: costs.gain(one[0].shares, held, max(one[1]), seconds=one[0].seconds)
-        )
-    return [(offer.source, ids) if offer and ids else (None, 0) for offer, ids in zip(offers.rows, widths, strict=True)]
+    chosen = list[tuple[Source | None, int]]()
+    for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True):
+        if drafter is None or offer is None:
+            chosen.append((None, 0))
+        else:
+            ids = width or offer.source.width or drafter.own_width
+            chosen.append((offer.source, min(limit, offer.source.most, ids)))
+    return chosen
+
+
+def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
+    """Returns the offers that are taken, and how many ids per row: of a trial that is due, else what gains most."""
+    for offers in found:
+        if ids := costs.take_trial(offers.shares, held, offers.most, offers.seconds):
+            return offers, ids
+    weighed = [(offers, costs.best_ids(offers.shares, held, offers.most, offers.seconds)) for offers in found]
+    if len(weighed) == 1:
+        return weighed[0]
+    return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     """Returns whether ids will probably be proposed after the next ones, because they would be now."""
     costs = _costs_of(drafters)
     return any(
-        costs is None or costs.pays(offers.shares, held, MOST_PROPOSED, offers.seconds)
+        costs is None or costs.pays(offers.shares, held, offers.most, offers.seconds)
         for offers in _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
     )
 
@@ -206,12 +214,13 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
 class _Offers(NamedTuple):
     """What may be proposed to the rows of a pass. rows: per row an offer or None. shares: theirs, 0 for None.
 
-    seconds: how long it takes to propose one id to each row, one row after the other.
+    seconds: how long it takes to propose one id to each row, one row after the other. most: ids that some row may get.
     """
 
     rows: list[Offer | None]
     shares: list[float]
     seconds: float
+    most: int
 
 
 def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
@@ -225,32 +234,14 @@ def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) 
 
 def _find_offers(drafters: Sequence[Drafter | None], limits: Sequence[int], at_once: bool = False) -> _Offers | None:
     """Returns the surest offer of each row, None if no row has one. at_once: as in `Drafter.surest`."""
-    rows = [
-        drafter.surest(at_once) if drafter is not None and limit > 0 else None
-        for drafter, limit in zip(drafters, limits, strict=True)
-    ]
-    found = [offer for offer in rows if offer is not None]
-    if not found:
-        return None
-    shares = [0.0 if offer is None else offer.share for offer in rows]
-    return _Offers(rows, shares, sum([offer.seconds for offer in found]))
-
-
-def _choose_widths(
-    costs: PassCosts | None,
-    drafters: Sequence[Drafter | None],
-    offers: _Offers,
-    limits: Sequence[int],
-    held: int,
-) -> list[int]:
-    """Returns how many ids to propose per row."""
-    width = None if costs is None else costs.choose_width(offers.shares, held, max(limits), offers.seconds)
-    return [
-        0
-        if drafter is None or offer is None
-        else min(limit, (offer.source.width or drafter.own_width) if width is None else width)
-        for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True)
-    ]
+    rows, shares, seconds, most = list[Offer | None](), list[float](), 0.0, 0
+    for drafter, limit in zip(drafters, limits, strict=True):
+        offer = drafter.surest(at_once) if drafter is not None and limit > 0 else None
+        rows.append(offer)
+        shares.append(0.0 if offer is None else offer.share)
+        if offer is not None:
+            seconds, most = seconds + offer.seconds, max(most, min(limit, offer.source.most))
+    return _Offers(rows, shares, seconds, most) if most else None
 
 
 def _costs_of(drafters: Sequence[Drafter | None]) -> PassCosts | None:

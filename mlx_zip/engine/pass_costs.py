@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are proposed
 LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
-TRIED = (2, 4, 8)  # widths of trials
+TRIED = (2, 4, 8)  # widths of trials; a wider one is tried only after a pass of it was timed once
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
 TRY_EVERY = 64  # least passes between two trials, and passes for each half pass that a trial is expected to cost
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
+COMPARE_EVERY = 256  # passes before one over one id, with which the others are compared
 KEPT = 15  # times per width
+MOST_KEPT = 1024  # numbers of ids that were chosen, by what decides
 KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
 
@@ -32,22 +34,25 @@ class Figure(NamedTuple):
 
 
 class PassCosts:
-    """Seconds of passes by their width, and in powers of two by their rows and by the length of the context.
+    """What passes cost by their width, and in powers of two by their rows and by the length of the context.
 
     A pass reads as many ids in each of its rows, one per request. shares: per row, of proposed ids that are accepted,
     each if those before it were; 0 for a row with nothing to propose.
 
-    Of the last times the lower quartile counts: whoever reads the answer may pause, and other work may come between,
-    but nothing makes a pass shorter. The first pass of a width may also have waited for memory or for a kernel that was
-    compiled, so a width that was timed once is tried again.
+    A pass over several ids is compared with those over one id shortly before, so a machine that is faster at one time
+    and slower at another changes nothing; where all passes are over several ids, one over one id comes now and then.
+    Of the last times the lower median counts: whoever reads the answer may pause, and other work may come between. The
+    first pass of a width may also have waited for memory or for a kernel that was compiled, so a width that was timed
+    once is tried again, and a time of another length counts more until then.
     """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int], dict[int, _Times]] = {}  # by rows and length, and by width
-        # by rows and length, if asked for since `note`: ratios by width, and the widths of `TRIED` that are not known
-        self._ratios: dict[tuple[int, int], tuple[dict[int, float], list[int]]] = {}
-        self._weighed: tuple[Any, int] = None, 1  # what was weighed last, and the best width
+        # by rows and length, and by width: seconds of passes over one id, and how many such passes others cost
+        self._times: dict[tuple[int, int], dict[int, _Times]] = {}
+        self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
+        self._best: dict[tuple[Any, ...], int] = {}  # what `best_ids` has found since then, by its arguments
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
+        self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
         """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted.
@@ -55,18 +60,25 @@ class PassCosts:
         known: whether this time is enough to know what such passes cost.
         """
         self._passes += 1
+        if ids == self._trial:
+            self._in_vain = 0
         if ids in WIDTHS:
-            widths = self._times.setdefault((_exponent(rows), _bucket(held)), {})
+            widths = self._times.setdefault(_kind(rows, held), {})
+            one = widths.get(1)
+            if ids > 1:
+                if one is None:
+                    return
+                seconds /= one.lately
             if ids not in widths:
                 widths[ids] = _Times()
-            if widths[ids].note(seconds, known):
-                self._ratios.clear()
-                self._weighed = None, 1
+            if widths[ids].note(seconds, self._passes, known):
+                self._known.clear()
+                self._best.clear()
 
     def figures(self) -> dict[Figure, float]:
         """Returns the seconds of passes whose width is known."""
         return {
-            Figure(width, 1 << length, 1 << rows): times.quartile
+            Figure(width, 1 << length, 1 << rows): times.median * (1.0 if width == 1 else widths[1].median)
             for (rows, length), widths in list(self._times.items())  # another thread may note a pass meanwhile
             for width, times in list(widths.items())
             if times.known
@@ -79,23 +91,26 @@ class PassCosts:
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns what passes of timed widths cost in relation to a pass over one id, on a cache of `held` ids.
 
-        Widths that were not timed with such a cache have the ratio of the nearest length at which they were.
+        Widths that are not known of such caches have the ratio of the nearest length at which they are; if there is
+        none, at which they were timed.
         """
-        return self._find_ratios(held, rows)[0]
+        return self._find_known(held, rows).ratios
 
-    def _find_ratios(self, held: int, rows: int) -> tuple[dict[int, float], list[int]]:
-        """Returns `ratios`, and the widths of `TRIED` that are not known, those that were never timed first."""
-        key = _exponent(rows), _bucket(held)
-        if (found := self._ratios.get(key)) is not None:
+    def _find_known(self, held: int, rows: int) -> _Known:
+        key = _kind(rows, held)
+        if (found := self._known.get(key)) is not None:
             return found
-        ratios, known = dict[int, float](), set[int]()
-        for times in self._nearest(*key):
+        timed, known, nearest = dict[int, float](), dict[int, float](), self._nearest(*key)
+        for times in nearest:
             for width in times:
-                ratios.setdefault(width, times[width].quartile / times[1].quartile)
-                known |= {width} if times[width].known else set()
-        unknown = [width for width in TRIED if width not in known]
-        self._ratios[key] = ratios, sorted(unknown, key=lambda width: width in ratios)
-        return self._ratios[key]
+                ratio = 1.0 if width == 1 else times[width].median
+                timed.setdefault(width, ratio)
+                if times[width].known:
+                    known.setdefault(width, ratio)
+        unknown = [width for width in WIDTHS[1:] if width not in known and (width in TRIED or width in timed)]
+        unknown.sort(key=lambda width: width in timed)
+        found = self._known[key] = _Known({**timed, **known}, unknown, nearest[0][1].median if nearest else 0.0)
+        return found
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
         """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
@@ -106,65 +121,92 @@ class PassCosts:
 
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
         """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
-        ratios = self.ratios(held, rows)
-        if not seconds or not ratios:
-            return ratios
-        each = seconds / self._nearest(_exponent(rows), _bucket(held))[0][1].quartile
-        return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
+        known = self._find_known(held, rows)
+        if not seconds or not known.ratios:
+            return known.ratios
+        each = seconds / known.seconds
+        return {width: ratio + (width - 1) * each for width, ratio in known.ratios.items()}
 
     def choose_width(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids to propose per row, 0 for none: what makes the most base tokens per second.
+        """Returns how many ids to propose per row, 0 for none: those of a trial, or what makes the most ids per second.
 
         most: ids that may be proposed. seconds: how long it takes to propose one id to each row.
         """
-        ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        if most < 1 or 1 not in ratios:
+        return self.take_trial(shares, held, most, seconds) or self.best_ids(shares, held, most, seconds)
+
+    def take_trial(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
+        """Returns how many ids to propose to learn what they cost, 0 if it is not the time for that.
+
+        It counts as done then. Arguments as in `choose_width`.
+        """
+        width = self._find_trial(shares, held, most, seconds)
+        if width is None:
             return 0
-        best = self._best_width(shares, ratios, most)
-        if (trial := self._find_trial(shares, ratios, held, most, best)) is not None:
-            self._tried = self._passes
-            return trial - 1
-        untimed = (width for width in WIDTHS if width not in ratios and width <= best)
-        return next(untimed, best) - 1  # a width that was never timed is reached step by step
+        self._tried, self._trial, self._in_vain = self._passes, width, self._in_vain + 1
+        return width - 1
+
+    def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
+        """Returns how many ids make the most ids per second, as far as is known; 0 if a pass over one id is due.
+
+        Arguments as in `choose_width`.
+        """
+        kind = _kind(len(shares), held)
+        one = self._times.get(kind, {}).get(1)
+        if one is None or self._passes - one.at >= COMPARE_EVERY:
+            return 0
+        key = kind, most, seconds, *shares
+        if (found := self._best.get(key)) is None:
+            if len(self._best) >= MOST_KEPT:
+                self._best.clear()
+            ratios = self._ratios_with_proposing(held, len(shares), seconds)
+            best = _best_width(shares, ratios, most)
+            untimed = (width for width in WIDTHS if width not in ratios and width <= best)
+            found = self._best[key] = next(untimed, best) - 1  # a width never timed is reached step by step
+        return found
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
-        """Returns the base tokens per second with so many proposed ids; a pass over one id has 1."""
+        """Returns the ids per second with so many proposed ones; a pass over one id has 1."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
-        ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        if 1 not in ratios:
-            return False
-        best = self._best_width(shares, ratios, most)
-        return best > 1 or self._find_trial(shares, ratios, held, most, best) is not None
+        ids = self.best_ids(shares, held, most, seconds)
+        return ids > 0 or self._find_trial(shares, held, most, seconds) is not None
 
-    def _best_width(self, shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
-        """Returns `_best_width`, weighed once as long as nothing changes: shares do only with a draft."""
-        weighed = shares, ratios, most
-        if weighed != self._weighed[0]:
-            self._weighed = weighed, _best_width(shares, ratios, most)
-        return self._weighed[1]
-
-    def _find_trial(
-        self, shares: Sequence[float], ratios: dict[int, float], held: int, most: int, best: int
-    ) -> int | None:
+    def _find_trial(self, shares: Sequence[float], held: int, most: int, seconds: float) -> int | None:
         """Returns the width of a pass that is to be timed now, None as long as it is not the time for that.
 
-        A width of `TRIED` that is not known is next, and then, where nothing gains, the one that costs least.
+        A width that is not known is next, and then, where nothing gains, the one of `TRIED` that costs least. After
+        one that was not timed, because fewer ids came than were wanted, the next is waited for twice as long.
         """
         waited = self._passes - self._tried
-        if waited < TRY_EVERY or sum(shares) < SURE * len(shares):
+        if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
             return None
-        unknown = [width for width in self._find_ratios(held, len(shares))[1] if width <= most + 1]
-        if unknown:  # the most that it may cost is what as many passes over one id cost
-            loss = unknown[0] - expected_ids(shares, unknown[0] - 1)
-            return unknown[0] if waited >= TRY_EVERY * max(1, 2 * loss) else None
-        if best > 1 or waited < TRY_AGAIN_EVERY:
+        known = self._find_known(held, len(shares))
+        if not known.ratios:
             return None
-        known = [width for width in TRIED if width <= most + 1]
-        return max(known, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
+        if unknown := [width for width in known.unknown if width <= most + 1]:
+            width = unknown[0]  # the most that it may cost is what as many passes over one id cost
+            loss = width - expected_ids(shares, width - 1) + (width - 1) * seconds / known.seconds
+            every = min(TRY_EVERY << self._in_vain, TRY_AGAIN_EVERY)
+            return width if waited >= every * max(1, 2 * loss) else None
+        tried = [width for width in TRIED if width <= most + 1]
+        if not tried or waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
+            return None
+        return max(tried, key=lambda width: expected_ids(shares, width - 1) / known.ratios[width])
+
+
+class _Known(NamedTuple):
+    """What is known of passes on as many rows and about as long caches.
+
+    ratios: as in `PassCosts.ratios`. unknown: the widths that are to be tried, those that were never timed first.
+    seconds: of a pass over one id, 0 if none was timed.
+    """
+
+    ratios: dict[int, float]
+    unknown: list[int]
+    seconds: float
 
 
 class PassClock:
@@ -192,18 +234,27 @@ class PassClock:
 
 
 class _Times:
-    """The last times of passes of one kind, and their lower quartile. known: whether there are times enough."""
+    """The last times of passes of one kind, and their lower median. known: whether there are times enough.
+
+    lately: the median of the last five. at: the pass of the last one.
+    """
 
     def __init__(self) -> None:
-        self._last, self.quartile, self.known = deque[float](maxlen=KEPT), 0.0, False
+        self._last, self.median, self.known = deque[float](maxlen=KEPT), 0.0, False
+        self.at = 0
 
-    def note(self, seconds: float, known: bool) -> bool:
+    @property
+    def lately(self) -> float:
+        last = sorted(list(self._last)[-5:])
+        return last[len(last) // 2]
+
+    def note(self, time_: float, at: int, known: bool) -> bool:
         """Notes a time, with `known` one that is enough; returns whether what is known is different now."""
-        before = self.quartile, self.known
-        self._last.append(seconds)
-        self.quartile = sorted(self._last)[len(self._last) // 4]
+        before, self.at = (self.median, self.known), at
+        self._last.append(time_)
+        self.median = sorted(self._last)[(len(self._last) - 1) // 2]
         self.known = self.known or known or len(self._last) >= KNOWN_AFTER
-        return (self.quartile, self.known) != before
+        return (self.median, self.known) != before
 
 
 def expected_ids(shares: Sequence[float], proposed: int) -> float:
@@ -234,10 +285,6 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
     return ratios[wide] + max(0.0, slope) * (width - wide)
 
 
-def _bucket(held: int) -> int:
-    return max(SHORTEST, _exponent(held))
-
-
-def _exponent(n: int) -> int:
-    """Returns the exponent of the lowest power of two that is at least n, 0 for less than one."""
-    return max(0, n - 1).bit_length()
+def _kind(rows: int, held: int) -> tuple[int, int]:
+    """Returns the exponents of the lowest powers of two that are at least `rows` and `held`, but see `SHORTEST`."""
+    return (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())

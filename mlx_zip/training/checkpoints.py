@@ -14,7 +14,6 @@ removed when the next checkpoint is written.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -27,12 +26,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_zip.errors import TrainingError, failure_reason
-from mlx_zip.files import atomic_folder, write_json
+from mlx_zip.errors import DataError, TrainingError, failure_reason
+from mlx_zip.files import atomic_folder, check_regular_file, read_json_object, write_json
 from mlx_zip.models.rows.fingerprints import named_arrays
 
 CHECKPOINTS = "checkpoints"
-TRAINED_FILE = "trained.safetensors"
+TRAINED_FILE, OPTIMIZER_FILE, STATE_FILE = "trained.safetensors", "optimizer.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
 _RANDOM = "random."
 
@@ -84,8 +83,8 @@ def save_checkpoint(
     try:
         with atomic_folder(path) as folder:
             mx.save_safetensors(str(folder / TRAINED_FILE), trained)
-            mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
-            write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
+            mx.save_safetensors(str(folder / OPTIMIZER_FILE), state)
+            write_json(folder / STATE_FILE, {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
         good = "; the checkpoint before it stays good" if found else ""
         raise TrainingError(f"cannot write {path}: {failure_reason(error)}{good}") from error
@@ -112,15 +111,19 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     fingerprint: that of this run. Raises `TrainingError` naming what cannot be read or does not fit.
     """
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = read_json_object(path / STATE_FILE)
+        for file in (TRAINED_FILE, OPTIMIZER_FILE):
+            check_regular_file(path / file)
         mark = state.pop("fingerprint")
         progress = Progress(**state)
         if mark == fingerprint:  # else another run's checkpoint is reported below
             _check_progress_counts(path, progress)
         trained: Any = mx.load(str(path / TRAINED_FILE))
-        saved: Any = mx.load(str(path / "optimizer.safetensors"))
+        saved: Any = mx.load(str(path / OPTIMIZER_FILE))
         mx.eval(trained, saved)  # reads the files
-    except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
+    except DataError as error:
+        raise TrainingError(f"{error}; delete {path} to go on from the one before") from error
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise TrainingError(
             f"{path} cannot be read: {failure_reason(error)}; delete it to go on from the one before"
         ) from error
@@ -131,9 +134,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     _check_array_shapes(path / TRAINED_FILE, trained, trainee.trainable_parameters())
     if wrong := find_not_finite(trained):
         raise TrainingError(f"{path} holds values that are not numbers in {wrong}; delete it to go on from before")
-    _check_array_shapes(
-        path / "optimizer.safetensors", {**saved, "key": key}, {**optimizer.state, "key": get_random_key()}
-    )
+    _check_array_shapes(path / OPTIMIZER_FILE, {**saved, "key": key}, {**optimizer.state, "key": get_random_key()})
     trainee.update(tree_unflatten(list(trained.items())))
     optimizer.state = tree_unflatten(list(saved.items()))
     set_random_key(key)

@@ -123,7 +123,8 @@ def _remove_unstarted_run(out: Path, flag: str) -> None:
 def _describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     fixed, new = before.get("fixed"), now["fixed"]["settings"]
     old = fixed.get("settings") if isinstance(fixed, dict) else None
-    old = old if isinstance(old, dict) else {}
+    if not isinstance(old, dict):
+        return f"its {RUN_RECORD} is damaged"
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     parts = [name for name in ("data", "encoder") if before.get(name) != json.loads(json.dumps(now[name]))]
     return ", ".join([*names, *parts]) or "another model"

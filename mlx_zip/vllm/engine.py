@@ -22,6 +22,7 @@ from threading import Thread
 from typing import Any, cast
 
 import numpy as np
+from pydantic import ValidationError
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.exceptions import VLLMError
 from vllm.sampling_params import RequestOutputKind
@@ -167,9 +168,9 @@ def open_vllm_engine(
 def load_on_vllm(
     model_name: str, args: Mapping[str, Any], pack: Any, changes: Mapping[str, Any], chat_template: str | None
 ) -> VllmServed:
-    """Loads a model. args: of vLLM's `EngineArgs`. changes: fields of `ZipConfig`, None for no change.
+    """Loads a model. args: of vLLM's `EngineArgs`, `trust_remote_code` among them, which the tokenizer follows too.
 
-    Other arguments, and what is raised, as in `open_vllm_engine`.
+    changes: fields of `ZipConfig`, None for no change. Other arguments, and what is raised, as in `open_vllm_engine`.
     """
     register()
     export = config_of_export(resolve_model_name(model_name))
@@ -204,7 +205,11 @@ def load_on_vllm(
     tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
     start = None if pack is None else resolve_pack(pack)
     fingerprint = folder_fingerprint(folder, tied)
-    llm = LLMEngine.from_engine_args(vllm_args)
+    try:
+        llm = LLMEngine.from_engine_args(vllm_args)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(f"vLLM's arguments: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
     try:
         return VllmServed(llm, tokenizer, made, start, tied, fingerprint, model_name)
     except BaseException:

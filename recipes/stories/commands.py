@@ -45,8 +45,14 @@ def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trai
 
 
 def run_command(call: RunModule, module: str, words: Sequence[str | Path | int | float], folder: Path) -> None:
-    """Runs a command. Raises `TrainingError` with the command and its exit status if it fails."""
-    if status := call(module, [str(word) for word in words], folder):
+    """Runs a command. Raises `TrainingError` with the command and its exit status if it fails.
+
+    Raises `KeyboardInterrupt` if it was stopped by a signal.
+    """
+    status = call(module, [str(word) for word in words], folder)
+    if status in STOPPED_STATUSES:
+        raise KeyboardInterrupt
+    if status:
         raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")
 
 

@@ -10,7 +10,7 @@ import pytest
 from mlx_zip.bench import pages
 from mlx_zip.bench.generation.ratios import Ratio, figure_ratio
 from mlx_zip.bench.pages import main, pages_of, registered_tables_and_pictures, table_names
-from mlx_zip.bench.records import PLACES, Records
+from mlx_zip.bench.records import PLACES, Records, machines_table
 from mlx_zip.bench.tables.performance import TARGETS, Target
 from support.places import REPO
 from support.tiny_bench import record
@@ -255,3 +255,14 @@ def test_a_flag_table_of_an_unknown_command_is_an_error(checkout, capsys):
     edit(checkout, "<!-- table: speed -->", "<!-- table: flags generat -->")
     assert main(["--root", str(checkout)]) == 2
     assert "there is no command mlx_zip generat" in capsys.readouterr().err
+
+
+def test_a_record_of_two_runs_has_a_row_for_each(tmp_path):
+    lines = [{"commit": "aa", "trials": 3}, {"commit": "aa", "trials": 3}, {"commit": "bb", "trials": 15}]
+    (tmp_path / "bench/records").mkdir(parents=True)
+    (tmp_path / "bench/records/times.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = machines_table(Records(tmp_path), ["times"]).splitlines()[2:]
+    assert [[cell.strip() for cell in row.split("|")[1:6]] for row in rows] == [
+        ["`times`", "-", "aa", "-", "3"],
+        ["`times`", "-", "bb", "-", "15"],
+    ]

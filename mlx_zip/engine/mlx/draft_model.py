@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.codec.codebook import base_ids_of_next
 from mlx_zip.codec.ids import Uint32s, common_length
-from mlx_zip.engine.draft_sources import Share
+from mlx_zip.engine.draft_sources import MOST_PROPOSED, Share
 from mlx_zip.engine.pass_costs import SURE
 from mlx_zip.errors import EngineError, GenerationError, first_message_line
 from mlx_zip.layout import decoder_config, has_hypertokens
@@ -110,6 +110,8 @@ class DraftModelSource:
     base_ids: what the request has so far. width: ids per draft, unless what passes cost decides. vocab_size: base ids
     that the request's model knows.
     """
+
+    most = MOST_PROPOSED
 
     def __init__(self, draft_model: DraftModel, base_ids: Sequence[int] | Uint32s, width: int, vocab_size: int) -> None:
         self._model, self._vocab_size = draft_model, vocab_size

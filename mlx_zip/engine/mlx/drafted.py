@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from mlx_zip.engine.drafts import MOST_PROPOSED, Draft
+from mlx_zip.engine.draft_sources import MOST_PROPOSED
+from mlx_zip.engine.drafts import Draft
 from mlx_zip.engine.mlx.choosing import Choice
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request

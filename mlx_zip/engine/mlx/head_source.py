@@ -25,6 +25,7 @@ class HeadSource:
     """
 
     width: int | None = DEPTH + 1
+    most = DEPTH + 1
 
     def __init__(self, head: Proposer) -> None:
         self._head, self._accepted, self._seconds = head, Share(FIRST_SHARE), 0.0
@@ -49,7 +50,7 @@ class HeadSource:
         assert self._seen is not None
         assert self._last is not None
         began = time.perf_counter()
-        guesses, shares = self._head.propose(self._seen[0], self._last, self._seen[1], min(most, DEPTH + 1))
+        guesses, shares = self._head.propose(self._seen[0], self._last, self._seen[1], min(most, self.most))
         likely = takewhile(lambda share: share >= LEAST_LIKELY, accumulate(shares, mul))
         ids = [one for one, _ in zip(guesses, likely, strict=False)]
         if ids:

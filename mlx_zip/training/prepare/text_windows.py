@@ -28,7 +28,7 @@ def encode_sources(
     """
     largest = max(source.share for source in sources)  # shares may be as large as numbers can be
     ends = np.cumsum([source.share / largest for source in sources])
-    counts = np.diff(np.rint(most_ids * ends / ends[-1]).astype(np.int64), prepend=0).tolist()
+    counts = np.diff(np.rint(min(most_ids, 1 << 62) * ends / ends[-1]).astype(np.int64), prepend=0).tolist()
     encoder = RecordEncoder(tokenizer, "all")
     for source, left in zip(sources, counts, strict=True):
         for item in SourceReader(source) if left else ():

@@ -196,7 +196,7 @@ class Dictionary:
         if matching not in MATCHINGS:
             raise CodecError(f"matching must be one of {', '.join(MATCHINGS)}, got {matching!r:.40}")
         if not 0 <= window <= NO_ID:
-            raise CodecError(f"window must be 0 or more, got {window}")
+            raise CodecError(f"window must be from 0 to {NO_ID}, got {window}")
         how = (window, matching == "longest")
         return self._call_on_samples(samples, lib.mlxzip_phrases_encode, how, len(samples.ids))
 
