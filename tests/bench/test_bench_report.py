@@ -121,6 +121,30 @@ def test_what_is_no_record_is_named(tmp_path, line, message):
         read_records([path])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["figures"].update(peak_bytes=[1]),
+        lambda r: r.update(setting=True),
+        lambda r: r["model"].pop("precision"),
+    ],
+    ids=["a list for a figure", "no setting", "no precision"],
+)
+def test_a_record_with_a_wrong_field_is_named(change, tmp_path):
+    made = record()
+    change(made)
+    with pytest.raises(MlxZipError, match=r"wrong\.jsonl: a record has a wrong field"):
+        tiny_bench.run("report", written(tmp_path, made, name="wrong.jsonl"))
+
+
+def test_a_record_with_a_wrong_field_is_not_compared(tmp_path):
+    made = record()
+    del made["figures"]["base_tokens_per_s"]["samples"]
+    files = written(tmp_path, made, name="wrong.jsonl"), written(tmp_path, record(), name="right.jsonl")
+    with pytest.raises(MlxZipError, match=r"wrong\.jsonl, .*right\.jsonl: a record has a wrong field"):
+        tiny_bench.run("compare", *files)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read: "):
         read_records([tmp_path / "none.jsonl"])

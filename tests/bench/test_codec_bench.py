@@ -68,6 +68,12 @@ def test_made_up_data_is_called_synthetic(records):
     assert all(record["data"].startswith("synthetic") for record in records)
 
 
+@pytest.mark.parametrize("size", ["0", "256", str(10**20)])
+def test_a_vocabulary_of_no_use_is_refused(size, capsys):
+    assert main(["codec", "--vocab-size", size]) == 2
+    assert f"--vocab-size must be from 257 to 16777216, got {size}" in capsys.readouterr().err
+
+
 def test_ids_come_from_a_file_on_request(tmp_path):
     np.save(tmp_path / "some.npy", np.arange(3000) % 50)
     records = bench("--ids", str(tmp_path / "some.npy"), "--vocab-size", "500")

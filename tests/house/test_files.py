@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import atomic_file, atomic_folder, check_writable, write_json
+from mlx_zip.files import atomic_file, atomic_folder, check_writable, read_json_object, write_json
 
 
 def write(folder: Path, text: str) -> None:
@@ -175,6 +175,20 @@ def test_a_file_system_without_a_full_flush_gets_an_ordinary_one(tmp_path, monke
     mac = Mac(monkeypatch, fails=errno.ENOTSUP)
     write_json(tmp_path / "file", 1)
     assert mac.flushed == [("fsync", "file"), ("fsync", tmp_path.name)]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_what_python_alone_takes_for_json_is_refused(number, tmp_path):
+    (tmp_path / "file.json").write_text(f'{{"a": [{number}]}}')
+    with pytest.raises(DataError, match=rf"file\.json cannot be read: {number} is no number"):
+        read_json_object(tmp_path / "file.json")
+
+
+def test_the_path_of_a_pipe_is_told_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(DataError) as told:
+        read_json_object(tmp_path / "pipe.json")
+    assert str(told.value) == f"{tmp_path / 'pipe.json'}: is a folder or device, not a file"
 
 
 def test_a_disk_that_fails_while_it_flushes_is_an_error(tmp_path, monkeypatch):

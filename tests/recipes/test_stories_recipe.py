@@ -22,7 +22,7 @@ from recipes.stories import __main__ as main
 from recipes.stories import packs
 from recipes.stories.base import TRAIN_SETS
 from recipes.stories.bundle import install_bundle, make_model_card
-from recipes.stories.commands import Recipe
+from recipes.stories.commands import Recipe, run_command
 from recipes.stories.recipe import STAGES, run_stages
 from recipes.stories.settings import TINY
 from recipes.stories.texts import SOURCES
@@ -323,6 +323,12 @@ def test_a_command_that_was_told_to_stop_stops_the_recipe(again, status):
     shutil.rmtree(recipe.out / "runs/zip/model")
     with pytest.raises(KeyboardInterrupt):
         run_stages(replace(recipe, call=lambda *_: status))
+
+
+@pytest.mark.parametrize("status", [130, -signal.SIGTERM])
+def test_a_single_command_that_was_told_to_stop_is_no_error_of_its_own(status, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_command(lambda *_: status, "mlx_zip", ["train"], tmp_path)
 
 
 def test_installing_puts_the_whole_bundle_in_place(again, tmp_path):

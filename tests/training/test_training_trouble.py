@@ -112,7 +112,7 @@ def test_a_checkpoint_of_another_run_is_refused(half_done, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["trained.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("harm", ["cut", "empty", "gone", "other", "nothing"])
+@pytest.mark.parametrize("harm", ["cut", "empty", "gone", "other", "nothing", "pipe"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(file, harm, half_done):
     last = list_checkpoints(half_done.out)[-1][1]
     damage(last / file, harm)
@@ -137,6 +137,8 @@ def damage(path: Path, harm: str) -> None:
             mx.save_safetensors(str(path), {"other": mx.zeros((2, 2))})
     elif harm == "nothing":
         path.write_bytes(bytes(len(whole)))
+    elif harm == "pipe":
+        os.mkfifo(path)
 
 
 @pytest.mark.parametrize(
