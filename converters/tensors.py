@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from mlx_zip.errors import ConversionError, failure_reason
+from mlx_zip.errors import ConversionError, DataError, failure_reason
+from mlx_zip.files import check_regular_file, refuse_json_constant
 
 FLOATS = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
 INDEX = "model.safetensors.index.json"
@@ -43,9 +44,6 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str | bytes, where: str) -> Any:
     """Parses JSON; NaN and a key given twice are errors. Raises `ConversionError` naming `where`."""
 
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -53,7 +51,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         return found
 
     try:
-        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+        return json.loads(text, parse_constant=refuse_json_constant, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{where} is not valid JSON: {error}") from error
 
@@ -72,6 +70,8 @@ def read_header(path: Path) -> Table:
     Raises `ConversionError` for a file that is truncated, or whose header does not describe its bytes.
     """
     try:
+        check_regular_file(path)
+        path.stat()  # the library's own errors name the path, and have no reason of the system
         with safe_open(path, framework="numpy") as file:
             names = file.keys()
             found = {name: file.get_slice(name) for name in names}
@@ -80,6 +80,8 @@ def read_header(path: Path) -> Table:
             }
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {failure_reason(error)}") from error
+    except DataError as error:
+        raise ConversionError(str(error)) from error
     except SafetensorError as error:
         raise ConversionError(f"{path} is no whole safetensors file: {failure_reason(error)}") from error
 

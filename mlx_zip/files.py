@@ -259,11 +259,16 @@ def check_regular_file(path: Path) -> None:
             raise DataError(f"{path}: is a folder or device, not a file")
 
 
-def read_json_object(path: Path, hint: str = "", raises: type[MlxZipError] = DataError) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises `raises`, its message ending in `hint`."""
+def read_json_object(
+    path: Path, hint: str = "", raises: type[MlxZipError] = DataError, constants: bool = False
+) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises `raises`, its message ending in `hint`.
+
+    constants: whether NaN and Infinity are read, which JSON does not have; configs of some models have them.
+    """
     try:
         check_regular_file(path)
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_json_constant)
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=None if constants else refuse_json_constant)
     except DataError as error:
         raise raises(f"{error}{hint}") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -275,7 +280,7 @@ def read_json_object(path: Path, hint: str = "", raises: type[MlxZipError] = Dat
 
 def refuse_json_constant(text: str) -> float:
     """Raises `ValueError` for NaN or Infinity, which Python takes for JSON."""
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def write_json(path: Path, data: Any) -> None:

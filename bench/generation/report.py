@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Raises `MlxZipError` for files that hold no records."""
-    records = read_records(args.records)
     with refuse_wrong_fields(args.records):
+        records = read_records(args.records)
         print(table6(records, args.paper) if args.table == "6" else records_table(records))
     return 0
 

@@ -294,7 +294,7 @@ class CudaModel:
 
 def _read_eos_ids(folder: Folder) -> list[int]:
     path = folder.path / "generation_config.json"
-    own = read_json_object(path, raises=ConfigError).get("eos_token_id") if path.is_file() else None
+    own = read_json_object(path, raises=ConfigError, constants=True).get("eos_token_id") if path.is_file() else None
     found = folder.config.get("eos_token_id") if own is None else own
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if any(type(one) is not int for one in ends):

@@ -50,7 +50,7 @@ class CostFile:
         problem = make_private(self.path.parent)
         try:
             if problem is None:
-                write_json(self.path, _to_json(self._key, self._read() | found))
+                write_json(self.path, _to_json(self._key, _join(self._read(), found)))
         except OSError as error:
             problem = f"cannot be used: {failure_reason(error)}"
         if problem is not None:
@@ -64,6 +64,15 @@ class CostFile:
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             log.debug("%s: what passes cost is timed anew: %s", self.path, error)
             return {}
+
+
+def _join(others: Mapping[Figure, float], own: Mapping[Figure, float]) -> dict[Figure, float]:
+    """Returns the figures of other processes and, in their place, of this one.
+
+    Of the same kind of passes all have the pace of this process, so that they can be compared.
+    """
+    ones = {(one.held, one.rows): own[one] / others[one] for one in own if one.ids == 1 and one in others}
+    return {one: seconds * ones.get((one.held, one.rows), 1.0) for one, seconds in others.items()} | dict(own)
 
 
 def costs_folder() -> Path:

@@ -28,8 +28,8 @@ PRIOR, MEMORY = 4, 64  # drafted ids that these shares count as much as, and ids
 class Source(Protocol):
     """Proposes base ids for one request. It hears of each base id that the request emits, proposed or not.
 
-    width: ids per draft where not their costs decide, None for a number that follows what was accepted. most: ids per
-    draft in any case.
+    width: ids per draft where not their costs decide, None for a number that follows what was accepted. most: the most
+    ids per draft.
     """
 
     width: int | None

@@ -193,12 +193,12 @@ def choose_drafts(
 
 def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
     """Returns the offers that are taken, and how many ids per row: of a trial that is due, else what gains most."""
+    if len(found) == 1:
+        return found[0], costs.choose_ids(found[0].shares, held, found[0].most, found[0].seconds)
     for offers in found:
         if ids := costs.take_trial(offers.shares, held, offers.most, offers.seconds):
             return offers, ids
     weighed = [(offers, costs.best_ids(offers.shares, held, offers.most, offers.seconds)) for offers in found]
-    if len(weighed) == 1:
-        return weighed[0]
     return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
 
 

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are proposed
-LEAST_GAIN = 1.02  # of base tokens per second over a pass of one id, below which nothing is proposed
+LEAST_GAIN = 1.02  # of ids per second over a pass of one id, below which nothing is proposed
 TRIED = (2, 4, 8)  # widths of trials; a wider one is tried only after a pass of it was timed once
 SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
 TRY_EVERY = 64  # least passes between two trials, and passes for each half pass that a trial is expected to cost
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
 COMPARE_EVERY = 256  # passes before one over one id, with which the others are compared
 KEPT = 15  # times per width
-MOST_KEPT = 1024  # numbers of ids that were chosen, by what decides
 KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
 
@@ -50,30 +49,42 @@ class PassCosts:
         # by rows and length, and by width: seconds of passes over one id, and how many such passes others cost
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
         self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
-        self._best: dict[tuple[Any, ...], int] = {}  # what `best_ids` has found since then, by its arguments
+        self._weighed: tuple[Any, int] = None, 0  # what `best_ids` weighed last since then, and what it found
         self._passes, self._tried = 0, -TRY_AGAIN_EVERY
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
         """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted.
 
-        known: whether this time is enough to know what such passes cost.
+        One over several ids is left out until one over one id of its kind was noted. known: whether this time, of
+        an earlier run, is enough to know what such passes cost.
         """
         self._passes += 1
+        if ids not in WIDTHS:
+            return
+        widths = self._times.setdefault(_kind(rows, held), {})
+        if ids > 1:
+            if 1 not in widths:
+                return
+            seconds /= widths[1].lately
+        elif 1 in widths and self._is_old(widths[1]):
+            widths[1].forget()
+        if ids not in widths:
+            widths[ids] = _Times()
+        if widths[ids].note(seconds, -COMPARE_EVERY if known else self._passes, known):
+            self._known.clear()
+            self._weighed = None, 0
         if ids == self._trial:
             self._in_vain = 0
-        if ids in WIDTHS:
-            widths = self._times.setdefault(_kind(rows, held), {})
-            one = widths.get(1)
-            if ids > 1:
-                if one is None:
-                    return
-                seconds /= one.lately
-            if ids not in widths:
-                widths[ids] = _Times()
-            if widths[ids].note(seconds, self._passes, known):
-                self._known.clear()
-                self._best.clear()
+
+    def _is_old(self, one: _Times) -> bool:
+        """Returns whether passes over one id were timed too long ago to compare others with them."""
+        return self._passes - one.at >= COMPARE_EVERY
+
+    def _needs_comparison(self, rows: int, held: int) -> bool:
+        """Returns whether a pass over one id has to come before one over several."""
+        one = self._times.get(_kind(rows, held), {}).get(1)
+        return one is None or self._is_old(one)
 
     def figures(self) -> dict[Figure, float]:
         """Returns the seconds of passes whose width is known."""
@@ -102,7 +113,7 @@ class PassCosts:
             return found
         timed, known, nearest = dict[int, float](), dict[int, float](), self._nearest(*key)
         for times in nearest:
-            for width in times:
+            for width in list(times):
                 ratio = 1.0 if width == 1 else times[width].median
                 timed.setdefault(width, ratio)
                 if times[width].known:
@@ -115,7 +126,9 @@ class PassCosts:
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
         """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
         found = [
-            (abs(key[1] - length), widths) for key, widths in self._times.items() if key[0] == rows and 1 in widths
+            (abs(key[1] - length), widths)
+            for key, widths in list(self._times.items())
+            if key[0] == rows and 1 in widths
         ]
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
@@ -127,7 +140,7 @@ class PassCosts:
         each = seconds / known.seconds
         return {width: ratio + (width - 1) * each for width, ratio in known.ratios.items()}
 
-    def choose_width(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
+    def choose_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids to propose per row, 0 for none: those of a trial, or what makes the most ids per second.
 
         most: ids that may be proposed. seconds: how long it takes to propose one id to each row.
@@ -137,7 +150,7 @@ class PassCosts:
     def take_trial(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids to propose to learn what they cost, 0 if it is not the time for that.
 
-        It counts as done then. Arguments as in `choose_width`.
+        It counts as done then. Arguments as in `choose_ids`.
         """
         width = self._find_trial(shares, held, most, seconds)
         if width is None:
@@ -148,21 +161,17 @@ class PassCosts:
     def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids make the most ids per second, as far as is known; 0 if a pass over one id is due.
 
-        Arguments as in `choose_width`.
+        Arguments as in `choose_ids`.
         """
-        kind = _kind(len(shares), held)
-        one = self._times.get(kind, {}).get(1)
-        if one is None or self._passes - one.at >= COMPARE_EVERY:
+        if self._needs_comparison(len(shares), held):
             return 0
-        key = kind, most, seconds, *shares
-        if (found := self._best.get(key)) is None:
-            if len(self._best) >= MOST_KEPT:
-                self._best.clear()
-            ratios = self._ratios_with_proposing(held, len(shares), seconds)
+        ratios = self._ratios_with_proposing(held, len(shares), seconds)
+        weighed = shares, ratios, most
+        if weighed != self._weighed[0]:
             best = _best_width(shares, ratios, most)
             untimed = (width for width in WIDTHS if width not in ratios and width <= best)
-            found = self._best[key] = next(untimed, best) - 1  # a width never timed is reached step by step
-        return found
+            self._weighed = weighed, next(untimed, best) - 1  # a width never timed is reached step by step
+        return self._weighed[1]
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
         """Returns the ids per second with so many proposed ones; a pass over one id has 1."""
@@ -183,9 +192,9 @@ class PassCosts:
         waited = self._passes - self._tried
         if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
             return None
-        known = self._find_known(held, len(shares))
-        if not known.ratios:
+        if self._needs_comparison(len(shares), held):
             return None
+        known = self._find_known(held, len(shares))
         if unknown := [width for width in known.unknown if width <= most + 1]:
             width = unknown[0]  # the most that it may cost is what as many passes over one id cost
             loss = width - expected_ids(shares, width - 1) + (width - 1) * seconds / known.seconds
@@ -194,7 +203,8 @@ class PassCosts:
         tried = [width for width in TRIED if width <= most + 1]
         if not tried or waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
             return None
-        return max(tried, key=lambda width: expected_ids(shares, width - 1) / known.ratios[width])
+        ratios = self._ratios_with_proposing(held, len(shares), seconds)
+        return max(tried, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
 
 
 class _Known(NamedTuple):
@@ -236,7 +246,7 @@ class PassClock:
 class _Times:
     """The last times of passes of one kind, and their lower median. known: whether there are times enough.
 
-    lately: the median of the last five. at: the pass of the last one.
+    lately: the lower median of the last five. at: how many passes had been noted when the last one was.
     """
 
     def __init__(self) -> None:
@@ -246,7 +256,11 @@ class _Times:
     @property
     def lately(self) -> float:
         last = sorted(list(self._last)[-5:])
-        return last[len(last) // 2]
+        return last[(len(last) - 1) // 2]
+
+    def forget(self) -> None:
+        """Forgets the times; whether they were enough stays."""
+        self._last.clear()
 
     def note(self, time_: float, at: int, known: bool) -> bool:
         """Notes a time, with `known` one that is enough; returns whether what is known is different now."""

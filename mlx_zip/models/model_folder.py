@@ -60,7 +60,7 @@ def _raise_unless_model_folder(folder: Path) -> Path:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Returns a folder's config.json. Raises `ModelError` if it cannot be read or names no model_type."""
-    config = read_json_object(folder / "config.json", raises=ModelError)
+    config = read_json_object(folder / "config.json", raises=ModelError, constants=True)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")
     return config

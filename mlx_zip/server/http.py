@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlx_zip.errors import first_message_line
+from mlx_zip.files import refuse_json_constant
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import OPENAI, RequestError, as_request_error, json_bytes
 from mlx_zip.server.fields import Body, parse_body
@@ -102,7 +103,7 @@ async def _discard(chunks: AsyncIterator[bytes]) -> None:
 def parse_json(body: bytes, max_depth: int) -> Any:
     """Returns the value of JSON text. Raises `RequestError` if it is none, or nested deeper than `max_depth`."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_parse_finite)
+        value = json.loads(body.decode("utf-8"), parse_constant=refuse_json_constant, parse_float=_parse_finite)
     except UnicodeDecodeError as error:
         raise RequestError(400, f"the body is not UTF-8 at byte {error.start}", "invalid_json") from error
     except RecursionError as error:
@@ -111,10 +112,6 @@ def parse_json(body: bytes, max_depth: int) -> Any:
         raise RequestError(400, f"the body is not JSON: {first_message_line(error)}", "invalid_json") from error
     _check_depth(value, max_depth)
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _parse_finite(text: str) -> float:

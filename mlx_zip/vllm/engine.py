@@ -195,26 +195,34 @@ def load_on_vllm(
             f"vLLM cannot read the packed weights of {folder}; unpack them: python -m mlx_lm convert -d --hf-path "
             f"{folder} --mlx-path FOLDER"
         )
-    try:
+    with _wrong_arguments():
         vllm_args = EngineArgs(**options)
-    except TypeError as error:
-        raise ConfigError(f"vLLM's arguments: {error}") from error
     tokenizer = load_tokenizer(folder, trust_remote_code=args["trust_remote_code"])
     if chat_template is not None:
         tokenizer._tokenizer.chat_template = chat_template
     tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
     start = None if pack is None else resolve_pack(pack)
     fingerprint = folder_fingerprint(folder, tied)
-    try:
+    with _wrong_arguments():
         llm = LLMEngine.from_engine_args(vllm_args)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise ConfigError(f"vLLM's arguments: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
     try:
         return VllmServed(llm, tokenizer, made, start, tied, fingerprint, model_name)
     except BaseException:
         llm.engine_core.shutdown()
         raise
+
+
+@contextmanager
+def _wrong_arguments() -> Iterator[None]:
+    """Raises `ConfigError` for arguments that vLLM does not know or take."""
+    try:
+        yield
+    except TypeError as error:
+        raise ConfigError(f"vLLM's arguments: {error}") from error
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        parts = [*map(str, wrong["loc"]), wrong["msg"].partition("\n")[0]]
+        raise ConfigError(f"vLLM's arguments: {': '.join(parts)}") from error
 
 
 def _with_changes(config: Zip2ZipConfig, changes: Mapping[str, Any]) -> Zip2ZipConfig:

@@ -12,6 +12,7 @@ from mlx_zip.engine.cost_files import CostFile
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.pass_costs import PassCosts
 from support.generating import ENDLESS, plain_model
 
 KEY = {"model": "0123", "chip": "M4", "mlx": "0.32.4"}
@@ -32,11 +33,39 @@ def kept(curve=CURVE, held=1000, key=KEY):
     return file
 
 
-def test_the_next_run_chooses_by_the_kept_costs_from_its_first_step():
+def first_choice(slower=1.0):
+    """How many ids a new run proposes after its first pass, which is over one id."""
+    costs = CostFile(KEY).costs
+    assert costs.choose_ids([0.7], 1000, 15) == 0
+    costs.note(1, 1000, slower * CURVE[1])
+    return costs.choose_ids([0.7], 1000, 15)
+
+
+@pytest.mark.parametrize("slower", [0.5, 1.0, 2.0])
+def test_the_next_run_chooses_by_the_kept_costs_from_its_second_step(slower):
     before = kept()
-    after = CostFile(KEY).costs
-    assert after.ratios(1000) == before.costs.ratios(1000)
-    assert after.choose_width([0.7], 1000, 15) == before.costs.choose_width([0.7], 1000, 15) > 0
+    assert CostFile(KEY).costs.ratios(1000) == pytest.approx(before.costs.ratios(1000))
+    before.costs.note(1, 1000, CURVE[1])
+    assert first_choice(slower) == before.costs.choose_ids([0.7], 1000, 15) > 0
+
+
+def test_passes_are_compared_with_those_of_their_own_run():
+    kept()
+    costs = CostFile(KEY).costs
+    costs.note(1, 1000, 2 * CURVE[1])
+    for _ in range(3):
+        costs.note(8, 1000, 2 * CURVE[8])
+    assert costs.ratios(1000)[8] == pytest.approx(CURVE[8] / CURVE[1])
+
+
+def test_a_run_on_a_slower_machine_leaves_what_passes_cost_in_relation_to_each_other():
+    kept()
+    slower = CostFile(KEY)
+    slower.costs = PassCosts()
+    for _ in range(2):
+        slower.costs.note(1, 1000, 2 * CURVE[1])
+    slower.save()
+    assert CostFile(KEY).costs.ratios(1000) == pytest.approx({n: CURVE[n] / CURVE[1] for n in CURVE})
 
 
 def test_newer_times_replace_the_kept_ones():
@@ -80,7 +109,7 @@ def test_a_file_that_cannot_be_used_counts_as_none_and_is_replaced(damage):
     path.write_bytes(damage(json.loads(path.read_bytes())))
     assert CostFile(KEY).costs.figures() == {}
     kept()
-    assert CostFile(KEY).costs.choose_width([0.7], 1000, 15) > 0
+    assert first_choice() > 0
 
 
 def test_a_deleted_file_is_forgotten():

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file, atomic_folder, check_writable, read_json_object, write_json
+from mlx_zip.models.model_folder import read_model_config
 
 
 def write(folder: Path, text: str) -> None:
@@ -180,8 +181,13 @@ def test_a_file_system_without_a_full_flush_gets_an_ordinary_one(tmp_path, monke
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_what_python_alone_takes_for_json_is_refused(number, tmp_path):
     (tmp_path / "file.json").write_text(f'{{"a": [{number}]}}')
-    with pytest.raises(DataError, match=rf"file\.json cannot be read: {number} is no number"):
+    with pytest.raises(DataError, match=rf"file\.json cannot be read: {number} is no number of JSON"):
         read_json_object(tmp_path / "file.json")
+
+
+def test_a_config_may_have_infinity(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
+    assert read_model_config(tmp_path)["time_step_limit"] == [0.0, float("inf")]
 
 
 def test_the_path_of_a_pipe_is_told_once(tmp_path):

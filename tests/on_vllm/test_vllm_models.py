@@ -122,3 +122,18 @@ def test_options_of_vllm_that_do_not_go_with_hypertokens_are_refused_at_the_star
     }
     with pytest.raises(ConfigError, match=what):
         Zip2ZipForCausalLM(vllm_config=SimpleNamespace(**common, **{**USUAL, **REFUSED[what]}))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"max_model_len": 1_000_000}, "max_model_len"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"block_size": "x"}, "block_size"),
+    ],
+)
+def test_arguments_that_vllm_does_not_take_are_refused_in_one_line(args, told):
+    with pytest.raises(ConfigError, match=r"^vLLM's arguments: ") as refused:
+        open_on_vllm("stories", vllm_args=args)
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
