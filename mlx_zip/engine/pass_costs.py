@@ -134,11 +134,11 @@ class PassCosts:
 
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
         """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
-        known = self._find_known(held, rows)
-        if not seconds or not known.ratios:
-            return known.ratios
-        each = seconds / known.seconds
-        return {width: ratio + (width - 1) * each for width, ratio in known.ratios.items()}
+        ratios = self.ratios(held, rows)
+        if not seconds or not ratios:
+            return ratios
+        each = seconds / self._find_known(held, rows).seconds
+        return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
     def choose_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids to propose per row, 0 for none: those of a trial, or what makes the most ids per second.

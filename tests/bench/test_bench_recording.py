@@ -120,7 +120,7 @@ def test_a_last_line_without_an_end_is_kept_apart(machine, bench, tmp_path):
     [
         ("none/x.jsonl", "there is no folder"),
         ("text", "not JSON lines"),
-        (".", "cannot be read"),
+        (".", "is a folder or device, not a file"),
         ("pipe", "is a folder or device, not a file"),
     ],
 )

@@ -361,7 +361,13 @@ def test_auto_proposes_by_what_passes_cost_to_requests_alone_and_in_company(open
         alone = [ask(made, prompt, max_tokens=60)[1].wait() for prompt in prompts]
     learn(oracle, alone, prompts)
     accepted, together, noted = [], [], []
-    monkeypatch.setattr(PassCosts, "note", lambda self, ids, held, seconds, rows: noted.append((ids, rows)))
+    real = PassCosts.note
+
+    def note(self, ids, held, seconds, rows):
+        noted.append((ids, rows))
+        real(self, ids, held, seconds, rows)
+
+    monkeypatch.setattr(PassCosts, "note", note)
     for curve in ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}):
         monkeypatch.setattr(PassCosts, "ratios", lambda self, held, rows, curve=curve: curve)
         with engine(model, "auto", ahead) as made:

@@ -159,7 +159,7 @@ def test_an_index_with_counts_that_cannot_be_is_named(key, value, copied):
     index = json.loads(path.read_text())
     (index["shards"][0] if key == "samples" else index)[key] = value
     path.write_text(json.dumps(index))
-    with pytest.raises(DataError, match=rf"index\.json: .*{key}.*delete the folder"):
+    with pytest.raises(DataError, match=rf"index\.json.*({key}|Infinity).*delete the folder"):
         PreparedShards(copied / "data")
 
 
@@ -267,7 +267,7 @@ def edit_state(path: Path, **changes: Any) -> None:
 )
 def test_a_checkpoint_whose_counts_cannot_be_is_named(changes, copied):
     edit_state(copied / "run" / "checkpoints" / "step-000004" / "state.json", **changes)
-    with pytest.raises(TrainingError, match=r"step-000004 cannot be read.*delete it"):
+    with pytest.raises(TrainingError, match=r"step-000004.* cannot be read.*delete"):
         again(copied)
     assert not (copied / "run" / "model").exists()
 
