@@ -134,7 +134,7 @@ def model_codec_params(name: str) -> Any:
     from mlx_zip.models.model_folder import read_model_codec
 
     file = resolve_model_name(name) / "config.json"
-    return read_model_codec(read_json_object(file, raises=GenerationError)) if file.is_file() else None
+    return read_model_codec(read_json_object(file, raises=GenerationError, constants=True)) if file.is_file() else None
 
 
 def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:

@@ -40,9 +40,9 @@ class PassCosts:
 
     A pass over several ids is compared with those over one id shortly before, so a machine that is faster at one time
     and slower at another changes nothing; where all passes are over several ids, one over one id comes now and then.
-    Of the last times the lower median counts: whoever reads the answer may pause, and other work may come between. The
-    first pass of a width may also have waited for memory or for a kernel that was compiled, so a width that was timed
-    once is tried again, and a time of another length counts more until then.
+    The lower median of the last times counts, because the reader of the answer may pause and other work may come
+    between. The first pass of a width may also have waited for memory or for a kernel that was compiled, so a width
+    that was timed once is tried again, and a time of another length counts more until then.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class PassClock:
 
 
 class _Times:
-    """The last times of passes of one kind, and their lower median. known: whether there are times enough.
+    """What the last passes of one kind and width cost, and the lower median. known: whether these are enough.
 
     lately: the lower median of the last five. at: how many passes had been noted when the last one was.
     """
@@ -259,13 +259,13 @@ class _Times:
         return last[(len(last) - 1) // 2]
 
     def forget(self) -> None:
-        """Forgets the times; whether they were enough stays."""
+        """Forgets what passes cost, but not whether enough of them were timed."""
         self._last.clear()
 
-    def note(self, time_: float, at: int, known: bool) -> bool:
-        """Notes a time, with `known` one that is enough; returns whether what is known is different now."""
+    def note(self, cost: float, at: int, known: bool) -> bool:
+        """Notes what a pass cost, with `known` all that is needed; returns whether what is known is different now."""
         before, self.at = (self.median, self.known), at
-        self._last.append(time_)
+        self._last.append(cost)
         self.median = sorted(self._last)[(len(self._last) - 1) // 2]
         self.known = self.known or known or len(self._last) >= KNOWN_AFTER
         return (self.median, self.known) != before

@@ -104,9 +104,8 @@ def config_of_export(folder: Path) -> dict[str, Any] | None:
     """
     if not (folder / UPSTREAM_CONFIG_NAME).is_file():
         return None
-    config, section = (
-        read_json_object(folder / name, raises=ConfigError) for name in ("config.json", UPSTREAM_CONFIG_NAME)
-    )
+    config = read_json_object(folder / "config.json", raises=ConfigError, constants=True)
+    section = read_json_object(folder / UPSTREAM_CONFIG_NAME, raises=ConfigError)
     if config.get("model_type") == MODEL_TYPE:
         return None
     if not (list(folder.glob("model*.safetensors")) and (folder / ENCODERS).is_file()):

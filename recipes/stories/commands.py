@@ -49,11 +49,15 @@ def run_command(call: RunModule, module: str, words: Sequence[str | Path | int |
 
     Raises `KeyboardInterrupt` if it was stopped by a signal.
     """
-    status = call(module, [str(word) for word in words], folder)
+    if status := _status_unless_stopped(call(module, [str(word) for word in words], folder)):
+        raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")
+
+
+def _status_unless_stopped(status: int) -> int:
+    """Returns a command's exit status. Raises `KeyboardInterrupt` if a signal stopped the command."""
     if status in STOPPED_STATUSES:
         raise KeyboardInterrupt
-    if status:
-        raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")
+    return status
 
 
 @contextlib.contextmanager
@@ -104,10 +108,7 @@ class Recipe:
         Raises `TrainingError` when it fails, `KeyboardInterrupt` when it was stopped by a signal.
         """
         self.say("$ " + shlex.join([module.replace(" ", "."), *arguments]))
-        status = self.call(module, arguments, self.out)
-        if status in STOPPED_STATUSES:
-            raise KeyboardInterrupt
-        if status:
+        if status := _status_unless_stopped(self.call(module, arguments, self.out)):
             shown = shlex.join([module, *arguments[:1]])
             raise TrainingError(f"{shown} ended with status {status}; run the same again to go on from its last step")
 

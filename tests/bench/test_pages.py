@@ -257,6 +257,11 @@ def test_a_flag_table_of_an_unknown_command_is_an_error(checkout, capsys):
     assert "there is no command mlx_zip generat" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_no_checkout_is_told_as_that(tmp_path, capsys):
+    assert main(["--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is no checkout of mlx_zip: it has no bench/records\n"
+
+
 def test_a_record_of_two_runs_has_a_row_for_each(tmp_path):
     lines = [{"commit": "aa", "trials": 3}, {"commit": "aa", "trials": 3}, {"commit": "bb", "trials": 15}]
     (tmp_path / "bench/records").mkdir(parents=True)

@@ -57,6 +57,7 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
         (["--logit-bias", '{"²": 1}'], "--logit-bias"),
         (["--extra-eos-token", "①"], "--extra-eos-token"),
         (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),
+        (["--draft-model", ""], "the name of the model is empty"),
         (["--num-draft-tokens", 0], "num_draft_tokens (--num-draft-tokens) must be an integer from 1 to 15, got 0"),
         (["--num-draft-tokens", 10_000], "num_draft_tokens (--num-draft-tokens)"),
         (["--image", "a.png"], "--image cannot be used"),

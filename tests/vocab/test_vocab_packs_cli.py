@@ -100,6 +100,11 @@ def test_a_long_text_is_read_up_to_a_bound(learn):
     assert learn("a.npz", "--tokenizer", tokenizer_folder(), "--most-ids", 100)["base_ids"] == 100
 
 
+def test_a_bound_beyond_all_integers_of_the_machine_is_none(learn):
+    flags = "--tokenizer", tokenizer_folder(), "--most-ids"
+    assert learn("a.npz", *flags, 10**20)["base_ids"] == learn("b.npz", *flags, 10**9)["base_ids"] > 100
+
+
 def test_each_source_of_a_mixture_gives_its_share_of_the_ids(text, tmp_path):
     (tmp_path / "more.txt").write_text(TEXT[::-1])
     sources = [Source((str(text),), 1.0), Source((str(tmp_path / "more.txt"),), 3.0)]
