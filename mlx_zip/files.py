@@ -312,3 +312,12 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+def follow_parent_process() -> None:
+    """Ends this process at once when the process that started it through `multiprocessing` has ended."""
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

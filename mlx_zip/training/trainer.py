@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,16 @@ from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_data import JoinedFolders
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.steps.batches import COARSE_PADDING, FINE_PADDING, Batch, make_batch, order_batches
+from mlx_zip.training.steps.batches import (
+    COARSE_PADDING,
+    FINE_PADDING,
+    Batch,
+    CallFunction,
+    call_here,
+    make_batch,
+    order_batches,
+    start_batch_workers,
+)
 from mlx_zip.training.steps.objective import Trainee
 from mlx_zip.training.steps.stepper import Stepper, is_compiled, last_learning_rate, make_optimizer
 
@@ -95,6 +106,7 @@ class Trainer:
         check_enough_samples(data, valid, settings)
         self._lengths, self._starts = data.lengths, data.starts
         self._orders: dict[int, list[np.ndarray]] = {}
+        self._call: CallFunction = call_here
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._restore_progress()
@@ -133,16 +145,23 @@ class Trainer:
         self._report_sums = _ReportSums(self.progress)
         done = self.progress.step
         bar = make_steps_bar(self.settings, done, self.quiet)
-        with catch_stop_signals() as asked, bar, ThreadPoolExecutor(1) as self._pool:
-            self._upcoming = self._pool.submit(self._make_step_batches, done)
+        workers = self.stepper.batch_workers
+        ahead = max(1, workers)  # steps whose batches are being made; the order of an epoch is known before
+        with (
+            catch_stop_signals() as asked,
+            bar,
+            start_batch_workers(workers) as self._call,
+            ThreadPoolExecutor(ahead) as self._pool,
+        ):
+            self._upcoming = deque(self._pool.submit(self._make_step_batches, done + k) for k in range(ahead))
             stopped = run_steps(self, self.settings, bar, asked)
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 
     def step(self, stop: bool) -> bool:
         """Trains one step on the next batches; see `TrainingJob`."""
         began = time.perf_counter()  # waiting for data is part of the step
-        batches = self._upcoming.result()
-        self._upcoming = self._pool.submit(self._make_step_batches, self.progress.step + 1)
+        batches = self._upcoming.popleft().result()
+        self._upcoming.append(self._pool.submit(self._make_step_batches, self.progress.step + len(self._upcoming) + 1))
         sums = self.stepper.step(batches, [self.needs_long_factors(b) for b in batches], stop=stop)
         if not all(map(math.isfinite, sums.values())):
             step, which = self.progress.step + 1, sorted({i for batch in batches for i in batch.samples})
@@ -179,10 +198,10 @@ class Trainer:
         return out
 
     def _order_epoch(self, epoch: int) -> list[np.ndarray]:
-        if epoch not in self._orders:
+        if (order := self._orders.get(epoch)) is None:
             order = order_batches(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
-        return self._orders[epoch]
+        return order
 
     def _make_batch(self, data: SampleData, indices: Any) -> Batch:
         """Returns the batch of the samples with these numbers. Raises `DataError` naming a damaged one."""
@@ -191,7 +210,8 @@ class Trainer:
         config = model.config if isinstance(model, Model) else None
         compiled = data is self.data and is_compiled(self.settings)  # validation is not
         try:
-            batch = make_batch(
+            batch = self._call(
+                make_batch,
                 samples,
                 data.params,
                 [int(i) for i in indices],
@@ -203,6 +223,8 @@ class Trainer:
             return self.trainee.prepare_batch(batch)
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
+        except BrokenProcessPool as error:
+            raise TrainingError("a process that makes batches was killed, by lack of memory perhaps") from error
 
     def needs_long_factors(self, batch: Batch) -> bool:
         """Whether a batch needs LongRoPE's long factors: some position lies beyond the model's original context."""

@@ -89,7 +89,7 @@ class TalkSettings:
     alone: float = 0.35
     second: float = 0.35
     repeated: float = 0.5
-    train: int = 3_600_000
+    train: int = 5_400_000
     held_out: int = 60_000
     exact: bool = False
 
@@ -130,16 +130,16 @@ class Leg:
     )
     start: float = 0.0
     repeated: bool = True
-    samples: int = 13_400
-    plain: int = 2_200
+    samples: int = 20_000
+    plain: int = 3_300
     context: int = 1024
-    iters: int = 466
-    batch_size: int = 12
-    warmup: int = 40
+    iters: int = 1000
+    batch_size: int = 24
+    warmup: int = 60
     seed: int = 1
     learning_rate: float = 1.2e-3
     min_learning_rate: float = 2e-5
-    lora_rank: int = 24
+    lora_rank: int = 32
     lora_scale: float = 2.0
     save_every: int = 100
     valid_share: float = 0.0

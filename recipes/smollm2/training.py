@@ -50,7 +50,7 @@ def prepare_data(
         wanted.append((PLAIN, other, leg.plain, none))
     for name, texts, samples, flags in wanted:
         words: Words = ["prepare", "--model", model, "--mixture", texts, "--context", leg.context, "--train-on", "all"]
-        words += ["--limit", samples, "--workers", 1, *flags, "--out", out / name]
+        words += ["--limit", samples, *flags, "--out", out / name]
         run_command(call, "mlx_zip", words, out)
 
 

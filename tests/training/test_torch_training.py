@@ -165,7 +165,7 @@ def test_a_chunk_of_positions_costs_what_the_whole_costs(monkeypatch):
     config = tiny_config("gemma2", "transformer", canonical=True)
     found = []
     for chunk in (256, 5):
-        monkeypatch.setattr(objective, "CHUNK_POSITIONS", chunk)
+        monkeypatch.setitem(objective.CHUNK_POSITIONS, "cpu", chunk)
         model = random_model(config)
         stepper = twins(model, config, fine_tune_type="full", optimizer="sgd")[1]
         sums = stepper.step(batches(model, 0), [False, False])

@@ -17,6 +17,7 @@ from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
 from mlx_zip.training.steps.batches import order_batches
+from mlx_zip.training.steps.stepper import Stepper
 from support.crashing import crash_after
 from support.processes import Command
 from support.same_numbers import assert_same_losses, assert_same_weights, is_exact
@@ -184,6 +185,13 @@ def stopped_with(number: int, out: Path, steps: int) -> int:
     status, told = process.wait(120)
     assert "Traceback" not in told
     return status
+
+
+def test_batches_made_in_other_processes_are_those_of_this_one(uninterrupted, monkeypatch):
+    monkeypatch.setattr(Stepper, "batch_workers", 2)
+    out = uninterrupted.parent / "by-workers"
+    same_in_process(out)
+    assert_same_run(out, uninterrupted)
 
 
 @pytest.mark.slow

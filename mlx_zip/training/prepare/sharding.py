@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +14,7 @@ import numpy as np
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
-from mlx_zip.files import write_json
+from mlx_zip.files import follow_parent_process, write_json
 from mlx_zip.packs.entries import Entry
 from mlx_zip.text.sources import Item, Record, Skipped, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -180,18 +182,11 @@ def start_worker(plan: PreparationPlan) -> None:
 
     Nothing is lost by that, because every file is written whole or not at all.
     """
-    import multiprocessing
-    import os
-    import signal
-    import threading
-
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script, as its parent does
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    follow_parent_process()
     _maker = ShardMaker(plan)
 
 

@@ -9,7 +9,11 @@ sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +22,11 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
+from mlx_zip.files import follow_parent_process
 from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
+CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns what it returns
 _SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 _PER_OCTAVE = 8  # close sizes per doubling: at most 12.5 % padding
 
@@ -286,3 +292,31 @@ def order_batches(
 
 def _split_into_groups(values: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
     return (values[i : i + size] for i in range(0, len(values), size))
+
+
+# ---- worker processes
+
+
+def call_here(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Calls a function in this process."""
+    return function(*args, **named)
+
+
+@contextmanager
+def start_batch_workers(count: int) -> Iterator[CallFunction]:
+    """Yields a function that calls a function in one of `count` processes and waits for it; 0: in this process.
+
+    Batches that Python makes in a thread take time from the thread that launches a card's kernels.
+    """
+    if not count:
+        yield call_here
+        return
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_batch_worker) as pool:
+        yield lambda function, *args, **named: pool.submit(function, *args, **named).result()
+
+
+def _start_batch_worker() -> None:
+    # a terminal sends these to all processes, and the trainer still needs its batches then
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    follow_parent_process()

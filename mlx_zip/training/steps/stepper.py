@@ -39,8 +39,11 @@ class Stepper:
     """Takes optimizer steps with two functions, which may be compiled: gradients of a batch, and the update.
 
     device: the kind of device that computes. traces: how often Python has run one of the two functions. If they are
-    compiled, that is once per combination of shapes; other steps run the compiled code alone.
+    compiled, that is once per combination of shapes; other steps run the compiled code alone. batch_workers: processes
+    that make batches, 0 for a thread of this one.
     """
+
+    batch_workers = 0
 
     def __init__(
         self, trainee: Trainee, optimizer: optim.Optimizer, settings: TrainSettings, group: mx.distributed.Group

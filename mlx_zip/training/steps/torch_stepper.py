@@ -11,7 +11,8 @@ at once, in the forward pass; the backward pass only scales these gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from mlx_zip.training.steps.stepper import BATCH_COUNTS, make_schedule, optimize
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOST_BATCH_WORKERS = 6  # with a card: a step of 24 windows takes 0.1 s there, its batch 0.3 s of Python's time
 MOMENT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
 
 
@@ -57,6 +59,7 @@ class TorchStepper:
         if group.size() > 1:
             raise TrainingError("--engine torch trains on one machine; train on several with --engine mlx")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.batch_workers = min(MOST_BATCH_WORKERS, (os.cpu_count() or 1) // 2) if self.device == "cuda" else 0
         self.trainee, self.mlx_optimizer, self.settings = trainee, optimizer, settings
         self.model = TorchModel(
             trainee, config, torch.device(self.device), DTYPES[settings.dtype], settings.lora_dropout
@@ -94,12 +97,13 @@ class TorchStepper:
         """Trains one step on its batches; arguments and result are those of `Stepper.step`."""
         self.model.train()
         torch.manual_seed(hash((self.settings.seed, self.steps)) & 0xFFFFFFFF)  # of dropout: the same after a restart
-        sums: dict[str, float] = {}
+        count, sums = float(sum(batch.arrays["weights"].sum() for batch in batches)), dict[str, Any]()
         for batch in batches:
             found = compute_losses(self.model, self.weights, self._to_device(batch), batch.longest)
-            self.weights.total_loss(found).backward()
-            sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
-        norm = self._apply_gradients(sums["count"])
+            (self.weights.total_loss(found) / max(count, 1.0)).backward()
+            sums = {name: sums.get(name, 0.0) + value.detach() for name, value in found.items()}
+        norm = self._apply_gradients()
+        sums = {name: value.item() for name, value in sums.items()}  # a card computes until here without a wait
         counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in BATCH_COUNTS}
         samples = float(sum(len(batch.samples) for batch in batches))
         return {**sums, **counts, "samples": samples, "stop": float(stop), "grad_norm": norm}
@@ -117,15 +121,12 @@ class TorchStepper:
         with torch.no_grad():
             return float(compute_plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
 
-    def _apply_gradients(self, count: float) -> float:
-        """Applies the gradients, divided by the `count` positions; returns their norm before clipping."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        for gradient in gradients:
-            gradient.div_(max(count, 1.0))
-        norm = torch.nn.utils.get_total_norm(gradients).item()
-        if (limit := self.settings.max_grad_norm) and norm > limit:
-            for gradient in gradients:
-                gradient.mul_(limit / (norm + 1e-6))
+    def _apply_gradients(self) -> float:
+        """Applies the gradients and returns their norm before clipping."""
+        trained = [p for p in self.parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        if self.settings.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(trained, self.settings.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = float(make_schedule(self.settings, group["peak"])(mx.array(self.steps)).item())
         self.optimizer.step()
@@ -134,7 +135,7 @@ class TorchStepper:
         for group in self.optimizer.param_groups:
             known = {"step": mx.array(self.steps, mx.uint64), "learning_rate": mx.array(group["lr"])}
             optimizer_of_weight(self.mlx_optimizer, self.settings, group["name"]).state.update(known)
-        return norm
+        return norm.item()
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Returns a batch's arrays as tensors, whole numbers as int64."""
@@ -173,7 +174,7 @@ def _get_subtree(tree: Any, name: str) -> dict[str, Any]:
 
 # ---- the objective
 
-CHUNK_POSITIONS = 256  # positions whose logits are there together
+CHUNK_POSITIONS = {"cpu": 256, "cuda": 2048}  # positions whose logits are there together
 Arrays = Mapping[str, torch.Tensor]
 
 
@@ -211,41 +212,32 @@ def _sum_joint_nats(
     return {"nats": nats, "count": arrays["weights"].sum()}
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Some positions of one sample. h [N, D]; targets, available [N]; weights [N]; excluded: row and id, [X] each."""
-
-    h: torch.Tensor
-    targets: torch.Tensor
-    available: torch.Tensor | None
-    weights: torch.Tensor
-    excluded: tuple[torch.Tensor, torch.Tensor] | None
-
-
 class JointNats(torch.autograd.Function):
-    """The summed cross entropy over base ids and available entries together (arXiv 2506.01084 eq. 2)."""
+    """The summed cross entropy over base ids and available entries together (arXiv 2506.01084 eq. 2).
+
+    A column is a base id or one of the batch's U entries, whichever samples have it: V + U columns in all.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, head: torch.Tensor, rows: torch.Tensor, arrays: Arrays, cap: float | None):
         """Returns nats, a float32 scalar, of h [B, L, D], head [V, D] and the output rows [U, D] of all entries."""
         wanted = any(ctx.needs_input_grad)  # false in validation
-        grad_h, grad_rows = torch.zeros_like(h), torch.zeros_like(rows, dtype=torch.float32)
+        flat, table, vocab = h.flatten(0, 1), torch.cat([head.to(h.dtype), rows.to(h.dtype)]), len(head)
+        grad_h, grad_rows = torch.zeros_like(flat), torch.zeros_like(rows, dtype=torch.float32)
         grad_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
         total = h.new_zeros((), dtype=torch.float32)
-        for b in range(len(h)):
-            held = arrays["slots"][b] if len(rows) else None
-            table = rows.new_zeros(0, rows.shape[1]) if held is None else rows[held].to(h.dtype)
-            for at, chunk in _split_into_chunks(h, arrays, b):
-                nats, by_base, by_slot = _loss_and_gradient(chunk, head.to(h.dtype), table, cap)
-                total += nats
-                if not wanted:
-                    continue
-                grad_h[b, at] = by_base @ head.to(h.dtype) + by_slot @ table
-                if held is not None:
-                    grad_rows.index_add_(0, held, (by_slot.mT @ chunk.h).float())
-                if grad_head is not None:
-                    grad_head += by_base.mT @ chunk.h
-        ctx.save_for_backward(grad_h, grad_rows, grad_head)
+        for chunk in _split_into_chunks(arrays, vocab, len(rows), CHUNK_POSITIONS[h.device.type]):
+            read = flat[chunk.at]
+            nats, gradient = _loss_and_gradient((read @ table.mT).float(), chunk, vocab, cap)
+            total += nats
+            if not wanted:
+                continue
+            gradient = gradient.to(h.dtype)
+            grad_h[chunk.at] = gradient @ table
+            grad_rows += gradient[:, vocab:].mT @ read
+            if grad_head is not None:
+                grad_head += gradient[:, :vocab].mT @ read
+        ctx.save_for_backward(grad_h.view_as(h), grad_rows, grad_head)
         ctx.dtypes = rows.dtype, head.dtype
         return total
 
@@ -257,52 +249,82 @@ class JointNats(torch.autograd.Function):
         return (grad_h * outer[0]).to(grad_h.dtype), by_head, (grad_rows * outer[0]).to(of_rows), None, None
 
 
-def _split_into_chunks(h: torch.Tensor, arrays: Arrays, b: int) -> Any:
-    """Yields (positions [N], chunk) of sample b; positions that do not count are left out."""
-    counting = torch.nonzero(arrays["weights"][b] > 0)[:, 0]
-    pairs = None
+@dataclass(frozen=True)
+class _Chunk:
+    """Some positions of a batch. at [N]: row * L + column; targets [N]: columns of logits; weights [N].
+
+    closed [N, U] bool: entries that may not be predicted there. excluded: rows and columns of logits, [X] each.
+    """
+
+    at: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    closed: torch.Tensor | None
+    excluded: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> Iterator[_Chunk]:
+    """Yields the positions whose loss counts, `size` at a time. entries: U, all of the batch."""
+    length = arrays["targets"].shape[1]
+    weights, targets = arrays["weights"].flatten(), arrays["targets"].flatten()
+    counting = torch.nonzero(weights > 0)[:, 0]
+    samples = counting // length
+    targets, slot_of_entry = targets[counting], None
+    if entries:
+        slots = arrays["slots"]
+        targets = _find_columns(targets, samples, slots, vocab)
+        slot_of_entry = slots.new_full((len(slots), entries + 1), torch.iinfo(torch.int64).max)
+        order = torch.arange(slots.shape[1], device=slots.device).expand_as(slots)
+        installed = order < arrays["available"].amax(1, keepdim=True)  # other slots only pad
+        slot_of_entry.scatter_(1, torch.where(installed, slots, entries), order)
+        available = arrays["available"].flatten()[counting]
+    ends: list[int] = []
     if "excluded_at" in arrays:
-        mine = torch.div(arrays["excluded_at"], h.shape[1], rounding_mode="floor") == b
-        pairs = arrays["excluded_at"][mine] % h.shape[1], arrays["excluded"][mine]
-    for at in counting.split(CHUNK_POSITIONS):
-        excluded = None
-        if pairs is not None:
-            inside = torch.isin(pairs[0], at)
-            excluded = torch.searchsorted(at, pairs[0][inside]), pairs[1][inside]
-        available = arrays["available"][b, at] if "available" in arrays else None
-        yield at, _Chunk(h[b, at], arrays["targets"][b, at], available, arrays["weights"][b, at], excluded)
+        at = arrays["excluded_at"]  # in rising order; padded with a position after the last
+        columns = _find_columns(arrays["excluded"], (at // length).clamp(max=len(slots) - 1), slots, vocab)
+        ends = torch.searchsorted(at, torch.cat([counting[::size], at.new_tensor([weights.numel()])])).tolist()
+    for number, begin in enumerate(range(0, len(counting), size)):
+        chosen, excluded, closed = slice(begin, begin + size), None, None
+        at_these = counting[chosen]
+        if slot_of_entry is not None:
+            closed = slot_of_entry[samples[chosen], :entries] >= available[chosen, None]
+        if ends:
+            pairs = slice(ends[number], ends[number + 1])
+            excluded = torch.searchsorted(at_these, at[pairs]), columns[pairs]
+        yield _Chunk(at_these, targets[chosen], weights[at_these], closed, excluded)
+
+
+def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Returns the columns of logits [N] of ids [N] in samples [N]. slots [B, K]: the entry in each sample's slot."""
+    entry = slots[samples, (ids - vocab).clamp(0, slots.shape[1] - 1)]
+    return torch.where(ids < vocab, ids, vocab + entry)
 
 
 def _loss_and_gradient(
-    chunk: _Chunk, head: torch.Tensor, table: torch.Tensor, cap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the nats of a chunk, and their gradient by the logits of base ids [N, V] and of slots [N, K].
-
-    table [K, D]: output rows of the sample's slots. Logits are float32; their gradient has h's dtype.
-    """
-    vocab = len(head)
-    logits = torch.cat([chunk.h @ head.mT, chunk.h @ table.mT], 1).float()
+    logits: torch.Tensor, chunk: _Chunk, vocab: int, cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the nats of a chunk, and their gradient by its logits [N, V + U] float32, in whose memory it is made."""
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
         slope = 1 - (logits / cap).square()
-    if chunk.available is not None:
-        slots = torch.arange(len(table), device=logits.device)
-        logits[:, vocab:].masked_fill_(slots >= chunk.available[:, None], -torch.inf)
+    if chunk.closed is not None:
+        logits[:, vocab:].masked_fill_(chunk.closed, -torch.inf)
     normaliser = logits.logsumexp(1)
     nats = normaliser - logits.gather(1, chunk.targets[:, None])[:, 0]
     share = logits.sub_(normaliser[:, None]).exp_()
+    kept = torch.ones_like(nats)
     if chunk.excluded is not None:
-        nats = nats + _remove_excluded(share, *chunk.excluded)
-    share.scatter_add_(1, chunk.targets[:, None], share.new_full((len(share), 1), -1.0))
-    share *= chunk.weights[:, None]
+        kept = _remove_excluded(share, *chunk.excluded)
+        nats = nats + kept.log()
+    share.scatter_add_(1, chunk.targets[:, None], -kept[:, None])
+    share *= (chunk.weights / kept)[:, None]
     if cap is not None:
         share *= slope
-    gradient = share.to(chunk.h.dtype)
-    return (nats * chunk.weights).sum(), gradient[:, :vocab], gradient[:, vocab:]
+    return (nats * chunk.weights).sum(), share
 
 
 def _remove_excluded(share: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """Takes excluded ids out of the probabilities `share` [N, V + K], in place; returns the nats [N] that this saves.
+    """Takes excluded ids out of the probabilities `share` [N, V + U], in place; returns the sums [N] that are left.
 
     row, column [X]: which id is excluded where. Nothing is excluded where such ids together hold over half the
     probability.
@@ -311,8 +333,7 @@ def _remove_excluded(share: torch.Tensor, row: torch.Tensor, column: torch.Tenso
     held = share.new_zeros(len(share)).index_add_(0, row, theirs)
     held = torch.where(held <= MAX_EXCLUDED_SHARE, held, 0.0)
     share[row, column] = torch.where(held[row] > 0, 0.0, theirs)
-    share /= (1 - held)[:, None]
-    return torch.log1p(-held)
+    return 1 - held
 
 
 def _token_type_loss(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torch.Tensor:
