@@ -133,7 +133,7 @@ class Leg:
     samples: int = 20_000
     plain: int = 3_300
     context: int = 1024
-    iters: int = 1000
+    iters: int = 606
     batch_size: int = 24
     warmup: int = 60
     seed: int = 1
@@ -184,7 +184,7 @@ class Settings:
     texts: TextSizes = TextSizes()
     talk: TalkSettings = TalkSettings()
     packs: PackSettings = PackSettings()
-    legs: tuple[Leg, ...] = (Leg(),)
+    legs: tuple[Leg, ...] = (Leg(), Leg(iters=500, learning_rate=8e-4, seed=2))
     measure: MeasureSettings = MeasureSettings()
     frontier: FrontierSettings = FrontierSettings()
 
