@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
     def seconds(self) -> float:
-        """Returns how long an id takes to be proposed; 0 for hardly any time."""
+        """Returns how long an id takes to be proposed; 0 for hardly any time, infinite if that is not known."""
         ...
 
     def propose(self, most: int) -> Sequence[int] | Uint32s | Iterator[int]:

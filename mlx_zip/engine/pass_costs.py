@@ -7,6 +7,7 @@ learn what that costs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -50,7 +51,8 @@ class PassCosts:
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
         self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
         self._weighed: tuple[Any, int] = None, 0  # what `best_ids` weighed last since then, and what it found
-        self._passes, self._tried = 0, -TRY_AGAIN_EVERY
+        self._passes, self._tried = 0, -TRY_AGAIN_EVERY  # so a first trial that is cheap comes at once
+        self.head_times = deque[float](maxlen=KEPT)  # seconds per id that the model's draft head has proposed
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
@@ -59,7 +61,7 @@ class PassCosts:
         One over several ids is left out until one over one id of its kind was noted. known: whether this time, of
         an earlier run, is enough to know what such passes cost.
         """
-        self._passes += 1
+        self._passes += not known
         if ids not in WIDTHS:
             return
         widths = self._times.setdefault(_kind(rows, held), {})
@@ -137,7 +139,7 @@ class PassCosts:
         ratios = self.ratios(held, rows)
         if not seconds or not ratios:
             return ratios
-        each = seconds / self._find_known(held, rows).seconds
+        each = self._find_known(held, rows).share_of_pass(seconds)
         return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
     def choose_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
@@ -186,25 +188,32 @@ class PassCosts:
     def _find_trial(self, shares: Sequence[float], held: int, most: int, seconds: float) -> int | None:
         """Returns the width of a pass that is to be timed now, None as long as it is not the time for that.
 
-        A width that is not known is next, and then, where nothing gains, the one of `TRIED` that costs least. After
-        one that was not timed, because fewer ids came than were wanted, the next is waited for twice as long.
+        A width that is not known is next, and then, where nothing gains, the one of `TRIED` that costs least; of a
+        source whose `seconds` are not known, two ids. After a trial that was not timed, because fewer ids came than
+        were wanted, the next is waited for twice as long. A first one comes at once, unless it may cost more than half
+        a pass: then the passes before it have to pay for it, as for all later ones.
         """
         waited = self._passes - self._tried
         if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
             return None
         if self._needs_comparison(len(shares), held):
             return None
-        known = self._find_known(held, len(shares))
-        if unknown := [width for width in known.unknown if width <= most + 1]:
-            width = unknown[0]  # the most that it may cost is what as many passes over one id cost
-            loss = width - expected_ids(shares, width - 1) + (width - 1) * seconds / known.seconds
-            every = min(TRY_EVERY << self._in_vain, TRY_AGAIN_EVERY)
-            return width if waited >= every * max(1, 2 * loss) else None
-        tried = [width for width in TRIED if width <= most + 1]
-        if not tried or waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
+        known, every = self._find_known(held, len(shares)), min(TRY_EVERY << self._in_vain, TRY_AGAIN_EVERY)
+        if math.isinf(seconds):
+            width = TRIED[0]
+        elif unknown := [width for width in known.unknown if width <= most + 1]:
+            width = unknown[0]
+        elif waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
             return None
-        ratios = self._ratios_with_proposing(held, len(shares), seconds)
-        return max(tried, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
+        else:
+            ratios, every = self._ratios_with_proposing(held, len(shares), seconds), TRY_AGAIN_EVERY
+            tried = (width for width in TRIED if width <= most + 1)
+            width = max(tried, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
+        cost = width if width in known.unknown else min(width, known.ratios[width])  # at most that of as many passes
+        loss = cost - expected_ids(shares, width - 1) + (width - 1) * known.share_of_pass(seconds)
+        if 2 * loss > 1:
+            waited = self._passes - max(self._tried, 0)
+        return width if waited >= max(every, 2 * TRY_EVERY * loss) else None
 
 
 class _Known(NamedTuple):
@@ -217,6 +226,10 @@ class _Known(NamedTuple):
     ratios: dict[int, float]
     unknown: list[int]
     seconds: float
+
+    def share_of_pass(self, seconds: float) -> float:
+        """Returns a time in relation to a pass over one id: at most 1, from which on proposing an id never gains."""
+        return min(1.0, seconds / self.seconds)
 
 
 class PassClock:
@@ -231,12 +244,15 @@ class PassClock:
         """Leaves out time in which something else was done, such as proposing ids."""
         self._read_s += seconds
 
-    def note_read(self, costs: PassCosts | None, held: int, ahead: bool = False) -> None:
+    def note_read(self, costs: PassCosts | None, held: int, ahead: bool = False, goes_on: bool = False) -> None:
         """Notes the pass from which the ids were chosen that have just been read. costs: None to note nothing.
 
         held: ids per row that the cache holds. ahead: whether the next pass has begun. A pass is not noted if that has
-        changed: where the device is the CPU, ids come hardly before the pass that was begun is over.
+        changed: where the device is the CPU, ids come hardly before the pass that was begun is over. goes_on: whether
+        more ids will be chosen from the pass, which takes the host some time: it is noted with the last one.
         """
+        if goes_on:
+            return
         now = time.perf_counter()
         if costs is not None and self.ids and self._read_s and ahead == self._ahead:
             costs.note(self.ids, held, now - self._read_s, self.rows)

@@ -9,10 +9,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_zip.bench.generation.draft_replay import CHIPS
 from mlx_zip.codec import compress
 from mlx_zip.engine import Finished
+from mlx_zip.engine.drafts import Drafter, choose_drafts
 from mlx_zip.engine.mlx.generate import stream_generate
-from mlx_zip.engine.pass_costs import PassCosts
+from mlx_zip.engine.mlx.head_source import HeadSource
+from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.draft_head import DraftHead, HeadedModel, Proposer, _OutputRows
 from mlx_zip.models.rows.zip_state import find_zip_state
@@ -184,6 +187,53 @@ def test_auto_asks_a_head_where_its_ids_are_worth_their_pass(oracle, monkeypatch
         accepted.append(drafted[-1].accepted)
     assert accepted[0] > len(alone) // 2
     assert accepted[1] < 8
+
+
+def rates_of_answers(monkeypatch, curve, head_s, is_right, kept):
+    """Simulates six answers of 75 passes, of 9 ms over one id; returns the ids per second of each, 1 without drafts.
+
+    head_s: how long the head takes per id. kept: whether an earlier run has found what passes cost.
+    """
+    now, costs, rates = [0.0], PassCosts(), []
+    monkeypatch.setattr("mlx_zip.engine.mlx.head_source.time.perf_counter", lambda: now[0])
+
+    def propose(h, last, cache, most):
+        now[0] += head_s * most
+        return [5] * most, [1.0] * most
+
+    for width in WIDTHS[:4] if kept else ():
+        for length in range(8, 28):
+            costs.note(width, 1 << length, 0.009 * curve[width], known=True)
+    for _ in range(6):
+        head, began, ids = HeadSource(SimpleNamespace(propose=propose), costs.head_times), now[0], 0
+        drafter = Drafter([], costs, head)
+        drafter.see(mx.zeros(1), 5, ())
+        for _ in range(75):
+            [(source, width)] = choose_drafts([drafter], [15], 100)
+            proposed = 0 if source is None else len(drafter.propose(source, 5, None, width))
+            now[0] += 0.009 * curve[1 + proposed]
+            costs.note(1 + proposed, 100, 0.009 * curve[1 + proposed])
+            if proposed:
+                drafter.note_end(proposed, proposed * is_right)
+            ids += 1 + proposed * is_right
+        rates.append(0.009 * ids / (now[0] - began))
+    return rates
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("is_right", [False, True])
+def test_trials_of_a_head_are_paid_for_where_its_ids_are_not_worth_their_pass(is_right, kept, monkeypatch):
+    rates = rates_of_answers(monkeypatch, {1: 1.0, 2: 1.9, 4: 3.6, 8: 7.2}, 0.005, is_right, kept)
+    assert rates[0] == pytest.approx(1.0)
+    assert all(np.mean(rates[: n + 1]) > 0.985 for n in range(6))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("chip", [one for one in CHIPS if not one.startswith("M3")])
+def test_a_head_whose_ids_are_worth_their_pass_is_used_from_the_third_answer_on(chip, kept, monkeypatch):
+    curve = CHIPS[chip]
+    rates = rates_of_answers(monkeypatch, curve, 0.0005, True, kept)
+    assert all(rate > 0.9 * 4 / (curve[4] + 3 / 18) for rate in rates[2:])
 
 
 @pytest.mark.parametrize("family", ["llama", "plain"])

@@ -156,6 +156,15 @@ def test_what_proposing_takes_counts_in_the_choice_of_the_width():
     assert not costs.pays([0.7], 100, 15, 0.9)
 
 
+def test_a_first_draft_waits_for_passes_that_pay_for_it():
+    costs, widths = PassCosts(), []
+    drafter = Drafter([source_of(model_of("plain"), PROMPT)], costs)
+    for _ in range(200):
+        widths.append(choose_drafts([drafter], [15], 100)[0][1])
+        costs.note(1, 100, 0.01)
+    assert 100 < widths.index(1) < 160
+
+
 # ---- what is emitted
 
 

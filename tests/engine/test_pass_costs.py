@@ -169,6 +169,17 @@ def test_the_clock_leaves_out_passes_at_which_running_ahead_begins_or_ends(monke
     assert noted == pytest.approx([0.1] * 3)
 
 
+def test_the_clock_notes_a_pass_with_the_last_id_that_is_chosen_from_it(monkeypatch):
+    now, noted = [1.0], []
+    monkeypatch.setattr(pass_costs.time, "perf_counter", lambda: now[0])
+    clock, costs = PassClock(), SimpleNamespace(note=lambda ids, held, seconds, rows: noted.append((ids, seconds)))
+    for ids, goes_on, seconds in ((1, False, 0.1), (4, True, 0.3), (4, True, 0.01), (4, False, 0.01), (1, False, 0.1)):
+        now[0] += seconds
+        clock.ids = clock.rows = ids
+        clock.note_read(costs, 100, goes_on=goes_on)
+    assert noted == [(4, pytest.approx(0.32)), (1, pytest.approx(0.1))]
+
+
 @pytest.mark.parametrize("passes", [64, 300, 2000])
 def test_trials_cost_at_most_two_percent_even_if_drafts_are_much_less_sure_than_they_seem(passes):
     costs, took = PassCosts(), 0.0

@@ -82,8 +82,8 @@ class DraftModel:
             )
 
     def seconds(self) -> float:
-        """Returns how long an id takes to be proposed, 0 as long as nothing is known."""
-        return median(self._times) if self._times else 0.0
+        """Returns how long an id takes to be proposed, infinite as long as nothing is known."""
+        return median(self._times) if self._times else math.inf
 
     def note_time(self, proposed: int, seconds: float) -> None:
         """Notes a draft of so many ids. seconds: how long it took to write."""

@@ -118,7 +118,6 @@ class Group:
         """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
         assert self._choice is not None
         chosen = self._choice.read()
-        self._time_pass()
         if self.served.hyper:
             self.served.model.row_source.settle_submitted()
         if len(self.tokens) != len(self.requests):
@@ -137,12 +136,13 @@ class Group:
                 request.count_chosen(one)
             except Exception as error:
                 request.error = error
+        self._time_pass(any(one.from_draft for one in chosen))
 
-    def _time_pass(self) -> None:
-        """Notes how long the pass took from which the ids were chosen that have just been read."""
+    def _time_pass(self, goes_on: bool) -> None:
+        """Notes how long the pass took from which the ids were chosen that have just been read; see `PassClock`."""
         drafted, self._clock.rows = any(request.drafter is not None for request in self.requests), len(self.requests)
         costs = self.served.pass_costs if drafted else None
-        self._clock.note_read(costs, 0 if costs is None else self.length, self._begun is not None)
+        self._clock.note_read(costs, 0 if costs is None else self.length, self._begun is not None, goes_on)
 
     def wait(self) -> None:
         """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""
@@ -312,7 +312,7 @@ class Group:
         caches = [other.cache for other in others]
         for group in (self, *others):
             group._close_draft()
-        self._h = None
+        self._h, self._clock = None, PassClock()  # what is done here is no part of a pass
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -327,7 +327,7 @@ class Group:
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
         self._close_draft()
-        self._h = None
+        self._h, self._clock = None, PassClock()  # what is done here is no part of a pass
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:

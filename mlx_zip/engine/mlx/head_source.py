@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, takewhile
 from operator import mul
+from statistics import median_low
 from typing import Any
 
 import mlx.core as mx
@@ -14,21 +18,21 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.draft_sources import Share
 from mlx_zip.models.draft_head import DEPTH, Proposer
 
-FIRST_SHARE = 0.85  # of ids that are accepted, before any draft: so much that `PassCosts` has a first one tried
+FIRST_SHARE = 0.85  # of ids that are accepted, before any draft: so much that `PassCosts` has one tried
 LEAST_LIKELY = 0.1  # a draft ends where the head finds all its ids together less likely
 
 
 class HeadSource:
     """A model's draft head as a source, which gives ids, hypertokens among them, and not base ids.
 
-    `see` tells it of the model's last pass before each draft.
+    `see` tells it of the model's last pass before each draft. times: how long ids took to be proposed, in all requests.
     """
 
     width: int | None = DEPTH + 1
     most = DEPTH + 1
 
-    def __init__(self, head: Proposer) -> None:
-        self._head, self._accepted, self._seconds = head, Share(FIRST_SHARE), 0.0
+    def __init__(self, head: Proposer, times: deque[float]) -> None:
+        self._head, self._times, self._accepted = head, times, Share(FIRST_SHARE)
         self._seen: tuple[mx.array, Sequence[Any]] | None = None
         self._last: int | None = None
 
@@ -43,18 +47,21 @@ class HeadSource:
         return 0.0 if self._seen is None else self._accepted.value
 
     def seconds(self) -> float:
-        return self._seconds
+        return median_low(self._times) if self._times else math.inf
 
     def propose(self, most: int) -> list[int]:
         """Returns up to `most` ids that may come after the last one."""
         assert self._seen is not None
         assert self._last is not None
+        ask = partial(self._head.propose, self._seen[0], self._last, self._seen[1])
+        if not self._times:
+            ask(1)  # a first call may wait for kernels to be compiled, so it is not the one that is timed
         began = time.perf_counter()
-        guesses, shares = self._head.propose(self._seen[0], self._last, self._seen[1], min(most, self.most))
+        guesses, shares = ask(min(most, self.most))
         likely = takewhile(lambda share: share >= LEAST_LIKELY, accumulate(shares, mul))
         ids = [one for one, _ in zip(guesses, likely, strict=False)]
         if ids:
-            self._seconds = (time.perf_counter() - began) / len(ids)
+            self._times.append((time.perf_counter() - began) / len(ids))
         else:
             self._accepted.note(1, 0)  # asked in vain
         return ids
