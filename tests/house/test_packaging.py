@@ -19,7 +19,7 @@ from support.places import REPO
 
 LEFT_OUT = [
     ".git",
-    ".venv",
+    ".venv*",
     "build",
     "dist",
     "bin",
