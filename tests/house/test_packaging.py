@@ -20,6 +20,7 @@ from support.places import REPO
 LEFT_OUT = [
     ".git",
     ".venv*",
+    ".hypothesis",
     "build",
     "dist",
     "bin",
