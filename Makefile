@@ -1,6 +1,7 @@
 # Needs Python >= 3.11 and a C compiler; everything else is fetched into .venv. Works with GNU make 3.81 and newer.
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
 #   make test JOBS=1                runs the tests in one process instead of two
+#   make test QUICK=                runs the slow ones too
 #   make lint PYRIGHT_ARGS=--warnings  fails on warnings too, for an environment with all optional libraries
 #   make drafts TRIALS=3            measures drafts with three timed runs of each way in place of five, but for stories
 #   make model DATA=DIR [OUT=DIR]   trains the bundled models anew from the stories in DATA (docs/stories.md)
@@ -97,7 +98,9 @@ model: $(VENV)/.ready
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@rm -rf build/types && mkdir -p build/types && cp -R mlx_zip build/types && cp -R recipes build/types && cp -R $(LEAVES) build/types/mlx_zip
+	@rm -rf build/types && mkdir -p build/types
+	@tar -cf - --exclude=__pycache__ mlx_zip recipes | tar -xf - -C build/types   # tests may run and compile meanwhile
+	@tar -cf - --exclude=__pycache__ $(LEAVES) | tar -xf - -C build/types/mlx_zip
 	$(BIN)/pyright $(PYRIGHT_ARGS) --pythonpath $(BIN)/python   # of the tree as it is installed, which is how modules import each other
 
 fuzz:
@@ -116,7 +119,7 @@ $(VENV)/.ready: pyproject.toml $(NATIVE)
 	  { echo "mlx_zip needs a C compiler and '$(CC)' does not run; install one (macOS: xcode-select --install;" \
 	         "Debian: apt install gcc) or name one with: make CC=/path/to/cc ..." >&2; exit 1; }
 	@echo "bringing $(VENV) up to date (the first time takes a minute)" >&2
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv --upgrade-deps $(VENV)   # pip as Python brings it may take several times as long
 	@$(PIP_INSTALL) -e '.$(EXTRAS)'
 	@touch $@
 

@@ -27,6 +27,7 @@ from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine.engines import Engines
 from mlx_zip.files import data_folder
 from mlx_zip.server.options import Options
+from support.command_line import without_torch
 from support.fake_engine import FakeEngine
 from support.http_server import events, post, read_all, until
 from support.places import REPO
@@ -54,7 +55,7 @@ class App:
 @contextmanager
 def started(*flags: str) -> Iterator[App]:
     """Starts the app on a free port and waits for its line."""
-    words = [sys.executable, "-m", "mlx_zip", "app", "--port", "0", "--no-open", *flags]
+    words = [*without_torch("mlx_zip"), "app", "--port", "0", "--no-open", *flags]
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings, cwd=REPO)
     timer = threading.Timer(START_S, process.kill)

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_zip.errors import GenerationError
 from support import tiny_text
+from support.command_line import WITHOUT_TORCH
 from support.generating import ENDLESS, MODEL, PROMPT, ids, never_ending, plain_model, run, text
 from support.places import TESTS
 
@@ -36,6 +37,7 @@ def test_mlx_lms_stream_counts_base_tokens():
 @pytest.mark.slow
 def test_a_name_of_mlx_lm_that_was_imported_before_mlx_zip_gives_the_text_too():
     lines = [
+        WITHOUT_TORCH,
         "from mlx_lm import stream_generate",
         "import sys; sys.path.insert(0, sys.argv[1])",
         "from support import tiny_text",

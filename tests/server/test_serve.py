@@ -22,6 +22,7 @@ import pytest
 import mlx_zip
 import mlx_zip.server
 from mlx_zip.engine.mlx.generate import load, stream_generate
+from support.command_line import WITHOUT_TORCH, without_torch
 from support.http_server import post, read_all, until
 from support.places import REPO
 
@@ -52,7 +53,7 @@ class Process:
 @contextmanager
 def started(*flags: str, **environment: str) -> Iterator[Process]:
     """Starts `mlx_zip serve` on a free port and waits for its line."""
-    words = [sys.executable, "-m", "mlx_zip", "serve", "--port", "0", *flags]
+    words = [*without_torch("mlx_zip"), "serve", "--port", "0", *flags]
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
     timer = threading.Timer(START_S, process.kill)
@@ -203,7 +204,7 @@ def test_a_server_whose_output_nobody_reads_serves():
 @pytest.mark.slow
 def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
     code = (
-        "import sys, threading; sys.path.insert(0, 'tests')\n"
+        WITHOUT_TORCH + "import sys, threading; sys.path.insert(0, 'tests')\n"
         "from mlx_zip.engine.mlx import mlx_engine\n"
         "from support.fake_engine import FakeEngine\n"
         "def open_engine(*_, **__):\n"

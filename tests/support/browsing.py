@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.command_line import without_torch
 from support.http_server import until
 from support.places import TESTS
 
@@ -66,16 +66,9 @@ class App:
             "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self.printed = ""
+        module, *words = self.words
         process = self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                "-P",
-                "-m",
-                *self.words,
-                "--port",
-                self._at,
-            ],  # -P: not what lies in the home's folder mlx_zip
+            [*without_torch(module, "-u", "-P"), *words, "--port", self._at],  # -P: not the home's folder mlx_zip
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

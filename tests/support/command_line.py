@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ from mlx_zip import cli
 WITHOUT_TORCH = (
     "import sys\nsys.modules['torch'] = None\n"  # transformers imports PyTorch if it can, which takes seconds
 )
+
+
+def without_torch(module: str, *flags: str) -> list[str]:
+    """Returns the words that start `python FLAGS -m MODULE` as on a machine without PyTorch."""
+    run = f"import runpy\nrunpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, *flags, "-c", WITHOUT_TORCH + run]
 
 
 def runner(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:

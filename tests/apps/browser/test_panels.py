@@ -2,11 +2,11 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 
 from support.browsing import App, running
+from support.command_line import without_torch
 
 TEXTS = {
     "sea": "The boy and his boat went out to the sea. The sea was calm and the boat was small. ",
@@ -213,7 +213,7 @@ def test_a_setting_out_of_range_is_refused_beside_its_field(told, name, wrong, r
 def packed(tmp_path_factory):
     """The app with two packs that conversations can choose."""
     home = tmp_path_factory.mktemp("packed")
-    learn = [sys.executable, "-P", "-m", "mlx_zip", "vocab", "pack", "learn", "--model", "stories", "--size", "24"]
+    learn = [*without_torch("mlx_zip", "-P"), "vocab", "pack", "learn", "--model", "stories", "--size", "24"]
     started = []
     for name, text in TEXTS.items():
         (home / f"{name}.txt").write_text(50 * text)

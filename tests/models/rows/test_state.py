@@ -12,6 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 
 from mlx_zip import CodecError, ModelError, ZipState, compress
 from mlx_zip.models.rows.zip_state import find_zip_state
+from support.command_line import WITHOUT_TORCH
 from support.tiny import FAMILIES, VOCAB, base_ids, last_logits, tiny_model
 
 
@@ -198,5 +199,5 @@ def test_rows_are_encoded_only_when_needed():
 @pytest.mark.parametrize("first", ["mlx_zip", "mlx_lm.models.cache"])
 def test_mlx_lm_knows_the_state_whichever_is_imported_first(first):
     home = "mlx_zip.models.rows.zip_state"
-    code = f"import {first}, mlx_zip, mlx_lm.models.cache as c; assert c.ZipState.__module__ == {home!r}"
+    code = f"{WITHOUT_TORCH}import {first}, mlx_zip, mlx_lm.models.cache as c; assert c.ZipState.__module__ == {home!r}"
     subprocess.run([sys.executable, "-c", code], check=True)
