@@ -1,14 +1,12 @@
 """The tables and the picture of docs/reports/smollm2.md.
 
 From the record `smollm2` of `recipes/smollm2` (stages `measure` and `frontier`; `bench training` for the trainer's
-part), from `smollm2-large-pack` of the same recipe with `--large-pack`, and from `smollm2-speed` and `smollm2-mlx-lm`
-of `bench generate`.
+part), and from `smollm2-speed` and `smollm2-mlx-lm` of `bench generate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
@@ -17,7 +15,7 @@ from mlx_zip.bench.records import Record, Records, table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RECORD, LARGE_PACK = "smollm2", "smollm2-large-pack"  # of the shipped adapter; of one with more entries
+RECORD = "smollm2"
 CHAT_PACK = "bits-chat-pack"  # part of the record
 MODELS = {
     "base": "the base, untouched",
@@ -41,8 +39,8 @@ def percent_change(value: float, against: float) -> str:
     return f"{value / against - 1:+.1%}"
 
 
-def bits_table(records: Records, record: str = RECORD) -> str:
-    lines = {line["part"]: line["models"] for line in records.lines(record) if line["part"].startswith("bits-")}
+def bits_table(records: Records) -> str:
+    lines = {line["part"]: line["models"] for line in records.lines(RECORD) if line["part"].startswith("bits-")}
     rows = []
     for part in sorted(lines, key=lambda one: one == CHAT_PACK):
         zipped = lines[part]["zip"]
@@ -179,6 +177,5 @@ TABLES = {
     "smollm2-speed": speed_table,
     "smollm2-mlx-lm": mlx_lm_table,
     "smollm2-frontier": frontier_table,
-    "smollm2-large-pack": partial(bits_table, record=LARGE_PACK),
 }
 PICTURES = {"docs/reports/smollm2.svg": picture}

@@ -27,7 +27,7 @@ from mlx_zip.files import atomic_file, exit_on_signals
 from mlx_zip.text.tokenizers import load_tokenizer
 from recipes.stories.commands import RunModule, print_to_stderr, run_command, run_in_own_process
 
-from .settings import FULL, LARGE_PACK, SMALL, Leg, Settings
+from .settings import FULL, SMALL, Leg, Settings
 from .texts import make_data_card, make_texts, write_texts
 
 MIXED = "mixed"  # name of the pack that the model is trained with
@@ -219,8 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = Path(args.model).expanduser().resolve() if args.model else unpack_base(out)
         require_path(model / "config.json", "name a model folder with --model")
         with exit_on_signals():
-            settings = SMALL if args.small else LARGE_PACK if args.large_pack else FULL
-            run_stages(Recipe(settings, model, out, shared, args.leg), args.stages)
+            run_stages(Recipe(SMALL if args.small else FULL, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         print_to_stderr(f"error: {error}")
         return 2
@@ -244,15 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="leg to train and to measure; a later one begins with the weights of the one before (default: train all, "
         "measure the last)",
     )
-    which = made.add_mutually_exclusive_group()
-    which.add_argument(
-        "--large-pack",
-        action="store_true",
-        help="give the model 2,816 entries to begin with, half from chat, which is not shipped (default: 1,024)",
-    )
-    which.add_argument(
-        "--small", action="store_true", help="make little data without any package, as a test (default: off)"
-    )
+    add("--small", action="store_true", help="make little data without any package, as a test (default: off)")
     return made
 
 

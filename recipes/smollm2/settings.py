@@ -1,6 +1,6 @@
 """Every choice of the recipe: packages, sizes, requests, packs, training.
 
-`FULL` is the run that made the shipped adapter, `LARGE_PACK` one with more entries and more of chat, `SMALL` a test.
+`FULL` is the run that made the shipped adapter, `SMALL` a test.
 """
 
 from __future__ import annotations
@@ -190,9 +190,6 @@ class Settings:
 
 
 FULL = Settings()
-LARGE_PACK = Settings(
-    packs=PackSettings(size=2816, mixed=(("chat", 0.5), ("code", 0.3), ("math", 0.1), ("medical", 0.1)))
-)
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
     TalkSettings(
