@@ -99,8 +99,8 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@rm -rf build/types && mkdir -p build/types
-	@tar -cf - --exclude=__pycache__ mlx_zip recipes | tar -xf - -C build/types   # tests may run and compile meanwhile
-	@tar -cf - --exclude=__pycache__ $(LEAVES) | tar -xf - -C build/types/mlx_zip
+	@tar -cf build/types.tar --exclude=__pycache__ mlx_zip recipes && tar -xf build/types.tar -C build/types   # tests may run and compile meanwhile
+	@tar -cf build/types.tar --exclude=__pycache__ $(LEAVES) && tar -xf build/types.tar -C build/types/mlx_zip
 	$(BIN)/pyright $(PYRIGHT_ARGS) --pythonpath $(BIN)/python   # of the tree as it is installed, which is how modules import each other
 
 fuzz:

@@ -41,6 +41,7 @@ from mlx_zip.training.steps.batches import (
     FINE_PADDING,
     Batch,
     CallFunction,
+    block_stop_signals,
     call_here,
     make_batch,
     order_batches,
@@ -146,15 +147,16 @@ class Trainer:
         done = self.progress.step
         bar = make_steps_bar(self.settings, done, self.quiet)
         workers = self.stepper.batch_workers
-        ahead = max(1, workers)  # steps whose batches are being made; the order of an epoch is known before
+        ahead = max(1, workers)  # steps whose batches are made in advance, at the same time
         with (
             catch_stop_signals() as asked,
             bar,
             start_batch_workers(workers) as self._call,
-            ThreadPoolExecutor(ahead) as self._pool,
+            ThreadPoolExecutor(ahead, initializer=block_stop_signals) as self._pool,
         ):
             self._upcoming = deque(self._pool.submit(self._make_step_batches, done + k) for k in range(ahead))
             stopped = run_steps(self, self.settings, bar, asked)
+        self._call = call_here
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 
     def step(self, stop: bool) -> bool:
@@ -224,7 +226,10 @@ class Trainer:
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
         except BrokenProcessPool as error:
-            raise TrainingError("a process that makes batches was killed, by lack of memory perhaps") from error
+            raise TrainingError(
+                "a process that makes batches has ended: was it killed for lack of memory, or does a script call "
+                'train() outside of `if __name__ == "__main__":`?'
+            ) from error
 
     def needs_long_factors(self, batch: Batch) -> bool:
         """Whether a batch needs LongRoPE's long factors: some position lies beyond the model's original context."""

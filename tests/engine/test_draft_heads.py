@@ -229,7 +229,7 @@ def test_trials_of_a_head_are_paid_for_where_its_ids_are_not_worth_their_pass(is
 
 
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("chip", [one for one in CHIPS if not one.startswith("M3")])
+@pytest.mark.parametrize("chip", [one for one in CHIPS if not one.startswith("M3")])  # where two ids cost two passes
 def test_a_head_whose_ids_are_worth_their_pass_is_used_from_the_third_answer_on(chip, kept, monkeypatch):
     curve = CHIPS[chip]
     rates = rates_of_answers(monkeypatch, curve, 0.0005, True, kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -179,7 +180,7 @@ def test_a_loss_without_training_multiplies_half_as_much():
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mlx_zip.training.steps.torch_stepper import JointNats
+    from mlx_zip.training.steps.torch_stepper import JointNats, compute_plain_losses
 
     arrays = {"weights": torch.ones(2, 7), "targets": torch.arange(14).view(2, 7)}
     h, head = torch.randn(2, 7, 8), torch.randn(20, 8)
@@ -190,6 +191,10 @@ def test_a_loss_without_training_multiplies_half_as_much():
         found.append((nats.item(), count.get_total_flops()))
     assert found[1] == (found[0][0], found[0][1] // 2)
     assert found[1][1] > 0
+    model: Any = SimpleNamespace(hidden_states=lambda *_: h, head=torch.nn.Parameter(head), zip=None, cap=None)
+    with torch.no_grad(), FlopCounterMode(display=False) as count:
+        nats = compute_plain_losses(model, arrays, 7)["nats"]
+    assert (nats.item(), count.get_total_flops()) == found[1]
 
 
 def test_bfloat16_steps_stay_close_to_float32_ones():

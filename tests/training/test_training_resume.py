@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +19,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_zip.training import trainer
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
-from mlx_zip.training.steps.batches import order_batches
+from mlx_zip.training.steps.batches import order_batches, start_batch_workers
 from mlx_zip.training.steps.stepper import Stepper
 from support.crashing import crash_after
 from support.processes import Command
@@ -189,9 +196,47 @@ def stopped_with(number: int, out: Path, steps: int) -> int:
 
 def test_batches_made_in_other_processes_are_those_of_this_one(uninterrupted, monkeypatch):
     monkeypatch.setattr(Stepper, "batch_workers", 2)
+    made_here = []
+    monkeypatch.setattr(trainer, "call_here", lambda function, *args, **named: made_here.append(function))
     out = uninterrupted.parent / "by-workers"
     same_in_process(out)
     assert_same_run(out, uninterrupted)
+    assert not made_here
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_that_makes_batches_is_told(killed):
+    def make_batches() -> None:
+        with start_batch_workers(2) as call, ThreadPoolExecutor(2) as pool:
+            for one in [pool.submit(call, time.sleep, 1) for _ in range(2)]:
+                one.result()
+            first, second = (process.pid for process in multiprocessing.active_children())
+            os.kill((first, second)[killed] or 0, signal.SIGKILL)
+            for _ in range(100):
+                call(time.sleep, 0.1)
+
+    with pytest.raises(BrokenProcessPool):
+        make_batches()
+
+
+def test_a_stop_signal_of_the_terminal_ends_no_process_that_makes_batches():
+    code = (
+        "import os, signal, sys, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from mlx_zip.training.steps.batches import block_stop_signals, start_batch_workers\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "    with start_batch_workers(2) as call, ThreadPoolExecutor(2, initializer=block_stop_signals) as pool:\n"
+        "        found = [pool.submit(call, os.getpid) for _ in range(2)]\n"
+        "        for _ in range(20):\n"
+        "            os.killpg(0, signal.SIGINT)\n"
+        "            time.sleep(0.1)\n"
+        "        print(all(one.result() for one in found), call(abs, -7))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, start_new_session=True, timeout=120
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "True 7\n", "")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ sizes.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +28,7 @@ from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns what it returns
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 _PER_OCTAVE = 8  # close sizes per doubling: at most 12.5 % padding
 
@@ -306,7 +308,9 @@ def call_here(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
 def start_batch_workers(count: int) -> Iterator[CallFunction]:
     """Yields a function that calls a function in one of `count` processes and waits for it; 0: in this process.
 
-    Batches that Python makes in a thread take time from the thread that launches a card's kernels.
+    Batches that Python makes in a thread take time from the thread that launches a card's kernels. Call it from threads
+    that `block_stop_signals`: the processes, which the first call starts, then survive a stop signal of the terminal.
+    A call raises `BrokenProcessPool` when a process was killed.
     """
     if not count:
         yield call_here
@@ -315,8 +319,15 @@ def start_batch_workers(count: int) -> Iterator[CallFunction]:
         yield lambda function, *args, **named: pool.submit(function, *args, **named).result()
 
 
+def block_stop_signals() -> None:
+    """Keeps stop signals from this thread and the processes that it starts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+
 def _start_batch_worker() -> None:
-    # a terminal sends these to all processes, and the trainer still needs its batches then
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    os.setsid()  # from now on a terminal's signals do not come here
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # forgets one that has come
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends its processes
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     follow_parent_process()

@@ -32,7 +32,7 @@ from mlx_zip.training.steps.stepper import BATCH_COUNTS, make_schedule, optimize
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MOST_BATCH_WORKERS = 6  # with a card: a step of 24 windows takes 0.1 s there, its batch 0.3 s of Python's time
+MOST_BATCH_WORKERS = 6  # with a card: a step of 24 windows takes 0.2 s on an H200, its batch 0.3 s of Python
 MOMENT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
 
 
@@ -174,7 +174,8 @@ def _get_subtree(tree: Any, name: str) -> dict[str, Any]:
 
 # ---- the objective
 
-CHUNK_POSITIONS = {"cpu": 256, "cuda": 2048}  # positions whose logits are there together
+CHUNK_POSITIONS = {"cpu": 256, "cuda": 2048}  # most positions whose logits are there together
+CHUNK_LOGITS = 100_000_000  # most of their logits, if that is more than 256 positions
 Arrays = Mapping[str, torch.Tensor]
 
 
@@ -208,7 +209,7 @@ def _sum_joint_nats(
     """Returns `nats` and `count` for the body's output h [B, L, D]. rows [U, D]: output rows of all entries."""
     vocab = len(model.head) if model.zip is None else model.zip.vocab_size
     rows = h.new_zeros(0, h.shape[-1]) if rows is None else rows
-    nats = JointNats.apply(h, model.head[:vocab], rows, arrays, model.cap)
+    nats = JointNats.apply(h, model.head[:vocab], rows, arrays, model.cap, torch.is_grad_enabled())
     return {"nats": nats, "count": arrays["weights"].sum()}
 
 
@@ -219,14 +220,27 @@ class JointNats(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, head: torch.Tensor, rows: torch.Tensor, arrays: Arrays, cap: float | None):
-        """Returns nats, a float32 scalar, of h [B, L, D], head [V, D] and the output rows [U, D] of all entries."""
-        wanted = any(ctx.needs_input_grad)  # false in validation
+    def forward(
+        ctx: Any,
+        h: torch.Tensor,
+        head: torch.Tensor,
+        rows: torch.Tensor,
+        arrays: Arrays,
+        cap: float | None,
+        for_training: bool = True,
+    ) -> torch.Tensor:
+        """Returns nats, a float32 scalar, of h [B, L, D], head [V, D] and the output rows [U, D] of all entries.
+
+        for_training: whether gradients may be asked for. PyTorch's own mark is also true of a part of a trained matrix
+        in validation.
+        """
+        wanted = for_training and any(ctx.needs_input_grad)
         flat, table, vocab = h.flatten(0, 1), torch.cat([head.to(h.dtype), rows.to(h.dtype)]), len(head)
         grad_h, grad_rows = torch.zeros_like(flat), torch.zeros_like(rows, dtype=torch.float32)
         grad_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
         total = h.new_zeros((), dtype=torch.float32)
-        for chunk in _split_into_chunks(arrays, vocab, len(rows), CHUNK_POSITIONS[h.device.type]):
+        size = min(CHUNK_POSITIONS[h.device.type], max(256, CHUNK_LOGITS // len(table)))
+        for chunk in _split_into_chunks(arrays, vocab, len(rows), size):
             read = flat[chunk.at]
             nats, gradient = _loss_and_gradient((read @ table.mT).float(), chunk, vocab, cap)
             total += nats
@@ -246,7 +260,7 @@ class JointNats(torch.autograd.Function):
         grad_h, grad_rows, grad_head = ctx.saved_tensors
         of_rows, of_head = ctx.dtypes
         by_head = None if grad_head is None else (grad_head * outer[0]).to(of_head)
-        return (grad_h * outer[0]).to(grad_h.dtype), by_head, (grad_rows * outer[0]).to(of_rows), None, None
+        return (grad_h * outer[0]).to(grad_h.dtype), by_head, (grad_rows * outer[0]).to(of_rows), None, None, None
 
 
 @dataclass(frozen=True)
@@ -303,10 +317,11 @@ def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor,
 def _loss_and_gradient(
     logits: torch.Tensor, chunk: _Chunk, vocab: int, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the nats of a chunk, and their gradient by its logits [N, V + U] float32, in whose memory it is made."""
+    """Returns the nats of a chunk, and their gradient by its logits [N, V + U] float32, which are overwritten."""
     if cap is not None:
-        logits = cap * torch.tanh(logits / cap)
-        slope = 1 - (logits / cap).square()
+        logits.div_(cap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(cap)
     if chunk.closed is not None:
         logits[:, vocab:].masked_fill_(chunk.closed, -torch.inf)
     normaliser = logits.logsumexp(1)
