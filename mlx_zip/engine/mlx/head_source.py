@@ -25,7 +25,8 @@ LEAST_LIKELY = 0.1  # a draft ends where the head finds all its ids together les
 class HeadSource:
     """A model's draft head as a source, which gives ids, hypertokens among them, and not base ids.
 
-    `see` tells it of the model's last pass before each draft. times: how long ids took to be proposed, in all requests.
+    Call `see` before each draft with what the model computed in its last pass. times: seconds per proposed id, of all
+    requests.
     """
 
     width: int | None = DEPTH + 1
