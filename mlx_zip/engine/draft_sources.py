@@ -16,13 +16,12 @@ import numpy as np
 
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.lookup import Lookup
-from mlx_zip.engine.pass_costs import WIDTHS
+from mlx_zip.engine.pass_costs import WIDTHS, Share
 
 MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
 LEAST_MATCH = 3  # base ids that a text must have in common with an earlier place
 FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # of accepted ids by length of the match, before any draft
 MOST_COMPARED = 32  # of an answer's last base ids, to find its place in a prediction
-PRIOR, MEMORY = 4, 64  # drafted ids that these shares count as much as, and ids after which older ones count half
 
 
 class Source(Protocol):
@@ -174,21 +173,3 @@ class Acceptance:
 
     def _share_after(self, match: int) -> Share:
         return self._by_match[min(match, len(self._by_match) - 1)]
-
-
-class Share:
-    """The share of proposed ids that are accepted, each if those before it were. first: before any draft."""
-
-    def __init__(self, first: float) -> None:
-        self._accepted, self._refused = first * PRIOR, (1 - first) * PRIOR  # count as much as four drafts of one id
-
-    @property
-    def value(self) -> float:
-        return self._accepted / (self._accepted + self._refused)
-
-    def note(self, proposed: int, accepted: int) -> None:
-        """Learns from a draft; what came after its first refused id was never asked."""
-        self._accepted += accepted
-        self._refused += accepted < proposed
-        if self._accepted + self._refused > MEMORY:
-            self._accepted, self._refused = self._accepted / 2, self._refused / 2

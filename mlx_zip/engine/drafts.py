@@ -53,6 +53,7 @@ class Drafter:
         self.costs, self.own_width = costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self._asked_tokens = 0  # base tokens of the last draft
+        self._left, self._left_until = 0.0, 0  # the share that was not worth a pass, and the pass to weigh it again
         self.proposed = self.proposed_tokens = 0
 
     def append(self, base_ids: Sequence[int]) -> None:
@@ -65,18 +66,33 @@ class Drafter:
         if self._head is not None:
             self._head.see(h, last, cache)
 
-    def surest(self, at_once: bool = False) -> Offer | None:
-        """Returns the offer that is likeliest to be accepted, None for none.
+    def has_news(self) -> bool:
+        """Returns whether there is something to propose that was not just found not to be worth its pass.
 
-        at_once: only of sources that take no time.
+        Between two passes of a small model even to weigh takes time that counts.
         """
-        best, most = None, 0.0
+        share = max(source.share() for source in self._sources) if self._sources else 0.0
+        return share > self._left or (share > 0 and (self.costs is None or self.costs.passes >= self._left_until))
+
+    def leave(self, share: float, until: int) -> None:
+        """Notes that ids of this share are not worth a pass. until: the number of the pass to weigh them again."""
+        self._left, self._left_until = share, until
+
+    def offers(self) -> tuple[Offer | None, Offer | None]:
+        """Returns the offer that is likeliest to be accepted, and of those that take no time the likeliest one.
+
+        None for none.
+        """
+        surest = at_once = None
         for source in self._sources:
-            if (share := source.share()) > most:
-                seconds = source.seconds()
-                if not (at_once and seconds):
-                    best, most = Offer(source, share, seconds), share
-        return best
+            share = source.share()
+            if share > (0.0 if at_once is None else at_once.share):
+                offer = Offer(source, share, source.seconds())
+                if surest is None or share > surest.share:
+                    surest = offer
+                if not offer.seconds:
+                    at_once = offer
+        return surest, at_once
 
     def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> list[int]:
         """Returns up to `most` ids of a source that may come after the id `last`, which was emitted and not read.
@@ -180,6 +196,11 @@ def choose_drafts(
     costs, found = _costs_of(drafters), _offers_to_weigh(drafters, limits)
     offers, width = (None, 0) if not found else (found[0], None) if costs is None else _weigh(costs, found, held)
     if offers is None or width == 0:
+        if offers is not None and costs is not None:
+            until = costs.weigh_again_at(held, len(drafters))
+            for drafter, share in zip(drafters, found[0].shares, strict=True):
+                if drafter is not None:
+                    drafter.leave(share, until)
         return [(None, 0)] * len(drafters)
     chosen = list[tuple[Source | None, int]]()
     for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True):
@@ -200,6 +221,11 @@ def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offe
             return offers, ids
     weighed = [(offers, costs.best_ids(offers.shares, held, offers.most, offers.seconds)) for offers in found]
     return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
+
+
+def have_news(drafters: Sequence[Drafter | None]) -> bool:
+    """Returns whether some row of a pass has something to propose that is to be weighed, see `Drafter.has_news`."""
+    return any(drafter is not None and drafter.has_news() for drafter in drafters)
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
@@ -225,19 +251,21 @@ class _Offers(NamedTuple):
 
 def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
     """Returns the surest offers, if there are any, and those of sources that take no time, if the former do."""
-    surest = _find_offers(drafters, limits)
+    found = [
+        drafter.offers() if drafter is not None and limit > 0 else (None, None)
+        for drafter, limit in zip(drafters, limits, strict=True)
+    ]
+    surest = _gather_offers([one for one, _ in found], limits)
     if surest is None or not surest.seconds:
         return [] if surest is None else [surest]
-    free = _find_offers(drafters, limits, at_once=True)
-    return [surest] if free is None else [surest, free]
+    at_once = _gather_offers([one for _, one in found], limits)
+    return [surest] if at_once is None else [surest, at_once]
 
 
-def _find_offers(drafters: Sequence[Drafter | None], limits: Sequence[int], at_once: bool = False) -> _Offers | None:
-    """Returns the surest offer of each row, None if no row has one. at_once: as in `Drafter.surest`."""
-    rows, shares, seconds, most = list[Offer | None](), list[float](), 0.0, 0
-    for drafter, limit in zip(drafters, limits, strict=True):
-        offer = drafter.surest(at_once) if drafter is not None and limit > 0 else None
-        rows.append(offer)
+def _gather_offers(rows: list[Offer | None], limits: Sequence[int]) -> _Offers | None:
+    """Returns an offer or None per row as offers of a pass, None if no row has one."""
+    shares, seconds, most = list[float](), 0.0, 0
+    for offer, limit in zip(rows, limits, strict=True):
         shares.append(0.0 if offer is None else offer.share)
         if offer is not None:
             seconds, most = seconds + offer.seconds, max(most, min(limit, offer.source.most))

@@ -20,9 +20,48 @@ SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn i
 TRY_EVERY = 64  # least passes between two trials, and passes for each half pass that a trial is expected to cost
 TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
 COMPARE_EVERY = 256  # passes before one over one id, with which the others are compared
+WEIGH_EVERY = 8  # passes after which ids that were not worth a pass are weighed again
 KEPT = 15  # times per width
 KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
 SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
+PRIOR, MEMORY = 4, 64  # drafted ids that a first share counts as much as, and ids after which older ones count half
+FADES = 0.9  # what a request leaves of what earlier ones have learned of a draft head
+HEAD_SHARE = 0.85  # of a draft head's ids that are accepted, before any draft: so much that one is tried
+
+
+class Share:
+    """The share of proposed ids that are accepted, each if those before it were. first: before any draft."""
+
+    def __init__(self, first: float) -> None:
+        self._first = first * PRIOR, (1 - first) * PRIOR  # counts as much as four drafts of one id
+        self._accepted, self._refused = self._first
+
+    @property
+    def value(self) -> float:
+        return self._accepted / (self._accepted + self._refused)
+
+    def note(self, proposed: int, accepted: int) -> None:
+        """Learns from a draft; what came after its first refused id was never asked."""
+        self._accepted += accepted
+        self._refused += accepted < proposed
+        if self._accepted + self._refused > MEMORY:
+            self._accepted, self._refused = self._accepted / 2, self._refused / 2
+
+    def fade(self) -> None:
+        """Goes a step back to what was before any draft, so that in the end one is tried again."""
+        accepted, refused = self._first
+        self._accepted = accepted + FADES * (self._accepted - accepted)
+        self._refused = refused + FADES * (self._refused - refused)
+
+
+class HeadRecord:
+    """What the drafts of a model's head take and give, in all requests. times: the last ones, seconds per proposed id.
+
+    accepted: the share of its ids that are accepted; it fades with each request.
+    """
+
+    def __init__(self) -> None:
+        self.times, self.accepted = deque[float](maxlen=KEPT), Share(HEAD_SHARE)
 
 
 class Figure(NamedTuple):
@@ -44,6 +83,8 @@ class PassCosts:
     The lower median of the last times counts, because the reader of the answer may pause and other work may come
     between. The first pass of a width may also have waited for memory or for a kernel that was compiled, so a width
     that was timed once is tried again, and a time of another length counts more until then.
+
+    passes: how many were noted in this process.
     """
 
     def __init__(self) -> None:
@@ -51,8 +92,8 @@ class PassCosts:
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
         self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
         self._weighed: tuple[Any, int] = None, 0  # what `best_ids` weighed last since then, and what it found
-        self._passes, self._tried = 0, -TRY_AGAIN_EVERY  # so a first trial that is cheap comes at once
-        self.head_times = deque[float](maxlen=KEPT)  # seconds per id that the model's draft head has proposed
+        self.passes, self._tried = 0, -TRY_AGAIN_EVERY  # so a first trial that is cheap comes at once
+        self.head = HeadRecord()
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
@@ -61,7 +102,7 @@ class PassCosts:
         One over several ids is left out until one over one id of its kind was noted. known: whether this time, of
         an earlier run, is enough to know what such passes cost.
         """
-        self._passes += not known
+        self.passes += not known
         if ids not in WIDTHS:
             return
         widths = self._times.setdefault(_kind(rows, held), {})
@@ -73,7 +114,9 @@ class PassCosts:
             widths[1].forget()
         if ids not in widths:
             widths[ids] = _Times()
-        if widths[ids].note(seconds, -COMPARE_EVERY if known else self._passes, known):
+        times, was_known = widths[ids], widths[ids].known
+        changed = times.note(seconds, -COMPARE_EVERY if known else self.passes, known)
+        if changed and (ids > 1 or not was_known):
             self._known.clear()
             self._weighed = None, 0
         if ids == self._trial:
@@ -81,12 +124,16 @@ class PassCosts:
 
     def _is_old(self, one: _Times) -> bool:
         """Returns whether passes over one id were timed too long ago to compare others with them."""
-        return self._passes - one.at >= COMPARE_EVERY
+        return self.passes - one.at >= COMPARE_EVERY
 
     def _needs_comparison(self, rows: int, held: int) -> bool:
         """Returns whether a pass over one id has to come before one over several."""
         one = self._times.get(_kind(rows, held), {}).get(1)
         return one is None or self._is_old(one)
+
+    def weigh_again_at(self, held: int, rows: int) -> int:
+        """Returns the number of the pass (of `passes`) before which ids that are not worth one now need no new look."""
+        return self.passes + (1 if self._needs_comparison(rows, held) else WEIGH_EVERY)
 
     def figures(self) -> dict[Figure, float]:
         """Returns the seconds of passes whose width is known."""
@@ -122,7 +169,7 @@ class PassCosts:
                     known.setdefault(width, ratio)
         unknown = [width for width in WIDTHS[1:] if width not in known and (width in TRIED or width in timed)]
         unknown.sort(key=lambda width: width in timed)
-        found = self._known[key] = _Known({**timed, **known}, unknown, nearest[0][1].median if nearest else 0.0)
+        found = self._known[key] = _Known({**timed, **known}, unknown, nearest[0][1] if nearest else None)
         return found
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
@@ -157,7 +204,7 @@ class PassCosts:
         width = self._find_trial(shares, held, most, seconds)
         if width is None:
             return 0
-        self._tried, self._trial, self._in_vain = self._passes, width, self._in_vain + 1
+        self._tried, self._trial, self._in_vain = self.passes, width, self._in_vain + 1
         return width - 1
 
     def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
@@ -193,7 +240,7 @@ class PassCosts:
         were wanted, the next is waited for twice as long. A first one comes at once, unless it may cost more than half
         a pass: then the passes before it have to pay for it, as for all later ones.
         """
-        waited = self._passes - self._tried
+        waited = self.passes - self._tried
         if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
             return None
         if self._needs_comparison(len(shares), held):
@@ -212,7 +259,7 @@ class PassCosts:
         cost = width if width in known.unknown else min(width, known.ratios[width])  # at most that of as many passes
         loss = cost - expected_ids(shares, width - 1) + (width - 1) * known.share_of_pass(seconds)
         if 2 * loss > 1:
-            waited = self._passes - max(self._tried, 0)
+            waited = self.passes - max(self._tried, 0)
         return width if waited >= max(every, 2 * TRY_EVERY * loss) else None
 
 
@@ -220,16 +267,16 @@ class _Known(NamedTuple):
     """What is known of passes on as many rows and about as long caches.
 
     ratios: as in `PassCosts.ratios`. unknown: the widths that are to be tried, those that were never timed first.
-    seconds: of a pass over one id, 0 if none was timed.
+    one: the times of passes over one id, None if none was timed.
     """
 
     ratios: dict[int, float]
     unknown: list[int]
-    seconds: float
+    one: _Times | None
 
     def share_of_pass(self, seconds: float) -> float:
         """Returns a time in relation to a pass over one id: at most 1, from which on proposing an id never gains."""
-        return min(1.0, seconds / self.seconds)
+        return min(1.0, seconds / self.one.median)
 
 
 class PassClock:

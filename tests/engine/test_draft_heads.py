@@ -189,10 +189,11 @@ def test_auto_asks_a_head_where_its_ids_are_worth_their_pass(oracle, monkeypatch
     assert accepted[1] < 8
 
 
-def rates_of_answers(monkeypatch, curve, head_s, is_right, kept):
-    """Simulates six answers of 75 passes, of 9 ms over one id; returns the ids per second of each, 1 without drafts.
+def rates_of_answers(monkeypatch, curve, head_s, are_right, kept):
+    """Simulates answers of 75 passes, of 9 ms over one id; returns the ids per second of each, 1 without drafts.
 
-    head_s: how long the head takes per id. kept: whether an earlier run has found what passes cost.
+    head_s: how long the head takes per id. are_right: per answer, whether its ids are accepted. kept: whether an
+    earlier run has found what passes cost.
     """
     now, costs, rates = [0.0], PassCosts(), []
     monkeypatch.setattr("mlx_zip.engine.mlx.head_source.time.perf_counter", lambda: now[0])
@@ -204,8 +205,8 @@ def rates_of_answers(monkeypatch, curve, head_s, is_right, kept):
     for width in WIDTHS[:4] if kept else ():
         for length in range(8, 28):
             costs.note(width, 1 << length, 0.009 * curve[width], known=True)
-    for _ in range(6):
-        head, began, ids = HeadSource(SimpleNamespace(propose=propose), costs.head_times), now[0], 0
+    for is_right in are_right:
+        head, began, ids = HeadSource(SimpleNamespace(propose=propose), costs.head), now[0], 0
         drafter = Drafter([], costs, head)
         drafter.see(mx.zeros(1), 5, ())
         for _ in range(75):
@@ -223,7 +224,7 @@ def rates_of_answers(monkeypatch, curve, head_s, is_right, kept):
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("is_right", [False, True])
 def test_trials_of_a_head_are_paid_for_where_its_ids_are_not_worth_their_pass(is_right, kept, monkeypatch):
-    rates = rates_of_answers(monkeypatch, {1: 1.0, 2: 1.9, 4: 3.6, 8: 7.2}, 0.005, is_right, kept)
+    rates = rates_of_answers(monkeypatch, {1: 1.0, 2: 1.9, 4: 3.6, 8: 7.2}, 0.005, [is_right] * 6, kept)
     assert rates[0] == pytest.approx(1.0)
     assert all(np.mean(rates[: n + 1]) > 0.985 for n in range(6))
 
@@ -232,8 +233,15 @@ def test_trials_of_a_head_are_paid_for_where_its_ids_are_not_worth_their_pass(is
 @pytest.mark.parametrize("chip", [one for one in CHIPS if not one.startswith("M3")])  # where two ids cost two passes
 def test_a_head_whose_ids_are_worth_their_pass_is_used_from_the_third_answer_on(chip, kept, monkeypatch):
     curve = CHIPS[chip]
-    rates = rates_of_answers(monkeypatch, curve, 0.0005, True, kept)
+    rates = rates_of_answers(monkeypatch, curve, 0.0005, [True] * 6, kept)
     assert all(rate > 0.9 * 4 / (curve[4] + 3 / 18) for rate in rates[2:])
+
+
+def test_a_head_that_is_seldom_right_is_left_alone_and_tried_again_later(monkeypatch):
+    rates = rates_of_answers(monkeypatch, {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}, 0.0005, [False] * 40 + [True] * 40, True)
+    assert np.mean(rates[:10]) > 0.99
+    assert all(rate > 0.995 for rate in rates[1:40])
+    assert all(rate > 2 for rate in rates[40:])
 
 
 @pytest.mark.parametrize("family", ["llama", "plain"])

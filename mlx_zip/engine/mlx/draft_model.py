@@ -20,8 +20,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.codec.codebook import base_ids_of_next
 from mlx_zip.codec.ids import Uint32s, common_length
-from mlx_zip.engine.draft_sources import MOST_PROPOSED, Share
-from mlx_zip.engine.pass_costs import SURE
+from mlx_zip.engine.draft_sources import MOST_PROPOSED
+from mlx_zip.engine.pass_costs import SURE, Share
 from mlx_zip.errors import EngineError, GenerationError, first_message_line
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import flatten_cache_lists

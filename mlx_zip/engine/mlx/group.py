@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_zip.engine.drafts import Draft, expects_draft
+from mlx_zip.engine.drafts import Draft, expects_draft, have_news
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
@@ -206,19 +206,24 @@ class Group:
 
     def _propose(self) -> list[Draft | None]:
         """Returns per request the ids that may come after the one it took last."""
-        if not any(request.drafter for request in self.requests):
+        if not self._have_news(self.tokens):
             return []
         began, room = time.perf_counter(), draft_room(self.served, self.cache)
-        self._show_state(self.tokens)
         proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
         self._clock.leave_out(time.perf_counter() - began)
         return proposed
 
-    def _show_state(self, last: Sequence[int | None]) -> None:
-        """Shows draft heads the body's output that ids are chosen from. last: these ids, None for one not yet known."""
-        for request, one in zip(self.requests, last, strict=True):
-            if request.drafter is not None:
-                request.drafter.see(self._h if len(self.requests) == 1 else None, one, self.cache)
+    def _have_news(self, last: Sequence[int | None]) -> bool:
+        """Returns whether something to propose is to be weighed. last: the ids of this step, None if not yet known.
+
+        Draft heads are shown the body's output that these ids are chosen from.
+        """
+        drafters = [request.drafter for request in self.requests]
+        h = self._h if len(drafters) == 1 else None
+        for drafter, one in zip(drafters, last, strict=True):
+            if drafter is not None:
+                drafter.see(h, one, self.cache)
+        return have_news(drafters)
 
     def _close_draft(self) -> None:
         """Ends a draft in the middle or at its end: the cache holds what was taken, and all rows go on together."""
@@ -228,10 +233,9 @@ class Group:
 
     def _expects_draft(self) -> bool:
         """Returns whether the next logits may come from a draft, so that no step is to begin before its id is read."""
-        drafters = [request.drafter for request in self.requests]
-        if self._draft is not None or not any(drafters):
+        if self._draft is not None or not self._have_news([None] * len(self.requests)):
             return self._draft is not None
-        self._show_state([None] * len(self.requests))
+        drafters = [request.drafter for request in self.requests]
         return expects_draft(drafters, self.length) and draft_room(self.served, self.cache) > 0
 
     def finish(self) -> None:

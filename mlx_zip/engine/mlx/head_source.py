@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, takewhile
@@ -15,25 +14,24 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.engine.draft_sources import Share
+from mlx_zip.engine.pass_costs import HeadRecord
 from mlx_zip.models.draft_head import DEPTH, Proposer
 
-FIRST_SHARE = 0.85  # of ids that are accepted, before any draft: so much that `PassCosts` has one tried
 LEAST_LIKELY = 0.1  # a draft ends where the head finds all its ids together less likely
 
 
 class HeadSource:
     """A model's draft head as a source, which gives ids, hypertokens among them, and not base ids.
 
-    Call `see` before each draft with what the model computed in its last pass. times: seconds per proposed id, of all
-    requests.
+    Call `see` before each draft with what the model computed in its last pass. record: of all requests of the model.
     """
 
     width: int | None = DEPTH + 1
     most = DEPTH + 1
 
-    def __init__(self, head: Proposer, times: deque[float]) -> None:
-        self._head, self._times, self._accepted = head, times, Share(FIRST_SHARE)
+    def __init__(self, head: Proposer, record: HeadRecord) -> None:
+        self._head, self._times, self._accepted = head, record.times, record.accepted
+        self._accepted.fade()
         self._seen: tuple[mx.array, Sequence[Any]] | None = None
         self._last: int | None = None
 

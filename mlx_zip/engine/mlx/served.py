@@ -131,7 +131,7 @@ class Served:
         sources = text_sources(base_ids, prediction) if options.draft in ("lookup", "auto") else []
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
-        head = None if self._head is None else HeadSource(self._head, self.pass_costs.head_times)
+        head = None if self._head is None else HeadSource(self._head, self.pass_costs.head)
         return Drafter(sources, self.pass_costs if options.draft == "auto" else None, head)
 
     def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array | None]:
