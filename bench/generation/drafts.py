@@ -36,6 +36,7 @@ from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
@@ -238,6 +239,7 @@ class DraftedEngine(MlxEngine):
         self._draft = DRAFTS.get(draft, {"draft": HEAD} if draft == HEAD else {})
         self._draft_model = models.plain() if draft == DRAFT_MODEL else None
         self._is_cold = False  # whether the next run is to know nothing of earlier ones
+        self._warm_costs = PassCosts()  # of passes of all warm runs
 
     def forget_encoded_rows(self) -> None:
         """Forgets what passes cost, too."""
@@ -253,9 +255,8 @@ class DraftedEngine(MlxEngine):
         cache = self._copy_of_read(tuple(prompt), forced.prompt[:-1], held)
         ahead = True if state is None else None  # as in `stream_generate`
         served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft), self._draft_model)
-        if self._is_cold:
-            served.forget_pass_costs()
-            self._is_cold = False
+        served.pass_costs = PassCosts() if self._is_cold else self._warm_costs
+        self._is_cold = False
         checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling(), None, "", 0)
         inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
         run, store = Run(len(forced.prompt)), _ReadPrompt(cache)

@@ -169,6 +169,17 @@ def test_a_cold_run_knows_nothing_of_what_passes_cost(monkeypatch, tmp_path):
     assert 16 not in after.pass_costs.ratios(100)
 
 
+def test_warm_runs_know_what_earlier_warm_runs_found_though_a_cold_one_came_between():
+    engine, passes = DraftedEngine(tiny_bench.models(), "plain", "auto", {}), []
+    served = drafts.Served(engine.model, engine.tokenizer, drafts.RunOptions(draft="auto"))
+    for cold in (False, True, False):
+        if cold:
+            engine.forget_encoded_rows()
+        engine.run(TURN.prompt, 6, TURN.text[:6])
+        passes.append(served.pass_costs.passes)
+    assert 0 < passes[0] == passes[1] < passes[2] == 2 * passes[0]
+
+
 def test_a_ratio_is_to_the_same_model_without_drafts_and_to_the_plain_one():
     lines = [
         {**tiny_bench.record(steps_s=(step,)), "engine": engine}

@@ -148,9 +148,10 @@ class Served:
         """What passes of this model cost, as far as they were timed in this process or an earlier one."""
         return self._cost_file.costs
 
-    def forget_pass_costs(self) -> None:
-        """Forgets what passes cost; what earlier processes have found stays in its file until it is found anew."""
-        self._cost_file.costs = PassCosts()
+    @pass_costs.setter
+    def pass_costs(self, costs: PassCosts) -> None:
+        """Goes on with other costs; those that earlier processes have found stay in their file until they are replaced."""
+        self._cost_file.costs = costs
 
     @cached_property
     def _cost_file(self) -> CostFile:
