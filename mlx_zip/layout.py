@@ -70,7 +70,7 @@ class Layout:
 
 
 def has_hypertokens(model: Any) -> bool:
-    """Returns whether a model has hypertokens: a model that has them has a `Layout` as its `layout`."""
+    """Returns whether a model has hypertokens, that is, a `Layout` as its attribute `layout`."""
     return isinstance(getattr(model, "layout", None), Layout)
 
 
