@@ -19,7 +19,7 @@ from mlx_zip.models.patches.patch_model import PatchModel, SavedPatchModel
 from mlx_zip.text.prompts import check_unicode
 from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode
 
-COLDEST = 1e-30  # smallest temperature used: already greedy, and dividing by less would leave float32
+COLDEST = 1e-30  # smallest temperature used: as good as greedy; dividing by less would overflow float32
 
 
 def generate_patches(
