@@ -1,12 +1,12 @@
 """The numbers of penalties and biases at each step, over base tokens. Needs neither MLX nor PyTorch.
 
 A hypertoken pays every penalty of its constituents: presence and frequency penalties and biases are summed, and the
-repetition penalty is applied once per constituent seen. With a penalty on ids, a penalised word would come back inside
+repetition penalty is applied once per constituent seen. If ids were penalised, a penalised word would come back inside
 a hypertoken.
 
 A step computes the terms of base ids that entered or left the context, and the sums of entries that are new, changed or
 contain such a base id. The plain form, which computes every column at every step, is in the tests; both give the same
-bits.
+numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PenaltyTerms:
     A base id is penalised as in mlx-lm. A hypertoken gets the sum of its base ids' biases, presence and frequency
     penalties, and the repetition penalty r once for each of its k base ids that were seen (a factor r^k).
 
-    A call computes only columns that have a penalty or a bias, and those of entries anew only if they changed.
+    A call computes only columns that have a penalty or a bias, and sums over an entry's base ids only if they changed.
     """
 
     def __init__(self, sampling: Sampling, state: HasBooks, row: int) -> None:
@@ -76,7 +76,7 @@ class PenaltyTerms:
         return columns, terms
 
     def _update_context(self) -> np.ndarray:
-        """Computes the terms for the context of now and returns the base ids whose terms have changed."""
+        """Computes the terms for the current context and returns the base ids whose terms have changed."""
         repeated, present, counted = self._context_of_each_penalty()
         context = np.unique(np.concatenate([repeated, present, counted]))
         both = np.concatenate([self._context, context])
@@ -106,7 +106,7 @@ class PenaltyTerms:
 class EntryTermSums:
     """For each entry of a codebook, the sums of some terms over its base ids, kept up to date while the codebook grows.
 
-    Penalties need them at every step, and most entries are as they were at the step before.
+    Penalties need the sums at every step, and most of them do not change from one step to the next.
 
     terms: arrays [V + 1] over base ids, with 0 in the last place. They may be changed between updates.
     """

@@ -16,7 +16,7 @@ CAPACITY_STEP = 256  # tables grow to multiples of this many places, so that sha
 class RowTable:
     """Rows of one side: the row at place p is `rows[0, p]`.
 
-    Of a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
+    For a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
     place (`mlx_zip.models.rows.sequence_rows`). rows: [1, capacity, D], or None before the first row.
     """
 
@@ -81,7 +81,7 @@ class RowTable:
     def select(self, places: np.ndarray, limit: int | None = None) -> Self:
         """Returns a new table with the rows at places [N], in this order, and room for more, `limit` places at most.
 
-        A place beyond this table's capacity gives any row.
+        For a place beyond this table's capacity, the row is arbitrary.
         """
         made = type(self)()
         if self.array is not None and len(places):
@@ -153,7 +153,7 @@ class TwoCopyTable(RowTable):
 
     @classmethod
     def from_table(cls, table: RowTable) -> Self:
-        """Returns a turning table with the rows of another one."""
+        """Returns a `TwoCopyTable` with the rows of another table."""
         made = cls()
         made.array = table.array
         made._idle = None if table.array is None else mx.array(table.array)
@@ -199,6 +199,6 @@ class TwoCopyTable(RowTable):
 
 
 def _rounded_capacity(places: int, limit: int | None) -> int:
-    """Returns how many places a table gets that needs `places`; limit: the maximum number, None for no limit."""
+    """Returns the capacity of a table that needs `places` places. limit: maximum capacity, None for no limit."""
     capacity = -(-places // CAPACITY_STEP) * CAPACITY_STEP
     return capacity if limit is None else min(capacity, limit)
