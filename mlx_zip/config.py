@@ -211,7 +211,7 @@ class ZipConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the config in upstream's layout, plus the keys that upstream lacks where they are set."""
+        """Returns the config in upstream's layout, plus the keys that upstream lacks, if they are set."""
         ours: dict[str, Any] = {"canonical": True} if self.canonical else {}
         if self.start is not None:
             ours["start"] = [list(entry) for entry in self.start]
@@ -246,7 +246,6 @@ def _require_object(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_unknown_keys(where: str, fields: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises `ConfigError` naming the keys of `fields` that are not known."""
     if unknown := fields.keys() - set(known):
         raise ConfigError(f"{where}: unknown key {', '.join(sorted(map(str, unknown)))}")
 

@@ -199,7 +199,7 @@ def expand_home(name: str | os.PathLike[str]) -> Path:
 
 
 def data_folder() -> Path:
-    """Returns the folder for what mlx_zip keeps for this user, such as typed lines; it may not exist yet.
+    """Returns the folder for this user's data, such as typed lines; it may not exist yet.
 
     On a Mac ~/Library/Application Support/mlx_zip, elsewhere mlx_zip in $XDG_DATA_HOME or in ~/.local/share.
     """
@@ -221,7 +221,7 @@ def cache_folder() -> Path:
 
 
 def _flush_disk_cache(handle: int) -> bool:
-    """Flushes an open file and the cache of its disk; returns False where there is no such call."""
+    """Flushes an open file and the cache of its disk; returns False if the system cannot flush the cache."""
     command = getattr(fcntl, "F_FULLFSYNC", None)  # Macs only
     if command is None:
         return False

@@ -145,7 +145,6 @@ class Codebook:
         return self._expand_array(as_ids(ids)) if words is None else np.frombuffer(words, _UINT32)
 
     def _expand_array(self, ids: Uint32s) -> Uint32s:
-        """Returns the base ids that n ids stand for now. Errors as in `expand`."""
         counts = ffi.new("size_t[2]")
         out = np.empty(len(ids) * min(self.params.merge_size, 4), np.uint32)
         status = lib.mlxzip_expand(

@@ -3,8 +3,8 @@
 The policy decides what a full codebook does; `native/mlxzip.h` has the exact rules. All state follows from the id log.
 An id stands for what its slot held when the id was read, before the id installed anything: this is what the model saw
 when it chose the id. Under `lru` and `use-count`, the compressor writes what upstream's does until the table is full,
-and then what `Codebook.compress` does. For upstream's compressor is one entry ahead of the reader; in a full table, the
-id of this entry would still stand for another entry at the reader. The order of eviction is a linked list with an undo
+and then what `Codebook.compress` does: upstream's compressor is one entry ahead of the reader, and in a full table the
+id of that entry would still stand for another entry at the reader. The order of eviction is a linked list with an undo
 record per id, not a heap, so pushing an id onto a full table takes little longer under these two policies than under
 `freeze`. Canonical decoding, training, data preparation, learning packs and `mlx_zip export` refuse them for now,
 because they assume that entries stay.

@@ -149,7 +149,7 @@ def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
 
 
 def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
-    """Returns the cache of one sequence of a batch, which can go on alone. The batch's cache does not change.
+    """Returns the cache of one sequence of a batch, for use alone. The batch's cache does not change.
 
     The codebook is a copy: logits processors stay with the batch's. Raises `ModelError` for an index that is out of
     range.
@@ -235,7 +235,6 @@ def _to_batch_of_one(layer: Any) -> Any:
 
 
 def _extract_layer(layer: Any, index: int) -> Any:
-    """Returns one sequence's part of one layer's KV cache."""
     if isinstance(layer, CacheList):
         return CacheList(*(_extract_layer(one, index) for one in layer.caches))
     if isinstance(layer, ArraysCache):

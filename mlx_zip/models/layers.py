@@ -172,7 +172,6 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     """Returns YaRN's factor on rotated dimensions: `attention_factor` if given, else computed from `factor`."""
 
     def magnitude(weight: float) -> float:
-        """Returns 0.1 * weight * ln(factor) + 1, or 1 if the context is not stretched."""
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if parameters.get("attention_factor") is not None:

@@ -381,7 +381,7 @@ class Model(nn.Module):
         return parts[0 if alike else 1 :]
 
     def base_logits(self, h: mx.array) -> mx.array:
-        """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped where the model caps."""
+        """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped if the model has a cap."""
         return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
     def _restore_evicted_logits(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:

@@ -201,7 +201,6 @@ def _is_one_pack(pack: Any) -> bool:
 
 
 def _is_entry(item: Any) -> bool:
-    """Returns whether `item` is one entry, a sequence of base ids."""
     return isinstance(item, Sequence | np.ndarray) and len(item) > 0 and isinstance(item[0], int | np.integer)
 
 
@@ -299,7 +298,7 @@ def save_pack(path: str | Path, pack: Pack) -> None:
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
     """Merges packs: takes the best remaining entry of each in turn, no entry twice, at most `size` (None: all).
 
-    If the tokenizer of one pack is unknown, that of the result is too. Tuned rows are kept unless `drop_rows`. Raises
+    If the tokenizer of one pack is unknown, the result's is too. Tuned rows are kept unless `drop_rows`. Raises
     `DataError` for no packs, a size below 1, packs of different tokenizers, and, unless `drop_rows`, for packs of which
     some are tuned and others are not, or are tuned for another model.
     """

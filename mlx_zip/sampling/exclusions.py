@@ -172,7 +172,7 @@ class CanonicalIds:
         self._excluded: list[int] = []
 
     def bind(self, book: Codebook) -> None:
-        """Follows `book` from now on, which must have read the same ids: the old one, or a copy of it."""
+        """Follows `book` from now on: the codebook followed so far, or a copy of it that has read the same ids."""
         if self._next[1] == self.book.rewinds:
             self._next = self._next[0], book.rewinds
         self.book = book

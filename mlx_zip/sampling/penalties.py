@@ -91,7 +91,7 @@ class PenaltyTerms:
         return both[(seen != self._seen[both]) | (subtracted != self._subtracted[both])]
 
     def _context_of_each_penalty(self) -> list[np.ndarray]:
-        """Returns the last base tokens that were read, as many as each penalty looks at; none for one that is off."""
+        """Returns, for each penalty, the last base tokens read that it looks at; none if the penalty is off."""
         options, book = self.sampling, self.state.books[self.row]
         counts = [
             options.repetition_context_size if options.repetition_penalty else 0,

@@ -84,7 +84,6 @@ def generate_text(
 
 
 def _add_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenPatch]:
-    """Yields each patch with the text that is complete with it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for patch in patches:
         yield WrittenPatch(decoder.decode(merges.decode(patch)), patch)

@@ -264,5 +264,4 @@ def _c_words(array: NDArray[np.uint32]) -> Any:
 
 
 def _c_bytes(array: NDArray[Any]) -> Any:
-    """Returns an array's bytes in C's form, sharing its memory."""
     return ffi.from_buffer("uint8_t[]", array)

@@ -58,11 +58,10 @@ class RowTable:
         return array
 
     def _array_shape(self, places: int, width: int) -> tuple[int, int, int]:
-        """Returns the shape of an array for so many rows of D = width values."""
         return 1, places, width
 
     def _array_with_room(self, places: int, like: mx.array, limit: int | None) -> mx.array:
-        """Returns the array with room for so many places, `limit` at most; like: a row of the rows' width and type."""
+        """Returns the array, enlarged to `places` places if it has fewer. like: gives the rows' width and dtype."""
         have = self.capacity
         if self.array is not None and places <= have:
             return self.array
