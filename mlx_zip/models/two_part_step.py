@@ -42,8 +42,9 @@ class TwoPartStep:
         """Returns the body's output [B, 1, D] for ids [B], which the host need not have read; pass it to `follow`.
 
         Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
-        `Model.trim_cache` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between
-        its short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the model.
+        `Model.trim_cache` to trim them. Returns None, with the KV caches unchanged, if the ids may make LongRoPE switch
+        between its short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the
+        model.
         """
         model = self.model
         kv, state = model.check_cache(self.cache)

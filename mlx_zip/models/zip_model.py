@@ -274,7 +274,7 @@ class Model(nn.Module):
         return self.scaled(h)
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
-        """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
+        """Returns h [B, L, D] with the input rows of slots [B, L] in place of its own; a slot of -1 keeps that of h."""
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))

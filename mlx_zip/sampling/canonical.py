@@ -33,7 +33,7 @@ class CanonicalDecoding(CanonicalIds):
 def exclude_ids(logits: mx.array, excluded: Sequence[int]) -> mx.array:
     """Returns logits [1, W] with the ids `excluded` at -inf, unless together they have over half the probability.
 
-    Equals `restore_likely_ids`, in fewer operations. Half: `MAX_EXCLUDED_SHARE`.
+    Gives what `restore_likely_ids` gives, in fewer operations. Half: `MAX_EXCLUDED_SHARE`.
     """
     ids = mx.array(list(set(excluded)))[None]
     chosen = mx.take_along_axis(logits, ids, axis=-1)

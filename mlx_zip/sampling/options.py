@@ -114,7 +114,7 @@ class Sampling:
             self._raise_unless("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
 
     def check_biases(self, base_ids: int | None) -> None:
-        """Raises `GenerationError` for a bias on what is no base id, and for biases that rule out every base id.
+        """Raises `GenerationError` for a bias on an id that is no base id, and for biases that rule out all.
 
         base_ids: number of base ids, if known.
         """

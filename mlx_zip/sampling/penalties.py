@@ -52,7 +52,7 @@ class PenaltyTerms:
             sampling.repetition_penalty,
             sampling.presence_penalty or sampling.frequency_penalty,
         )
-        self._used_terms = [index for index, option in enumerate(options) if option]  # which of the terms may not be 0
+        self._used_terms = [index for index, option in enumerate(options) if option]  # which terms can be other than 0
         self._sums = EntryTermSums([self._terms[i] for i in self._used_terms], state.books[row].params.merge_size)
 
     def bind(self, state: HasBooks, row: int) -> None:
@@ -126,7 +126,7 @@ class EntryTermSums:
         known = min(n, len(self._lengths))
         stale = np.ones(n, bool)
         stale[:known] = lengths[:known] != self._lengths[:known]
-        found = changed.take(rows, mode="clip")  # padding may be no base id; it makes some entries stale in vain
+        found = changed.take(rows, mode="clip")  # padding may be no base id; some entries are then computed in vain
         found[:known] |= rows[:known] != self._rows[:known]
         stale[np.flatnonzero(found) // width] = True
         sums = np.empty((len(self._terms), n), np.float32)

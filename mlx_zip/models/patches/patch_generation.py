@@ -33,7 +33,7 @@ def generate_patches(
 ) -> Iterator[list[int]]:
     """Yields patches as the decoder writes them, each a list of symbols; `merges.decode` gives their bytes.
 
-    prompt: patches to continue, as a table or `merges.encode` makes them. It ends after `max_patches` patches, or after
+    prompt: patches to continue, as a table or `merges.encode` makes them. Ends after `max_patches` patches, or after
     yielding the patch that is only the end mark, which ends a document. temperature: of sampling; 0: greedy. mode: that
     of the table that the model was trained with. Raises `GenerationError` for merges of another model, a prompt of
     patches that are too long, or a number out of range.

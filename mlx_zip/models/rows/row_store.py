@@ -82,7 +82,7 @@ class RowStore:
         self.encoded = self.from_memory = self.from_disk = 0
 
     def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
-        """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of base_ids[i], of [N, words].
+        """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of row i of base_ids [N, words].
 
         encode(base_ids, lengths) makes rows. It is called at most once, with the distinct entries that the store does
         not have.

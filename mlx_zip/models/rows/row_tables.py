@@ -141,8 +141,8 @@ class TwoCopyTable(RowTable):
     """Input rows in two copies that are written in turn, for bodies that begin before the host has read their id.
 
     MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a row
-    that is installed meanwhile is written to the other copy, which the next body reads. That copy first gets the row
-    that it missed the time before. Without the second copy, MLX would copy the whole table for each new row.
+    that is installed meanwhile is written to the other copy, which the next body reads. That copy first gets the rows
+    that were written to the current one only. Without the second copy, MLX would copy the whole table for each new row.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class TwoCopyTable(RowTable):
     def _write_to_other_copy(self, write: Callable[[], None]) -> None:
         """Makes the other copy the current one, and writes to it what it missed and what is new.
 
-        If something raises, for example an interrupt, the copy that was current stays so: the other lacks rows.
+        If this raises, also on an interrupt, the current copy stays current, because the other lacks rows.
         """
         current, self.array = self.array, self._idle
         try:

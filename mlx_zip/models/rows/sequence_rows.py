@@ -206,7 +206,7 @@ class SequenceRows:
     # ---- tuned rows
 
     def mark_tuned_rows(self, sides: Sequence[str]) -> None:
-        """Marks a single request's tuned rows as encoded on these sides, "input" or "output"; the other side stays."""
+        """Marks a single request's tuned rows as encoded on these sides, "input" or "output"."""
         n = len(self.books[0].params.start or ())
         if "input" in sides:
             self.encoded_inputs[0, :n] = True
@@ -215,7 +215,7 @@ class SequenceRows:
         self.bound[0] = True
 
     def share_tuned_rows(self, b: int, output: mx.array, inputs: mx.array | None) -> None:
-        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, where they are not there yet.
+        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, unless they are there.
 
         inputs: None if both sides have the same rows.
         """
@@ -268,7 +268,7 @@ class SequenceRows:
             self.places.put(b, slot, place)
 
     def _add_input_rows(self, places: Sequence[int] | np.ndarray, rows: Callable[[list[int]], mx.array]) -> None:
-        """Puts the input rows of the entries at these places of a batch into the table, where they are not there yet.
+        """Puts the missing input rows of the entries at these places of a batch into the table.
 
         rows(indices into `places`) returns input rows.
         """
@@ -383,7 +383,7 @@ class Places:
             self.place_of[key] = len(self.keys) - 1
 
     def put(self, b: int, slot: int, place: int) -> None:
-        """Notes that the entry in a slot of sequence b has this place."""
+        """Records that the entry in a slot of sequence b has this place."""
         self.index[b, slot] = place
         if self._equal_slots is not None and slot < self._equal_slots and slot != place:
             self._equal_slots = None
