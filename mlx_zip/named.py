@@ -98,8 +98,8 @@ HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MLX_ZIP_MODELS"
 BITS, GROUP_SIZE, DTYPE = 8, 32, "float32"  # of both models; on a CPU, MLX is slow with float16 scales
 FORMAT = 2  # raise it when the same sources must give another folder
-_WHOLE = ("config.json", "model.safetensors", "tokenizer.json")  # files without which a folder is made again
-_READ = ("*.json", "*.safetensors")  # the adapter's files that decide the result
+_NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")  # a folder without one is made again
+_ADAPTER_FILES = ("*.json", "*.safetensors")  # the adapter's files that decide the result
 
 
 def ensure_named_model(name: str) -> Path:
@@ -123,7 +123,7 @@ def find_made_model(name: str) -> Path | None:
     """
     origins = [PACKED_SHA256] if packaged_weights_file() is not None else [PACKED_SHA256, HUB]
     folders = (named_model_folder(name, origin) for origin in origins)
-    return next((folder for folder in folders if all((folder / file).is_file() for file in _WHOLE)), None)
+    return next((folder for folder in folders if all((folder / file).is_file() for file in _NEEDED_FILES)), None)
 
 
 def named_model_folder(name: str, origin: str) -> Path:
@@ -133,7 +133,7 @@ def named_model_folder(name: str, origin: str) -> Path:
     """
     digest = sha256(f"{FORMAT} {origin} {BITS} {GROUP_SIZE} {DTYPE}".encode())
     if name == ZIP:
-        for file in sorted(file for pattern in _READ for file in ADAPTER.glob(pattern)):
+        for file in sorted(file for pattern in _ADAPTER_FILES for file in ADAPTER.glob(pattern)):
             digest.update(file.name.encode() + _file_sha256(file, file.stat().st_mtime_ns))
     return models_folder() / f"{name}-{digest.hexdigest()[:12]}"
 

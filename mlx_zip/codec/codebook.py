@@ -123,7 +123,6 @@ class Codebook:
         return new
 
     def _push_array(self, ids: Uint32s) -> Installed:
-        """Reads all ids of an array, or none if one of them is refused."""
         bad, n_ids = ffi.new("size_t *"), len(ids)
         n = lib.mlxzip_push(self._book, _id_pointer(ids), n_ids, bad)
         if n < 0:

@@ -41,7 +41,6 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of a module of `_PATCHES`, with `_PatchingLoader` as its loader; else None."""
         if name not in _PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

@@ -329,8 +329,8 @@ def _make_forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int,
 
 
 def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunction:
-    enter = _make_linear(encoder.proj_in, as_float) if "proj_in" in encoder else _same
-    leave = _make_linear(encoder.proj_out, as_float) if "proj_out" in encoder else _same
+    enter = _make_linear(encoder.proj_in, as_float) if "proj_in" in encoder else _identity
+    leave = _make_linear(encoder.proj_out, as_float) if "proj_out" in encoder else _identity
     layers = [_make_pre_norm(layer, as_float, encoder.causal) for layer in encoder.layers]
     positions, norm, causal, residual = encoder.pos_embed.weight, encoder.norm, encoder.causal, encoder.residual
 
@@ -447,10 +447,10 @@ def _is_known_layer(module: Any) -> bool:
 
 
 def _matrix_float_bytes(encoder: nn.Module) -> int:
-    return sum(4 * _values(module) for module in _linear_layers(encoder))
+    return sum(4 * _weight_count(module) for module in _linear_layers(encoder))
 
 
-def _values(module: Any) -> int:
+def _weight_count(module: Any) -> int:
     weight = module["weight"]
     return weight.size * (32 // module.bits if "scales" in module else 1)
 
@@ -461,5 +461,5 @@ def _linear_layers(encoder: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _same(x: mx.array) -> mx.array:
+def _identity(x: mx.array) -> mx.array:
     return x

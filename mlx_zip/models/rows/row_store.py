@@ -247,7 +247,6 @@ class _RowMemory:
         self._rows: OrderedDict[bytes, bytes] = OrderedDict()
 
     def get(self, name: bytes) -> bytes | None:
-        """Returns a row, or None if it is absent."""
         row = self._rows.get(name)
         if row is not None:
             self._rows.move_to_end(name)
