@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.packs.pack import load_pack as load_pack
     from mlx_zip.text.prompts import Chat as Chat
 
-    convert: Any  # it lives in a leaf, which nothing imports
+    convert: Any  # from `mlx_zip.converters`, which no other package may import (docs/decisions.md)
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """The parser of every command, and the flags that several commands share.
 
-The parser is argparse's, with errors of one line that name the word at fault and a better one.
+`Parser` is argparse's parser with errors of one line, which name the wrong word and suggest the one that was meant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses, and ends with an error for any word that no flag or argument takes."""
+        """Parses the arguments; exits with an error for any word that no flag or argument takes."""
         self._words = list(sys.argv[1:] if args is None else args)
         if lost := [word for word in self._words if word[:1] == "-" and word.partition("=")[2] == "--"]:
             self.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop it silently
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {line}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises `ArgumentError` for a value that is none of the action's choices, with the likeliest ones meant."""
+        """Raises `ArgumentError` for a value that is none of the action's choices. The message suggests valid ones."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_TYPE_WORDS.get(m[1], f'a valid {m[1]}')}", message)
 
     def _dash_hint(self, message: str) -> str:
-        """Returns how to give the value if a flag "needs" one and the word after it begins with - but is no flag."""
+        """Returns a hint to write FLAG=VALUE if a flag got no value because its value begins with -; else ""."""
         names = message.partition(" needs ")[0].split("/") if " needs " in message else []
         for flag, word in zip(self._words, self._words[1:], strict=False):
             if (
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         return f"{needed}: {', '.join(choices)}" if choices and needed == _argument_name(commands[0]) else needed
 
     def _is_unknown_flag(self, word: str) -> bool:
-        """Returns whether a word looks like a flag (--name or --name=value) and no flag begins with it."""
+        """Returns whether a word looks like a flag (--name or --name=value) but is no flag and begins none."""
         flag = word.partition("=")[0]
         return flag[:2] == "--" and flag != "--" and not any(known.startswith(flag) for known in self._flag_names(True))
 
@@ -135,7 +135,7 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
 
 
 def add_trust_remote_code_flag(add: Any) -> None:
-    """Declares --trust-remote-code, of the commands that load a tokenizer."""
+    """Declares --trust-remote-code, for commands that load a tokenizer."""
     add(
         "--trust-remote-code",
         action="store_true",
@@ -144,12 +144,12 @@ def add_trust_remote_code_flag(add: Any) -> None:
 
 
 def add_separator_flag(add: Any) -> None:
-    """Declares --separator, of the commands that read documents."""
+    """Declares --separator, for commands that read documents."""
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
 
 
 def add_limit_bytes_flag(add: Any, texts: str, flag: str = "--limit-bytes") -> None:
-    """Declares a flag that limits how many bytes of text are read. texts: what it limits, for the help."""
+    """Declares a flag that limits how many bytes of text are read. texts: names the texts in the help."""
     add(flag, type=int, metavar="N", help=f"read at most N bytes of {texts} (default: all)")
 
 
@@ -162,7 +162,7 @@ def add_pack_flag(add: Any, purpose: str = PACK_HELP) -> None:
 
 
 def add_codebook_flags(add: Any) -> None:
-    """Declares --pack and --codebook-size, of the commands that run models."""
+    """Declares --pack and --codebook-size, for commands that run models."""
     add_pack_flag(add)
     add(
         "--codebook-size",

@@ -15,7 +15,7 @@ from mlx_zip.errors import CodecError, ConfigError
 
 SIDES = ("input_encoder.", "output_encoder.")  # prefixes of the hyper-encoders' tensors
 POSITION_MODES = ("compressed", "base_token_end")
-AVAILABILITY = ("causal", "legacy")  # when an entry can be predicted: once it is installed; anywhere in its text
+AVAILABILITY = ("causal", "legacy")  # where an entry can be predicted: after it is installed; in the whole window
 MAX_LAYERS = 4096  # far above any real model; layers are built before their tensors are read
 RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # section keys that `ZipConfig` does not read
 SELF_CONTAINED = "."  # format 2: the base model is in the checkpoint's own folder
@@ -75,10 +75,10 @@ class EncoderConfig:
             )
 
     def residual_base_row(self, side: str) -> str | None:
-        """Returns which base row `res_latent_attn` adds to a row: "first", "last", "mean" of all, or None.
+        """Returns which of an entry's base rows `res_latent_attn` adds to its hyper row: "first", "last", "mean", None.
 
-        side: one of `SIDES`. An input row begins as the entry's last base row, after which the text goes on; an output
-        row as the mean, because it stands for all of its parts (with `residual_by_side`; else both as the first row).
+        side: one of `SIDES`. With `residual_by_side`, an input row gets the last base row, after which the text goes
+        on, and an output row the mean of all base rows, which it stands for. Otherwise both get the first.
         """
         if not self.residual:
             return None
@@ -211,7 +211,7 @@ class ZipConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the config in upstream's layout, plus the keys that upstream lacks where they are set."""
+        """Returns the config in upstream's layout, plus the keys that upstream lacks, if they are set."""
         ours: dict[str, Any] = {"canonical": True} if self.canonical else {}
         if self.start is not None:
             ours["start"] = [list(entry) for entry in self.start]
@@ -234,19 +234,18 @@ class ZipConfig:
 
 
 def parse_zip_section(section: Mapping[str, Any]) -> ZipConfig:
-    """Returns what a `zip2zip` section of config.json says of codec and encoders. Raises `ConfigError`."""
+    """Returns the config of codec and encoders in a `zip2zip` section of config.json. Raises `ConfigError`."""
     return ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
 
 
 def _require_object(where: str, value: Any) -> Mapping[str, Any]:
-    """Returns value, which must be a JSON object. Raises `ConfigError`; here and below, where: the section named."""
+    """Returns value. Raises `ConfigError` unless it is a JSON object. where: section for the error, here and below."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
     return value
 
 
 def _refuse_unknown_keys(where: str, fields: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises `ConfigError` naming the keys of `fields` that are not known."""
     if unknown := fields.keys() - set(known):
         raise ConfigError(f"{where}: unknown key {', '.join(sorted(map(str, unknown)))}")
 

@@ -1,4 +1,4 @@
-"""The device to compute on, MLX's default or what MLX_ZIP_DEVICE names: precision, memory's speed, wiring it."""
+"""The device that MLX computes on, its default or MLX_ZIP_DEVICE: choice, TF32, memory bandwidth, wired memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more t
 SPEED_TRIALS = 5
 SUM_FLOATS, SUMS_PER_CALL = 16 << 20, 4  # floats of the array that numbers are added to, and additions per evaluation
 _wiring_lock = threading.Lock()
-_holders: dict[WiredMemory, int] = {}  # MLX's limit is the process's: with whom it was set, and what it was before
+_holders: dict[WiredMemory, int] = {}  # owners that hold memory -> the process's limit before the first of them
 
 
 def choose_device() -> None:
     """Makes the device in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default; without the variable or MLX, does nothing.
 
-    Call it before `mlx_lm` is imported, which takes the default device of that moment for generation. Raises
+    Call it before `mlx_lm` is imported: its generation keeps the default device of that moment. Raises
     `ConfigError` for another name, and for a device that this machine or this MLX does not have.
     """
     name = os.environ.get(DEVICE_VARIABLE)
@@ -63,7 +63,7 @@ class WiredMemory:
 
     MLX has one limit for the whole process: the first owner that holds memory sets it to what the device recommends,
     and the last one that frees it sets it back. Each owner has an object of this class and uses it in one thread. Does
-    nothing on a device that recommends no number. keep_s: how many seconds an idle owner holds the memory. streams:
+    nothing on a device without a recommended limit. keep_s: how many seconds an idle owner holds the memory. streams:
     what the owner computes on, because MLX's limit must not change while something is computed.
 
     As a context manager, an object holds the memory while the block runs.
@@ -87,7 +87,7 @@ class WiredMemory:
         return self in _holders
 
     def hold(self) -> None:
-        """Wires the process's memory, what is allocated later included, unless it is wired already."""
+        """Wires the process's memory, later allocations included, unless held already. Ends the owner's pause."""
         import mlx.core as mx
 
         self._idle_since = None
@@ -98,7 +98,7 @@ class WiredMemory:
             _holders[self] = next(iter(_holders.values())) if _holders else mx.set_wired_limit(limit)
 
     def free(self) -> None:
-        """Lets the system move the memory as any other, unless another owner holds it."""
+        """Waits for the owner's streams, then lets the system unwire the memory, unless another owner holds it."""
         import mlx.core as mx
 
         if not self.held:
@@ -113,9 +113,9 @@ class WiredMemory:
                     mx.set_wired_limit(before)
 
     def free_if_idle(self) -> float | None:
-        """Frees the memory if the owner has been idle for `keep_s` seconds; the first call after `hold` begins a pause.
+        """Frees the memory if the owner has been idle for `keep_s` seconds, counted from the first call after `hold`.
 
-        Returns after how many seconds to call again, None if the memory is free.
+        Returns after how many seconds to call this again, None if the owner holds no memory.
         """
         if not self.held:
             return None
@@ -131,8 +131,8 @@ class WiredMemory:
 def measure_product_bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, limit_s: float = math.inf) -> float:
     """Measures how many bytes per second MLX's default device reads in matrix-vector products, as decoding does.
 
-    products: how many there are per evaluation; several hide the time of a launch. side: of the float32 matrix that is
-    read. The fastest of `SPEED_TRIALS` evaluations counts; no further one begins after limit_s seconds.
+    products: number of products per evaluation; several hide the launch time. side: side length of the float32 matrix
+    that is read. The fastest of `SPEED_TRIALS` evaluations counts; no further one begins after limit_s seconds.
     """
     import mlx.core as mx
 
@@ -154,9 +154,10 @@ def make_memory_sums() -> tuple[Callable[[], None], int]:
 
 
 def measure_memory_speed(limit_s: float = math.inf) -> float:
-    """Measures how many bytes of memory per second MLX's default device reaches, by the way that suits the device.
+    """Measures the memory bandwidth of MLX's default device, in bytes per second.
 
-    A GPU reads in products, as decoding does; a CPU reads and writes in sums. limit_s: as in `fastest_seconds`.
+    On a GPU, matrix-vector products read memory, as in decoding; on a CPU, sums (`make_memory_sums`) read and write it.
+    limit_s: as in `fastest_seconds`.
     """
     if on_gpu():
         return measure_product_bandwidth(limit_s=limit_s)

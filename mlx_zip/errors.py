@@ -38,10 +38,10 @@ class PromptTooLongError(GenerationError):
 
     @classmethod
     def of(cls, tokens: int, most: int, why: str) -> "PromptTooLongError":
-        """Returns the error for a prompt of `tokens` base tokens where `most` are allowed. why: further words.
+        """Returns the error for a prompt of `tokens` base tokens where `most` are allowed. why: explains the limit.
 
-        The message has the words and numbers by which clients of OpenAI and of Anthropic know that they must shorten
-        a conversation. Both count tokens; OpenAI's number includes one token of an answer.
+        By the message's words and numbers, clients of OpenAI and of Anthropic know that they must shorten a
+        conversation. The maximum in OpenAI's wording includes one token of the answer.
         """
         return cls(
             f"the prompt is too long: {tokens} tokens > {most} maximum; the maximum context length is {most + 1} "
@@ -50,7 +50,7 @@ class PromptTooLongError(GenerationError):
 
 
 class EngineError(MlxZipError):
-    """A request to an engine that it cannot meet, for example for a session that it does not have."""
+    """A request that an engine cannot serve, for example one for a session that the engine does not have."""
 
 
 class UnknownSessionError(EngineError):
@@ -100,10 +100,10 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
 
 
 def first_message_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its class when it has none.
+    """Returns the first line of an error's message, or the name of its class if the message is empty.
 
-    If that line ends in a colon, the lines that it announces are joined to it. Of a text that is no JSON, the field is
-    named whose value is none.
+    If the first line ends in a colon, all lines are joined. For invalid JSON, the field with the invalid value is named
+    if there is one.
     """
     if isinstance(error, KeyError):
         return f"key {error} is missing"
@@ -117,7 +117,7 @@ def first_message_line(error: BaseException) -> str:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Returns why something failed: the system's words without number and path, or the message's first line."""
+    """Returns why something failed: an `OSError`'s text without number and path, else `first_message_line`."""
     words = error.strerror if isinstance(error, OSError) else None
     return str(words or first_message_line(error))
 
@@ -125,14 +125,14 @@ def failure_reason(error: BaseException) -> str:
 def missing_library_error(purpose: str, *libraries: str, extra: str = "") -> InstallationError:
     """Returns the error for libraries that are not installed, with the command that installs them.
 
-    purpose: what needs them, a flag for example. extra: the extra of mlx_zip that brings them, "" if there is none.
+    purpose: what needs the libraries, for example a flag. extra: mlx_zip's extra that installs them, "" if none does.
     """
     verb, command = "is" if len(libraries) == 1 else "are", install_command(*libraries, extra=extra)
     return InstallationError(f"{purpose} needs {', '.join(libraries)}, which {verb} not installed: {command}")
 
 
 def import_or_explain(module: str, purpose: str, *libraries: str, extra: str, implied: Collection[str] = ()) -> Any:
-    """Imports a module and returns it. Raises the error of `missing_library_error` if a library is missing for it.
+    """Imports a module and returns it. Raises the error of `missing_library_error` if one of the libraries is missing.
 
     implied: libraries that come with the named ones, so that the error does not name them.
     """

@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all: written under a temporary name, flushed to disk, renamed.
 
-`exit_on_signals` has temporary ones removed where a signal ends the process.
+With `exit_on_signals`, temporary files are also removed when a signal ends the process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
 
-_INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
+_INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # a list in indented JSON; no string holds a newline
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # the last: a folder on NFS
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # EBADF: a folder on NFS
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.filename == str(partial):
             error.filename = str(path)
-        if error.errno is None:  # NumPy reports a full disk by a message alone, which a file name would hide
+        if error.errno is None:  # NumPy's error for a full disk has only a message, and a file name would hide it
             raise OSError(errno.EIO, f"the disk may be full ({error})", str(path)) from error
         error.filename = error.filename or str(path)  # the system names no file when the disk is full
         raise
@@ -99,7 +99,7 @@ def _temporary_path(path: Path) -> Path:
 def make_private(folder: Path) -> str | None:
     """Makes a folder that only its owner can read, and the folder that holds it, if they are missing.
 
-    Returns None, or why the folder is not to be used: it cannot be, or other users can write to it.
+    Returns None, or why the folder must not be used: it cannot be made or read, or other users can write to it.
     """
     try:
         for one in (folder.parent, folder):
@@ -123,9 +123,9 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def try_lock_folder(folder: Path) -> Iterator[bool]:
-    """Locks a folder until the block or the process ends; gives False if another process has locked it.
+    """Locks a folder until the block or the process ends. Yields whether it is locked: False if another process has it.
 
-    Nothing is written. On a file system without locks the result is always True. Raises `OSError`.
+    Writes no file. On a file system without locks, always yields True. Raises `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -137,7 +137,7 @@ def try_lock_folder(folder: Path) -> Iterator[bool]:
 def mark_folder_in_use(folder: Path, if_alone: Callable[[], None]) -> int:
     """Marks a folder as used by this process until the returned handle is closed.
 
-    Calls `if_alone` before, if nobody else has marked the folder. Never calls it on a file system without locks.
+    First calls `if_alone` if no other process has marked the folder; on a file system without locks, never calls it.
     Raises `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
@@ -166,7 +166,7 @@ def _try_lock(handle: int) -> bool:
 
 
 def flush_folder_to_disk(folder: Path) -> None:
-    """Flushes a folder and everything in it to disk; a Mac's disk empties its own cache once, at the end."""
+    """Flushes a folder and everything in it to disk; on a Mac, also the disk's own cache, once at the end."""
     for root, _, files in os.walk(folder):
         for name in files:
             flush_to_disk(Path(root, name), full=False)
@@ -177,8 +177,8 @@ def flush_folder_to_disk(folder: Path) -> None:
 def flush_to_disk(path: Path, full: bool = True) -> None:
     """Flushes one file or folder to disk.
 
-    On a Mac, `os.fsync` leaves the data in the disk's own cache, which a power cut empties. full: empty that cache too
-    (F_FULLFSYNC), where the system and the file system can.
+    On a Mac, `os.fsync` leaves the data in the disk's own cache, where a power cut destroys them. full: flush that
+    cache too (F_FULLFSYNC), if the system and the file system can.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -191,7 +191,7 @@ def flush_to_disk(path: Path, full: bool = True) -> None:
 def expand_home(name: str | os.PathLike[str]) -> Path:
     """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is.
 
-    Raises `DataError` for what is no path.
+    Raises `DataError` for a value that is not a path.
     """
     if not isinstance(name, str | os.PathLike):
         raise DataError(f"a path must be text, got {name!r:.80}")
@@ -199,7 +199,7 @@ def expand_home(name: str | os.PathLike[str]) -> Path:
 
 
 def data_folder() -> Path:
-    """Returns the folder for what mlx_zip keeps for this user, such as typed lines; it may not exist yet.
+    """Returns the folder for this user's data, such as typed lines; it may not exist yet.
 
     On a Mac ~/Library/Application Support/mlx_zip, elsewhere mlx_zip in $XDG_DATA_HOME or in ~/.local/share.
     """
@@ -221,7 +221,7 @@ def cache_folder() -> Path:
 
 
 def _flush_disk_cache(handle: int) -> bool:
-    """Flushes an open file and the cache of its disk; returns False where there is no such call."""
+    """Flushes an open file and the cache of its disk; returns False if the system cannot flush the cache."""
     command = getattr(fcntl, "F_FULLFSYNC", None)  # Macs only
     if command is None:
         return False
@@ -262,9 +262,9 @@ def check_regular_file(path: Path) -> None:
 def read_json_object(
     path: Path, hint: str = "", raises: type[MlxZipError] = DataError, constants: bool = False
 ) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises `raises`, its message ending in `hint`.
+    """Returns the JSON object in a file. Raises an error of the class `raises`, its message ending in `hint`.
 
-    constants: whether NaN and Infinity are read, which JSON does not have; configs of some models have them.
+    constants: whether NaN and Infinity are accepted; they are not JSON, but some models' configs contain them.
     """
     try:
         check_regular_file(path)
@@ -279,7 +279,7 @@ def read_json_object(
 
 
 def refuse_json_constant(text: str) -> float:
-    """Raises `ValueError` for NaN or Infinity, which Python takes for JSON."""
+    """Raises `ValueError` for NaN or Infinity, which Python's JSON reader accepts by default."""
     raise ValueError(f"{text} is no number of JSON")
 
 

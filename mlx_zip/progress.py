@@ -56,7 +56,7 @@ class ProgressBar:
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.refresh()  # tqdm leaves out units that follow each other fast, the last ones too
+            self._bar.refresh()  # tqdm skips redraws that follow each other fast, the last one too
             self._bar.close()
 
     def __call__(self, count: int = 1) -> None:
@@ -73,7 +73,7 @@ class ProgressBar:
             self.say(f"{self.name}: {self._progress_text()}")
 
     def show_figures(self, figures: str) -> None:
-        """Shows figures of the work so far in the bar; nothing where there is none."""
+        """Shows figures of the work so far in the bar; does nothing without a bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
 
@@ -83,7 +83,7 @@ class ProgressBar:
             self._bar.clear()
 
     def report(self, figures: str) -> None:
-        """Shows figures of the last units: in the bar, elsewhere on a line with the units done and the time left."""
+        """Shows figures of the last units in the bar; without one, on a line with the units done and the time left."""
         if self._bar is None:
             self.say(
                 f"{self.unit} {self.done:,} of {self.total:,}: {figures}, {format_duration(self._remaining_s())} left"

@@ -28,7 +28,7 @@ HEADERS = ["mlxzip.h", "rows.h", "phrases.h", "bpe.h", "patches.h", "lookup.h", 
 
 
 def contract() -> str:
-    """The parts of the headers between their markers, which are plain enough for cffi."""
+    """Returns the parts of the headers between their CFFI markers, which cffi can parse."""
     headers = [(HERE / name).read_text(encoding="utf-8") for name in HEADERS]
     return "".join(text.split("/* BEGIN CFFI */")[1].split("/* END CFFI */")[0] for text in headers)
 

@@ -9,7 +9,8 @@
 enum { SIZES = 5, LEAST_CELLS = 256, END_BITS = 29 };
 
 /* Runs of 2, 4, 8, 16 and 32 ids by their hash: a cell is where such a run last ended, with the number of its size in
- * the upper bits, or 0 if it is empty. At most half the cells are used. `found` is where the end of the text occurred before, 0 if nowhere. */
+ * the upper bits, or 0 if it is empty. At most half the cells are used. `found` is where the earlier occurrence of the
+ * text's end ends, 0 without one. */
 struct mlxzip_lookup {
   uint32_t *ids, *cells;
   size_t n, cap, mask, used, found;

@@ -23,7 +23,7 @@
  *   4. Otherwise ids move one by one from the front of cur to the end of prev until prev is no installed entry. That
  *      run is installed. prev becomes the rest of cur, beginning with the id that was moved last. If prev reaches
  *      merge_size ids and is an installed entry, nothing is installed and prev becomes the rest of cur.
- * One id that is not installed is lawful: the id of the next free slot. It stands for prev + prev[0], which is
+ * One id that is not installed is valid: the id of the next free slot. It stands for prev + prev[0], which is
  * installed and becomes prev. (LZW calls this case KwKwK.) Each id installs at most one entry.
  * Without start entries this equals zip2zip-compression 0.3.4 on every stream of installed ids.
  *
@@ -41,7 +41,7 @@
  * - Encoder and decoder agree because all of this follows from the emitted ids. In a full table every slot has an
  *   entry, so no id is unknown, and the encoder may only emit what the decoder has already installed. Therefore
  *   mlxzip_compress works like mlxzip_continue from the id on that fills the table.
- * - mlxzip_expand and mlxzip_spans use the entries of now; mlxzip_logged uses those of the time an id was read.
+ * - mlxzip_expand and mlxzip_spans use the entries installed now; mlxzip_logged, those installed when an id was read.
  *
  * ERRORS AND OWNERSHIP
  * The caller owns all buffers; none is kept after a call. All functions accept any ids and any bytes. After an error

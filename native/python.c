@@ -6,7 +6,7 @@
  * push may have to enlarge the table; that time is spread over all pushes.
  *
  * All but `ids_of` return None instead of an error, and for an argument that is not exactly an int or a list of ints.
- * The codebook is unchanged then, and the caller takes the general way, which accepts more types and says what is wrong.
+ * The codebook is unchanged then, and the caller uses cffi's function, which accepts more types and says what is wrong.
  */
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030B0000

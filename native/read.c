@@ -1,6 +1,6 @@
 #include "codebook.h"
 
-/* Functions that read a codebook, and one that tells what an id does. */
+/* Functions that read a codebook, and mlxzip_push_one. */
 
 size_t mlxzip_mark(const mlxzip_codebook *b) { return b->n; }
 size_t mlxzip_size(const mlxzip_codebook *b) { return b->table.n; }

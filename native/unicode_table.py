@@ -12,12 +12,12 @@ PER_LINE = 4
 
 
 def ranges(pattern: str) -> Iterator[tuple[int, int]]:
-    """First and last code point of each stretch that the pattern matches; surrogates count as nothing."""
+    """Yields the first and last code point of each range that the pattern matches; surrogates are left out."""
     points = [point for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000]
     text = "".join(map(chr, points))
     others = pre_tokenizers.Split(Regex(f"[^{pattern}]+"), "removed")
     for _, (start, end) in others.pre_tokenize_str(text):
-        cut = start  # stretches on both sides of the surrogates are two
+        cut = start  # the surrogates split a range in two
         for i in range(start, end):
             if i + 1 == end or points[i + 1] != points[i] + 1:
                 yield points[cut], points[i]

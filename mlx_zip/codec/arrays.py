@@ -1,4 +1,4 @@
-"""Reads .npy and .npz files of unknown origin: no pickle is executed, and any damage is a `DataError`."""
+"""Reads .npy and .npz files of unknown origin: no pickle is executed, and a damaged file raises `DataError`."""
 
 from __future__ import annotations
 

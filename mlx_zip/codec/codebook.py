@@ -1,4 +1,4 @@
-"""`compress` for whole sequences and `Codebook` for running ones: numpy arrays over the C library."""
+"""`compress` for whole sequences and `Codebook` for growing ones: the C library's codec with numpy arrays."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _UINT32 = np.dtype(np.uint32)
 
 
 def compress_next(book: Codebook, ids: Any) -> Uint32s:
-    """Compresses base ids as a request reads them after what a codebook holds -> uint32 [n]; `book` is not changed.
+    """Compresses the base ids that a request reads next -> uint32 [n]. The request's codebook `book` is not changed.
 
-    If the codebook's log begins as `compress` writes the whole text, that goes on: a text read in parts has the ids of
-    one read at once. Else, usually after an answer, `Codebook.compress` goes on from the log.
+    If compressing the whole text (log and new ids) gives the log followed by more ids, returns these: a text read in
+    parts gets the ids of a text read at once. Otherwise, usually after an answer, returns `book.compress(ids)`.
     """
     if not (read := book.mark()):
         return compress(book.params, ids)[0]
@@ -30,7 +30,7 @@ def compress_next(book: Codebook, ids: Any) -> Uint32s:
 
 
 def base_ids_of_next(book: Codebook, one: int) -> tuple[int, ...]:
-    """Returns the base ids of an id that a codebook may read next; it may install its own entry by being read.
+    """Returns the base ids of an id that a codebook may read next, also of one that installs its own entry (KwKwK).
 
     Raises `CodecError` for an id that cannot be read.
     """
@@ -76,13 +76,13 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
 
 
 class Codebook:
-    """The decoder side of the codec: reads emitted ids and installs the entries that the encoder made from them.
+    """The decoder side of the codec: reads emitted ids and installs the entries that the compressor made.
 
     `len(book)` is the number of installed entries. One call with many ids and many calls with one id give equal books.
     An entry that id t installs can be emitted as id t+1. An id stands for the entry that its slot holds when the id is
     read, before a new entry is installed. After an error the book is unchanged. Use a book in one thread at a time.
-    Calls release the interpreter lock, except `push` and `expand` of one id, which are shorter than releasing it. The
-    id log, all ids read so far, takes 12 bytes per id.
+    Calls release the interpreter lock, except `push` and `expand` of one id, which take less time than releasing it.
+    The log of all ids read so far takes 12 bytes per id.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -109,21 +109,20 @@ class Codebook:
         """Reads one id or n ids (see `as_ids`) and returns the entries that they install.
 
         Base ids, disabled ids and installed hypertokens are always accepted. The hypertoken of the next free slot is
-        accepted if the run of base ids before it can be extended (LZW's KwKwK). Raises `CodecError` for any other id,
-        and then has read none.
+        accepted if the run of base ids before it can be extended (LZW's KwKwK). Raises `CodecError` for any other id;
+        then none of the ids is read.
         """
         packed = self._push_one(ids)
         if packed is None:
             one = as_one_id(ids)
             packed = None if one is None else self._push_one(one)
-            if packed is None:  # several ids, or an error, which the general call names
+            if packed is None:  # several ids, or an illegal one, which `_push_array` reports
                 return self._push_array(as_ids(ids))
         new = Installed()
         new._params, new._packed = self.params, packed
         return new
 
     def _push_array(self, ids: Uint32s) -> Installed:
-        """Reads all ids of an array, or none if one of them is refused."""
         bad, n_ids = ffi.new("size_t *"), len(ids)
         n = lib.mlxzip_push(self._book, _id_pointer(ids), n_ids, bad)
         if n < 0:
@@ -145,7 +144,6 @@ class Codebook:
         return self._expand_array(as_ids(ids)) if words is None else np.frombuffer(words, _UINT32)
 
     def _expand_array(self, ids: Uint32s) -> Uint32s:
-        """Returns the base ids that n ids stand for now. Errors as in `expand`."""
         counts = ffi.new("size_t[2]")
         out = np.empty(len(ids) * min(self.params.merge_size, 4), np.uint32)
         status = lib.mlxzip_expand(
@@ -170,7 +168,7 @@ class Codebook:
         return out
 
     def compress(self, base_ids: Any) -> Uint32s:
-        """Compresses base ids as a continuation of this book -> ids uint32. The book is unchanged: push the result.
+        """Compresses base ids as a continuation of this book -> ids uint32. The book is unchanged; `push` the result.
 
         Each emitted id is the longest entry that is installed after the ids before it have been pushed. So, unlike
         `mlx_zip.compress`, no entry is emitted before it is installed. Raises `CodecError` for an id that is neither a
@@ -209,11 +207,11 @@ class Codebook:
         return tuple(self.expand(one).tolist()) if words is None else ids_of(words)
 
     def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
-        """Returns what n ids of the log stood for when they were read.
+        """Returns what n ids of the log stood for when they were read: base ids [n, merge_size], padded; lengths [n].
 
-        That is base ids [n, merge_size], padded, and lengths [n]. first: index in the log of the first id. n: None for
-        all ids from `first` on. `expand` uses the entries installed now, which differ after evictions (policies lru and
-        use-count). Raises `CodecError` if the log is shorter.
+        first: index in the log of the first id. n: None for all ids from `first` on. (`expand` uses the entries that
+        are installed now; after evictions, under lru and use-count, these are others.) Raises `CodecError` if the log
+        is shorter.
         """
         n = self.mark() - first if n is None else n
         if first < 0 or n < 0 or first + n > self.mark():

@@ -52,7 +52,7 @@ def as_one_id(ids: Any) -> int | None:
 
 
 def common_length(some: NDArray[Any], others: NDArray[Any]) -> int:
-    """Returns how many ids two arrays have in common at their beginnings."""
+    """Returns the length of the longest common prefix of two arrays of ids."""
     n = min(len(some), len(others))
     differ = some[:n] != others[:n]
     at = int(differ.argmax()) if n else 0

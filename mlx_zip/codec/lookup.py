@@ -1,4 +1,4 @@
-"""`Lookup`: finds where a text ended before as it ends now, and what followed there (`native/lookup.h`)."""
+"""`Lookup`: finds an earlier occurrence of a text's last ids, and the ids that followed it (`native/lookup.h`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 
 
 class Lookup:
-    """Proposes what followed the last time that the text ended as it does now (prompt lookup).
+    """Prompt lookup: proposes the base ids that followed the last earlier occurrence of the text's last ids.
 
     The text is all that a request has read and emitted, in base ids: its prompt with the earlier turns, and its answer.
     """
@@ -30,11 +30,11 @@ class Lookup:
             raise MemoryError("no memory for an index of the text")
 
     def match(self) -> int:
-        """Returns how many base ids the text's end has in common with the place that `propose` would go on from."""
+        """Returns how many of the text's last base ids match the earlier occurrence, at most 32; 0 if there is none."""
         return int(lib.mlxzip_lookup_propose(self._index, ffi.NULL, 0))
 
     def propose(self, most: int) -> tuple[Uint32s, int]:
-        """Returns base ids that may come next, `most` or none, and how many base ids the text has in common there."""
+        """Returns `most` base ids that may come next, or none, and the length that `match` returns."""
         out = np.empty(most, np.uint32)
         match = lib.mlxzip_lookup_propose(self._index, ffi.from_buffer("uint32_t[]", out), most)
         return (out if match else out[:0]), int(match)

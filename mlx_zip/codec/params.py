@@ -1,13 +1,13 @@
-"""The parameters of a codec, which encoder and decoder must share.
+"""The parameters of a codec. Whoever compresses ids and whoever reads them must use equal parameters.
 
-What a full codebook does is a policy; `native/mlxzip.h` has the rules to the letter. Everything follows from the id
-log. An id stands for what its slot held when the id was read, before it installed anything: this is what the model saw
-when it chose the id. The compressor writes as upstream does until its table is full; from then on as a codebook does
-that has read its own ids, because upstream's compressor is one entry ahead of its reader, and in a full table that
-entry would have an id that still stands for another one there. The order of eviction is a linked list with an undo
-record per id, not a heap: so a push onto a full table takes little longer under `lru` and `use-count` than under
-`freeze`. Under these two, canonical decoding, training, preparing data, learning packs and `mlx_zip export` are refused
-for now: they assume that entries stay.
+The policy decides what a full codebook does; `native/mlxzip.h` has the exact rules. All state follows from the id log.
+An id stands for what its slot held when the id was read, before the id installed anything: this is what the model saw
+when it chose the id. Under `lru` and `use-count`, the compressor writes what upstream's does until the table is full,
+and then what `Codebook.compress` does: upstream's compressor is one entry ahead of the reader, and in a full table the
+id of that entry would still stand for another entry at the reader. The order of eviction is a linked list with an undo
+record per id, not a heap, so pushing an id onto a full table takes little longer under these two policies than under
+`freeze`. Canonical decoding, training, data preparation, learning packs and `mlx_zip export` refuse them for now,
+because they assume that entries stay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CodecParams:
 
     vocab_size: number of base ids, 1..2^31, and the id of slot 0. codebook_size: number of slots, 0..2^20. merge_size:
     maximum base ids of an entry, 1..16. disabled_ids: ids below 2^32 that never merge; stored sorted, with the pad id,
-    as in zip2zip-compression 0.3.4. A disabled id of `vocab_size` or more separates too, even if a slot has that id.
+    as in zip2zip-compression 0.3.4. A disabled id is never read as a hypertoken, even if a slot has that id.
     pad_id: pads short rows (0 if None). start: entries that exist before the first id and take slots 0, 1, ...; each
     has 2..merge_size base ids, none disabled; no two are equal; at most codebook_size of them.
     policy: what happens when an entry is to be installed and the table is full. `freeze`: stop adding entries, as
@@ -136,7 +136,7 @@ class CodecParams:
         return self if start is None else replace(self, start=start)
 
     def same_but_start(self, other: CodecParams) -> bool:
-        """Returns whether both are equal except for their start entries. Asked at every step, so it is quick."""
+        """Returns whether both are equal except for their start entries. Quick, because every step calls it."""
         names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id", "policy")
         return self is other or all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -212,7 +212,7 @@ def serialize_codebook(book: Any) -> bytes:
 
 
 def raise_for_status(status: int) -> None:
-    """Raises the exception for an error status of the C library that concerns no single id; returns for MLXZIP_OK."""
+    """Raises the exception for a status of the C library that is not about a single id; does nothing for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
         raise MemoryError("the codec is out of memory")
     if status == lib.MLXZIP_E_FORMAT:
@@ -246,6 +246,5 @@ def params_from_json(text: str) -> CodecParams | list[CodecParams]:
 
 
 def _params_from_fields(given: dict[str, Any]) -> CodecParams:
-    """Returns the codec with these fields, whose JSON lists become tuples."""
     start = given["start"] and tuple(tuple(entry) for entry in given["start"])
     return CodecParams(**{**given, "disabled_ids": tuple(given["disabled_ids"]), "start": start})

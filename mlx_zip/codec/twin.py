@@ -107,7 +107,7 @@ class Codebook:
         self.uses[code] = self.uses.get(code, (0, 0))[0] + 1, self.clock
 
     def _extend_run(self, cur: Run, x: int) -> None:
-        """Extends `prev` by the base ids `cur` of id x until it is a new entry, which is installed, or is full."""
+        """Appends the base ids `cur` of id x to `prev` until `prev` is a new entry, which is installed, or is full."""
         code = self._next_code(x)
         if code is None:
             self.prev = ()

@@ -1,12 +1,12 @@
 """Sequences that join and leave a batch between two steps: caches of single requests are merged and taken apart again.
 
-A batch's cache has a batch's entry per layer and, for a model with hypertokens, a `ZipState` of all sequences. All
-functions also take a plain model's caches, of the kinds that mlx-lm can batch. Between two calls of these functions the
-batch is read as any other cache.
+A batch's cache has one batch KV cache per layer and, for a model with hypertokens, a `ZipState` of all sequences. All
+functions also take a plain model's caches, of the kinds that mlx-lm can batch. Models take a batch's cache like any
+other.
 
-Prompts are read on caches of their own, and rows are merged, extended, filtered and taken out by the methods of
-mlx-lm's classes (`KVCache`, `RotatingKVCache`, `ArraysCache`, and lists of them). Two kinds that mlx-lm would batch do
-not here: caches of `--max-kv-size`, whose batch loses the ids that are always kept, and classes that we do not know.
+Each prompt is read into a cache of its own. KV caches are merged, extended, filtered and extracted by the methods of
+mlx-lm's classes (`KVCache`, `RotatingKVCache`, `ArraysCache`, and lists of them). Two kinds that mlx-lm would batch are
+refused: caches of `--max-kv-size`, whose batch loses the ids that are always kept, and classes that we do not know.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
-LONG_PADDING = 64  # columns of left padding that all sequences have, for which keys and values are copied
+LONG_PADDING = 64  # common left padding of so many columns is worth a copy of keys and values to remove it
 _SINGLE_CACHES = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
 _BATCH_CACHES = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
 
 
 def flatten_cache_lists(cache: Sequence[Any]) -> Iterator[Any]:
-    """Yields the entries of a cache, with those in mlx-lm's `CacheList`s in place of the lists."""
+    """Yields the entries of a cache; in place of mlx-lm's `CacheList`s, the entries in them."""
     for entry in cache:
         yield from flatten_cache_lists(entry.caches) if isinstance(entry, CacheList) else (entry,)
 
 
 def can_batch(kv: Sequence[Any]) -> bool:
-    """Returns whether all KV caches, of one sequence, are of kinds that batch.
+    """Returns whether all KV caches of one sequence are of kinds that can be batched.
 
-    A rotating cache that always keeps its first ids (`max_kv_size`) does not: mlx-lm's batch of such caches loses them.
+    A rotating cache that always keeps its first ids (`max_kv_size`) is not: mlx-lm's batch of such caches loses them.
     """
     return all(_entry_can_batch(entry) for entry in flatten_cache_lists(kv))
 
@@ -61,10 +61,10 @@ def _entry_can_batch(entry: Any) -> bool:
 def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
     """Returns the cache of one batch, with the sequences of the given caches in their order.
 
-    caches: of one sequence each, as `make_cache` of this model makes them, or batches. Codebooks go over to the batch
-    (logits processors stay bound to them), so the given caches must not be used any more. Raises `ModelError`, with
-    nothing changed, for no caches, a cache of another model, one that was filled with other factors of LongRoPE than
-    the first, and kinds of KV caches that do not batch (see `can_batch`).
+    caches: of one sequence each, as `make_cache` of this model makes them, or batches. The batch takes over the
+    codebooks (logits processors stay bound to them), so the given caches must not be used any more. Raises
+    `ModelError`, with nothing changed, for no caches, a cache of another model, one that was filled with other factors
+    of LongRoPE than the first, and kinds of KV caches that cannot be batched (see `can_batch`).
     """
     if not caches:
         raise ModelError("there are no caches to merge")
@@ -90,9 +90,9 @@ def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequ
 
 
 def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None:
-    """Adds the sequences of a cache, one or a batch, to a batch's cache, after those that are there.
+    """Appends the sequences of a cache, one or a batch, to a batch's cache.
 
-    The cache's codebooks go over to the batch, so the cache must not be used any more. Raises `ModelError` as
+    The batch takes over the cache's codebooks, so the cache must not be used any more. Raises `ModelError` as
     `merge_caches` does, with nothing changed.
     """
     kv, more = _kv_that_batches(model, batch), _kv_that_batches(model, cache)
@@ -109,7 +109,7 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
 def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
     """Keeps the sequences of a batch's cache at these indices only, in this order.
 
-    Left padding that all of them have is forgotten. Raises `ModelError`, with nothing changed, for no index, for one
+    Left padding that all of them share is removed. Raises `ModelError`, with nothing changed, for no index, for one
     that is out of range or occurs twice, and for left padding that has not been read yet.
     """
     kv, state = _kv_and_state(batch)
@@ -127,11 +127,11 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
 
 
 def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
-    """Moves the end of a batch's cache over columns that a call has read and `trim` has given back, by sequence.
+    """Puts columns back into a batch's cache that a call has read and `trim` has then removed.
 
-    kept [B]: how many of these columns each sequence keeps, at least one; its codebook has them already
-    (`ZipState.push_to_row`). Sequences that keep fewer than others get left padding, for which their keys and values
-    are moved. Left padding that all have is given up when it is long.
+    kept [B]: how many of the first of these columns each sequence keeps, at least one; its codebook has read their ids
+    already (`ZipState.push_to_row`). In sequences that keep fewer than others, keys and values are shifted and left
+    padding is added. Left padding that all sequences share is removed when it is long (`LONG_PADDING`).
     """
     kv, state = _kv_and_state(batch)
     most = max(kept)
@@ -149,7 +149,7 @@ def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
 
 
 def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
-    """Returns the cache of one sequence of a batch, which can go on alone. The batch's cache does not change.
+    """Returns the cache of one sequence of a batch, for use alone. The batch's cache does not change.
 
     The codebook is a copy: logits processors stay with the batch's. Raises `ModelError` for an index that is out of
     range.
@@ -162,7 +162,7 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
 
 @contextmanager
 def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
-    """If something raises inside, an interrupt for example, the cache is as before: all attributes get their values."""
+    """Context manager: if the block raises, also on an interrupt, all attributes of the cache are restored."""
     entries = list(flatten_cache_lists(batch))
     before = [dict(vars(entry)) for entry in entries]
     try:
@@ -174,7 +174,7 @@ def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
 
 
 def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
-    """Returns the KV caches of a cache of this model. Raises `ModelError` for those that do not batch."""
+    """Returns the KV caches of a cache of this model. Raises `ModelError` if one of them cannot be batched."""
     kv = model.check_cache(cache)[0] if has_hypertokens(model) else cache
     for layer in flatten_cache_lists(kv):
         if not _entry_can_batch(layer):
@@ -186,7 +186,7 @@ def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
 
 
 def _kv_and_state(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
-    """Returns a batch's KV caches and its `ZipState`, None for a plain model's. Raises `ModelError` for others."""
+    """Returns a batch's KV caches and its `ZipState` (None for a plain model). Raises `ModelError` for other caches."""
     state = find_zip_state(batch)
     kv = batch if state is None else batch[:-1]
     if not kv or not all(isinstance(layer, _BATCH_CACHES) for layer in flatten_cache_lists(kv)):
@@ -213,7 +213,7 @@ def _raise_unless_indices(kv: Sequence[Any], indices: Sequence[int]) -> None:
 
 
 def _merge_layer(layers: Sequence[Any]) -> Any:
-    """Returns one layer's KV caches of several requests as one."""
+    """Returns one layer's KV caches of several requests or batches as one batch's."""
     if isinstance(layers[0], CacheList):
         inner = zip(*(layer.caches for layer in layers), strict=True)
         return CacheList(*(_merge_layer(parts) for parts in inner))
@@ -226,7 +226,7 @@ def _merge_layer(layers: Sequence[Any]) -> Any:
 
 
 def _to_batch_of_one(layer: Any) -> Any:
-    """Returns a KV cache as one of a batch, which other sequences can be added to without changing the given one."""
+    """Returns a KV cache as a batch's. Extending the result does not change the given cache."""
     if isinstance(layer, CacheList):
         return CacheList(*map(_to_batch_of_one, layer.caches))
     if isinstance(layer, _SINGLE_CACHES):
@@ -235,7 +235,6 @@ def _to_batch_of_one(layer: Any) -> Any:
 
 
 def _extract_layer(layer: Any, index: int) -> Any:
-    """Returns one sequence's part of one layer's KV cache."""
     if isinstance(layer, CacheList):
         return CacheList(*(_extract_layer(one, index) for one in layer.caches))
     if isinstance(layer, ArraysCache):

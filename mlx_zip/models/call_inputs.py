@@ -76,10 +76,10 @@ def kv_length(cache: Any) -> int:
 
 
 def set_plain_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
-    """Sets the offsets of a batch's KV caches, which a model call has just moved on, to plain arrays [B].
+    """Replaces the offsets that a model call left in a batch's KV caches by plain arrays [B].
 
-    mlx-lm adds to these offsets lazily and nothing here reads them, so they would become a chain of operations that
-    grows with every step. left_padding [B]: ids of padding per sequence.
+    mlx-lm adds to these offsets lazily and nothing here reads them, so their graph would grow by an operation with
+    every step. left_padding [B]: ids of padding per sequence.
     """
     if kv and hasattr(kv[0], "_idx"):
         offset = mx.array([kv[0]._idx - n for n in left_padding])
@@ -111,7 +111,7 @@ def positions_of_log(state: ZipState, log: np.ndarray, begin: int, end: int, mod
 def needs_long_factors(state: ZipState, ids: np.ndarray, mode: str, context: int | None, merge_size: int) -> bool:
     """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors.
 
-    merge_size: the most base ids of an id. Raises `CodecError` for ids that such a call would not take.
+    merge_size: maximum base ids of an id. Raises `CodecError` for ids that such a call would refuse.
     """
     if context is None:
         return False
@@ -129,7 +129,7 @@ def positions_of_unread_ids(
 ) -> Positions | None:
     """Returns the positions of ids [B, 1] that the state has not read yet.
 
-    hyper [B, 1]: whether each id is a hypertoken. slots [B, 1]: its slot then, else any slot.
+    hyper [B, 1]: whether each id is a hypertoken. slots [B, 1]: the slots of the hypertokens, any slot for other ids.
 
     Returns None if the ids may make LongRoPE switch between its short and long factors.
     """

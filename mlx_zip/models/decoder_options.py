@@ -2,7 +2,7 @@
 
 Rotary positions, windows and biases are read as transformers 5 reads them. An option that is not supported raises
 `ConfigError`; no option is ignored. `mlx_zip.models` and `mlx_zip.cuda` build decoders from these options.
-Rotary frequencies are computed in float64 on PyTorch and in float32 on MLX, whose recorded results must not move.
+Rotary frequencies are computed in float64 on PyTorch and in float32 on MLX, where recorded results must not change.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ FAMILIES = {
     "gemma3_text": DecoderFamily("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
 }
 TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # those that `mlx_zip.cuda` runs too
-TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # packings in MLX's mode "affine" that it reads
+TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations in MLX's mode "affine" that it reads
 
 
 def why_not_on_torch(config: Mapping[str, Any]) -> str | None:
-    """Returns what of a config.json `mlx_zip.cuda` does not run, in words; None for nothing that is easily seen."""
+    """Returns in words which model type or quantization of a config.json `mlx_zip.cuda` does not support, else None."""
     section = config.get("zip2zip")
     kind = section.get("base_model_type") if isinstance(section, Mapping) else config["model_type"]
     if kind not in TORCH_FAMILIES:
@@ -228,7 +228,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) ->
 
 
 def count_rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int:
-    """Returns how many columns of a head are rotated, by the rope parameters. Raises `ConfigError`."""
+    """Returns how many columns of an attention head the rope parameters rotate. Raises `ConfigError`."""
     columns = int(head_width * parameters["partial_rotary_factor"])
     if not 0 < columns <= head_width or columns % 2:
         raise ConfigError(f"config.json: partial_rotary_factor rotates {columns} of {head_width} dimensions")
@@ -237,7 +237,7 @@ def count_rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int
 
 @contextmanager
 def rope_errors_as_config_errors(kind: str) -> Iterator[None]:
-    """Raises what goes wrong while rope parameters of this `rope_type` are read as a `ConfigError` that names it."""
+    """Context manager: turns errors in reading rope parameters into a `ConfigError`. kind: the `rope_type` it names."""
     try:
         yield
     except KeyError as missing:

@@ -1,11 +1,11 @@
 """`DraftHead`: one small trained layer that proposes the ids which may come next, and its file in the model's folder.
 
-The body's output at an id and the output row of the id that was chosen there give a guess at the body's output at the
-chosen id, without running the body. The model's own output matrix and hyper rows turn the guess into an id, and so on.
-So hypertokens are proposed as any other id, also those that the head was not trained with.
+The head reads the body's output at one id, and the output row of the id chosen from it. It predicts the body's output
+at the chosen id, without running the body. The model's own output matrix and hyper rows turn the prediction into an id,
+from which the head goes on. So it proposes hypertokens like any other id, also those that it was not trained with.
 
-A head belongs to the model that it was trained with. What it proposes is checked by the model, so a wrong head costs
-time and changes no answer.
+A head belongs to the model that it was trained with. The model checks every proposed id, so a wrong head costs time and
+changes no answer.
 
 Source of the idea: Hydra (arXiv 2402.05109), heads in sequence, here with one layer for all depths.
 """
@@ -33,9 +33,9 @@ DEPTH = 3  # guesses in a row that a head is trained for; it may make more
 
 
 class DraftHead(nn.Module):
-    """Guesses the body's output at an id: x + W_down silu(W_up x), where x = W_join [norm(state), norm(row)].
+    """Predicts the body's output at an id: x + W_down silu(W_up x), where x = W_join [norm(state), norm(row)].
 
-    width: that of the model, D. size: that inside the layer.
+    width: the model's width D. size: width of the hidden layer.
     """
 
     def __init__(self, width: int, size: int) -> None:
@@ -46,7 +46,7 @@ class DraftHead(nn.Module):
         self.down = nn.Linear(size, width, bias=False)
 
     def __call__(self, state: mx.array, row: mx.array) -> mx.array:
-        """Returns states [..., D] at ids, from the states [..., D] before them and their output rows [..., D]."""
+        """Returns predicted states [..., D] at ids, from the states [..., D] before the ids and their output rows."""
         x = self.join(mx.concatenate([self.state_norm(state), self.row_norm(row)], axis=-1))
         return x + self.down(nn.silu(self.up(x)))
 
@@ -59,7 +59,7 @@ def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
 
 
 def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
-    """Reads a head for a model of this width, with so many rows in its embedding.
+    """Reads a head for a model of this width whose embedding has `vocab_size` rows.
 
     Raises `ModelError` for a file that cannot be read, is no head, or belongs to a model of another size.
     """
@@ -96,9 +96,9 @@ def _are_matrices_and_vectors(weights: dict[str, mx.array]) -> bool:
 
 
 class HeadedModel:
-    """A model whose body's output is at hand, for a head.
+    """A model, with access to what a draft head needs: the body's output and the output rows.
 
-    width: that of the body. rows: those of the embedding. vocab_size: number of base ids.
+    width: width D of the body. rows: number of rows of the embedding. vocab_size: number of base ids.
     """
 
     def __init__(self, model: Any) -> None:
@@ -109,7 +109,7 @@ class HeadedModel:
         self.vocab_size = model.layout.vocab_size if self.hyper else self.rows
 
     def check(self) -> None:
-        """Raises `ModelError` for a plain model that does not compute its logits from `model.model` and its matrix."""
+        """Raises `ModelError` unless a plain model's logits are `base_logits` of the output of `model.model`."""
         if self.hyper:
             return
         model, ids = self.model, mx.array([[0, 1]])
@@ -138,7 +138,7 @@ class HeadedModel:
         return self.matrix.as_linear(h) if self._is_embedding else self.matrix(h)
 
     def mean_base_row(self, shares: mx.array) -> mx.array:
-        """Returns the mean output row [..., D] of base ids, weighted with shares [..., V]."""
+        """Returns the mean [..., D] of the output rows of base ids, weighted with shares [..., V]."""
         matrix, v = self.matrix, shares.shape[-1]
         if "scales" not in matrix:
             return shares @ matrix["weight"][:v]
@@ -152,7 +152,7 @@ class HeadedModel:
     def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array]:
         """Returns the logits [B, L, W] of ids [B, L], as the model itself does, and the body's output [B, L, D].
 
-        options: of a model with hypertokens.
+        options: arguments for `Model.read`; not used for a plain model.
         """
         if self.hyper:
             return self.model.read(ids, cache, **options)
@@ -161,13 +161,13 @@ class HeadedModel:
 
 
 class HeadFile:
-    """The file of a model's head, read when drafts are asked for. It is no module, so it is no part of the weights."""
+    """The file of a model's head, read when drafts are first asked for. No `nn.Module`, so not part of the weights."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._head = path, None
 
     def head_for(self, model: HeadedModel) -> DraftHead:
-        """Returns the head. Raises `ModelError` for a damaged one, and for a head of another model."""
+        """Returns the head. Raises `ModelError` for a damaged file, and for a head of another model."""
         if self._head is None:
             head = load_draft_head(self._path, model.width, model.rows)
             model.check()
@@ -176,16 +176,16 @@ class HeadFile:
 
 
 def use_head_in_folder(folder: Path, model: Any) -> None:
-    """Notes the head in a model's folder with the model, if there is one."""
+    """Sets `model.draft_head` if there is a head in the model's folder. Its file is not read yet."""
     path = folder / DRAFT_HEAD
     if os.path.lexists(path):  # a broken link is an error of drafts, not a missing head
         model.draft_head = HeadFile(path)
 
 
 def make_proposer(model: Any) -> Proposer | None:
-    """Returns what proposes ids with the head in the model's folder, None if it has none.
+    """Returns a `Proposer` with the head in the model's folder, None without a head.
 
-    Raises `ModelError` for a damaged head, and for one of another model.
+    Raises `ModelError` for a damaged head, and for a head of another model.
     """
     file, headed = getattr(model, "draft_head", None), HeadedModel(model)
     return None if file is None else Proposer(file.head_for(headed), headed)
@@ -198,11 +198,10 @@ class Proposer:
         self.head, self.model = head, model
 
     def propose(self, h: mx.array, last: int, cache: Sequence[Any], most: int) -> tuple[list[int], list[float]]:
-        """Returns `most` ids that may follow the id `last`, the likeliest first one, the likeliest after it, and so on.
+        """Returns `most` ids that may follow the id `last`, chosen greedily, and the head's probability of each.
 
-        Also returns how likely the head finds each id after those before it. h [1, 1, D]: the body's output from which
-        `last` was chosen. cache: the request's, which has not read `last`. Hypertokens have a row once the codebook
-        holds them; nothing is returned if `last` has none.
+        h [1, 1, D]: the body's output from which `last` was chosen. cache: the request's; it has not read `last`.
+        Returns two empty lists if `last` is a hypertoken that has no output row yet.
         """
         rows = self._rows_of_request(cache)
         if most < 1 or last >= rows.end:
@@ -222,7 +221,7 @@ class Proposer:
 
 
 class _OutputRows:
-    """The output rows of the ids that a request can choose. end: its ids are below. state: None for a plain model."""
+    """The output rows of the ids below `end`, which a request can choose. state: None for a plain model."""
 
     def __init__(self, model: HeadedModel, state: ZipState | None) -> None:
         self._model, self._state = model, state

@@ -4,12 +4,12 @@ mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our `Model` gives them
 `Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of LongRoPE
 factors. `Rope` has every scaling rule of the supported models and keeps nothing between calls.
 
-MLX's CPU backend has no kernels for RoPE and RMSNorm and runs 15 and 8 operations, each of which costs more than its
-arithmetic. So a step of one id in float32 has forms of its own here. A rotation as one product with a matrix was even
-faster for narrow heads, but it grows with the square of their width and spreads values that are not finite. A GPU has
-the kernels and uses them.
+MLX's CPU backend has no kernels for RoPE and RMSNorm; it runs 15 and 8 operations, and starting each costs more than
+its arithmetic. So on the CPU, a step of one id in float32 uses compiled functions of this file. A rotation as one
+product with a matrix was even faster for narrow heads, but its cost grows with the square of the head width, and it
+spreads values that are not finite. On a GPU, MLX's kernels are used.
 
-Gemma 1 and 2 have parts of their own where mlx-lm's blocks differ from transformers or cannot take batches: its
+Gemma 1 and 2 have parts of their own where mlx-lm's blocks differ from transformers or cannot take batches: mlx-lm's
 attention of Gemma 2 takes neither a padded batch (grouped KV heads against a mask of four dimensions) nor a quantized
 KV cache. The embedding's scale applies to hyper rows too: zip2zip 0.2.0 replaces the embedding layer by one without the
 scale on the newer Gemmas, but no Gemma checkpoint has been published with it.
@@ -54,12 +54,11 @@ class Positions:
 class Rope(nn.Module):
     """Rotates the first `dims` dimensions of each head.
 
-    short, long [dims / 2]: wavelengths divided by 2 pi; `long` is used where LongRoPE asks for its long factors, None
-    means the same as `short`. magnitude: factor on the rotated dimensions.
+    short, long [dims / 2]: wavelengths divided by 2 pi; `long` is for LongRoPE's long factors, None if equal to
+    `short`. magnitude: factor on the rotated dimensions.
     """
 
     def __init__(self, dims: int, short: mx.array, long: mx.array | None = None, magnitude: float = 1.0) -> None:
-        """Keeps the arguments, which the class describes."""
         super().__init__()
         self.dims, self.magnitude = dims, magnitude
         self._short, self._long = short, short if long is None else long
@@ -110,7 +109,7 @@ def _cosines_and_sines(position: mx.array, freqs: mx.array, magnitude: float) ->
 
 @mx.compile
 def _rotate_one_position(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Returns x [B, H, 1, D] with its first dimensions rotated, as many as `cos` and `sin` have for both halves."""
+    """Returns x [B, H, 1, D] with its first `dims` dimensions rotated. cos, sin: [B or 1, 1, 1, dims / 2]."""
     half = cos.shape[-1]
     one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return mx.concatenate([one * cos - other * sin, other * cos + one * sin, rest], axis=-1)
@@ -141,7 +140,7 @@ def _linear_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], conf
 
 
 def _llama3_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns Llama 3's `Rope`: long wavelengths are multiplied by `factor`, short ones stay, with a smooth passage."""
+    """Returns Llama 3's `Rope`: long wavelengths are multiplied by `factor`, short ones stay, with a smooth blend."""
     factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     length = 2 * math.pi * waves
@@ -173,7 +172,6 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     """Returns YaRN's factor on rotated dimensions: `attention_factor` if given, else computed from `factor`."""
 
     def magnitude(weight: float) -> float:
-        """Returns 0.1 * weight * ln(factor) + 1, or 1 if the context is not stretched."""
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if parameters.get("attention_factor") is not None:
@@ -250,7 +248,7 @@ def use_quick_norms(block: nn.Module) -> None:
 
 
 class TanhGeluMLP(nn.Module):
-    """Gemma 1's MLP with the tanh form of GELU, which transformers uses whatever the config says; mlx-lm's is exact."""
+    """Gemma 1's MLP with the tanh form of GELU, which transformers always uses; mlx-lm uses the exact form."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()

@@ -58,8 +58,8 @@ def load(
     (default: a new one in memory). pack: the pack, a path or a `Pack`, that requests begin with unless they name
     another. A plain model takes a pack only if its rows were tuned for that model. Default: the tuned pack in a
     converted model's folder, if there is one and no adapter is loaded. codebook_size: number of slots (default: as in a
-    zip2zip model's config.json). group: machines to split the model over (`machines()`); each calls
-    `load` and gets a model with its share of the layers, used as any other. None, or a group of one, loads all here.
+    zip2zip model's config.json). group: machines to split the model over (`connect_machines`); each
+    calls `load` and gets a model with its share of every layer, used as any other. None, or a group of one: no split.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
     converted, and for a pack of another model; `DataError` for a pack that cannot be read or is of another tokenizer;
@@ -188,9 +188,9 @@ def _use_pack_in_folder(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
-    """Returns the keys of config.json that change so that a model has the codebook that the caller asks for.
+    """Returns the keys of config.json that must change for a codebook of this size and a pack.
 
-    size: number of slots, None for what the config says. pack: what requests begin with, or None. Raises `ModelError`
+    size: number of slots, None for the config's. pack: the pack that requests begin with, or None. Raises `ModelError`
     if a plain model is given a size, or a pack without tuned rows.
     """
     if config["model_type"] == MODEL_TYPE:

@@ -1,11 +1,11 @@
 """`LongRopeRefill`: KV caches that are filled again from a request's id log, because LongRoPE's factors change.
 
-LongRoPE has one set of factors for all positions, chosen by the last position. A call that changes the set finds wrong
-keys in the KV caches. Whoever calls the model may read the ids again beforehand, some at a time, so that others can use
+LongRoPE uses one set of factors for all positions, chosen by the last position. When a call changes the set, the keys
+in the KV caches are wrong. The caller may read the ids again beforehand, some at a time, so that other requests can use
 the device in between and no call computes with all ids at once.
 
-Old keys stay until the new ones are complete, so a request that is cancelled meanwhile leaves a whole session; both
-together take twice the KV cache for that time. A prompt that ends beyond the border is read with the long factors from
+The old keys stay until the new ones are complete, so the session of a request that is cancelled meanwhile stays usable;
+until then, KV caches take twice the memory. A prompt that ends in the long context is read with the long factors from
 its first chunk on, and so only once.
 """
 
@@ -26,8 +26,9 @@ from mlx_zip.models.rows.zip_state import ZipState
 class LongRopeRefill:
     """Fills new KV caches with what a request's KV caches hold, under LongRoPE's long factors or its short ones.
 
-    model: a `Model`. kv, state: of the request's cache, which does not change before `finish`; so whoever stops halfway
-    just forgets this object. total: ids per sequence that are read again, left padding included. filled: new caches.
+    model: a `Model`. kv, state: the request's KV caches and `ZipState`. The old keys and values do not change before
+    `finish`, so a refill may be abandoned. total: ids per sequence that are read again, left padding included. filled:
+    the new KV caches.
     """
 
     def __init__(self, model: Any, kv: Sequence[Any], state: ZipState, long: bool) -> None:
@@ -48,7 +49,7 @@ class LongRopeRefill:
         if embeddings is None:
             model.row_source.settle_unsubmitted()
             model.bind_tuned_rows(state)
-            model.fill_outputs(state)  # input rows may be the same ones
+            model.fill_outputs(state)  # `embed` reads input rows from this table if both sides have the same rows
             self._log = state.log(model.config.pad_id)
             embeddings = self._h = model.embed(state, self._log)
         begin, end = self.done, min(self.done + at_most, self.total)
@@ -59,9 +60,9 @@ class LongRopeRefill:
         return h
 
     def finish(self) -> None:
-        """Puts what was filled into the request's KV caches. All ids must have been read.
+        """Puts the new keys and values into the request's KV caches. All ids must have been read.
 
-        If something raises, an interrupt for example, the KV caches are as before: layers must not differ in factors.
+        If this raises, also on an interrupt, the KV caches are as before: layers must not differ in factors.
         """
         with restore_on_error([*self._kv, self._state]):
             for cache, filled in zip(self._kv, self.filled, strict=True):
@@ -72,10 +73,10 @@ class LongRopeRefill:
 def plan_rope_factors(
     model: Any, cache: Sequence[Any], ids: np.ndarray
 ) -> tuple[dict[str, bool], LongRopeRefill | None]:
-    """Returns arguments of the calls that read ids [B, L] next, which say what factors of LongRoPE to use.
+    """Returns the arguments that choose LongRoPE's factors in calls that read ids [B, L] next; {} without LongRoPE.
 
-    They are {} for a model without LongRoPE. Also returns what reads again the ids that the cache holds, None unless
-    these were read with other factors. Raises `CodecError` for ids that the model would not take.
+    Also returns the refill to finish first if the ids in the cache were read with the other factors, else None. Raises
+    `CodecError` for ids that the model would refuse.
     """
     if model.traits.long_context is None:
         return {}, None

@@ -1,7 +1,7 @@
 """The machines of one run: a model is split over them, and they are kept in step.
 
-A run on several machines is one command on each, started by `mlx.launch`. None continues alone, or waits for one that
-has failed. Every collective operation here must be reached by all machines in the same order.
+A run on several machines is one command on each, started by `mlx.launch`. No machine continues alone, or waits for
+one that has failed. Every collective operation here must be reached by all machines in the same order.
 
 A model is split as mlx-lm does: each machine keeps a share of every layer. A layer's attention heads and its MLP are
 split; each of the two ends in one sum over the machines. Embedding, head, norms and hyper-encoders are whole on every
@@ -76,11 +76,11 @@ def run_on_all_machines(group: Group | None, action: Callable[[], T]) -> T:
 
 
 def wait_for_machines(group: Group | None) -> None:
-    """Returns when all machines have come here, so that none ends while another still needs it."""
+    """Blocks until all machines have called this, so that none ends while another still needs it."""
     from mlx_lm.generate import generation_stream  # importing it takes a second, so only when needed
 
     if group is not None:
-        mx.synchronize(generation_stream)  # a step has begun that nobody will read; its sums must be over
+        mx.synchronize(generation_stream)  # the step in flight, which nobody will read, must finish its sums
         sum_over_machines(group, 0)
 
 
@@ -110,7 +110,7 @@ def arrays_of_first_machine(group: Group, tree: Any) -> Any:
 
 
 def bytes_of_first_machine(group: Group, data: bytes) -> bytes:
-    """Returns the first machine's bytes on every machine. data: those, and anything on the others."""
+    """Returns the first machine's `data` on every machine. On the others, `data` is not used."""
     size = sum_over_machines(group, len(data) if group.rank() == 0 else 0)[0]
     if size == 0:
         return b""
@@ -125,7 +125,7 @@ def smallest_over_machines(group: Group, number: int) -> int:
 
 
 def raise_unless_machines_agree(group: Group, digest: str, what: str) -> None:
-    """Raises `MachineError` on every machine unless all have one hex digest. what: its contents, for the message."""
+    """Raises `MachineError` on all machines unless their hex digests are equal. what: the data, for the message."""
     own = mx.array(list(bytes.fromhex(digest)), mx.int32)
     differs = not mx.array_equal(arrays_of_first_machine(group, {"digest": own})["digest"], own).item()
     if sum_over_machines(group, int(differs))[0]:
@@ -157,7 +157,7 @@ def raise_unless_splittable(config: Mapping[str, Any], size: int) -> None:
 
 
 def shard_layers(layers: Sequence[nn.Module], group: mx.distributed.Group) -> None:
-    """Replaces the linear layers in decoder blocks by this machine's share of them; nothing is read yet.
+    """Replaces the linear layers in decoder blocks by this machine's share of them; no weights are read yet.
 
     Raises `ModelError` if a quantized layer's groups cannot be divided.
     """
@@ -189,7 +189,7 @@ def split_model(model: Any, group: mx.distributed.Group) -> str:
     Weights are read one by one, so that little more than the share is in memory at any time. From then on ids are
     chosen by the first machine (`ids_of_first_machine`). Raises `ModelError` as `shard_layers` does.
     """
-    whole = sample_tensors(model)  # of the weights before the split: their values are taken as each weight is read
+    whole = sample_tensors(model)  # of the weights before the split; lazy until each weight is read below
     _shard_model(model, group)
     shares = dict(named_arrays(model.parameters()))
     for one in whole:

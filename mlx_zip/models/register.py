@@ -3,8 +3,8 @@
 mlx_lm looks up a model class in the module `mlx_lm.models.<model_type>`, and the class of a saved cache entry in
 `mlx_lm.models.cache`. So a small module is registered as `mlx_lm.models.zip2zip`, which imports its classes when they
 are first used, and `ZipState` is added to `mlx_lm.models.cache` as soon as that module is imported. mlx_lm's
-`stream_generate` turns ids into text without a codebook; so that hypertokens have their text there, it gets their base
-ids from `generate_step`.
+`stream_generate` turns ids into text without a codebook; so that hypertokens get their text, `generate_step` gives it
+their base ids.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of a module of `_PATCHES`, with `_PatchingLoader` as its loader; else None."""
         if name not in _PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

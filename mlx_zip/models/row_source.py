@@ -1,11 +1,11 @@
-"""`RowSource`: where a model takes hypertokens' rows from, as was chosen when it was loaded, and fills tables with.
+"""`RowSource`: fills requests' row tables with hyper rows from the sources that were chosen when the model was loaded.
 
-It holds the row store, the pack with its tuned rows, and canonical decoding. The modules hold weights only, so a model
-can be copied, saved and trained as any MLX model; what changes during a request is in the request's cache.
+It holds the row store, the pack with its tuned rows, and the choice of canonical decoding. The modules hold weights
+only, so a model can be copied, saved and trained as any MLX model; a request's changing state is in its cache.
 
-Output rows are encoded when their entry is installed, input rows when they are first read (where bodies run ahead,
-before that, several at once). Where encoders and matrices are both tied, there is one table, and each entry is encoded
-once. Rows are copied to the host one step late, when the id that was computed with them has been read.
+An output row is encoded when its entry is installed. An input row is encoded when its id is first read, or earlier and
+several at once (`mlx_zip.models.two_part_step`). If encoders and matrices are both tied, there is one table, and each
+entry is encoded once. Rows are copied to the host one step late, when the id computed with them has been read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowSide(NamedTuple):
 
 
 class RowSource:
-    """Where a model takes rows from, as was chosen when it was loaded. Every model has one; `mlx_zip.load` fills it.
+    """The sources of a model's hyper rows. Every model has one `RowSource`; `mlx_zip.load` sets its fields.
 
     config: the model's `ZipConfig`, with the start entries and the canonical decoding that `load` was asked for.
     store: the `RowStore` that keeps rows from one request to the next, or None; it never changes a result. pack: that
@@ -78,7 +78,7 @@ class RowSource:
     # ---- the weights that rows depend on
 
     def weights_changed(self) -> None:
-        """Stops using rows that were encoded with the weights as they were before."""
+        """Stops using rows that were encoded before the weights changed."""
         self._row_kinds.forget()
         self._fingerprint.forget()
 
@@ -97,14 +97,16 @@ class RowSource:
         return [] if self.store is None else self.store.submit()
 
     def settle_submitted(self) -> None:
-        """Lets the store keep the rows that `submit_rows` returned. Call it when the ids computed with them were read:
-        rows that the running step encodes are not among them, so nothing waits for its body.
+        """Lets the store keep the rows that `submit_rows` returned.
+
+        Call it when the ids computed with them were read. Then it waits for nothing: rows of the step in flight are not
+        among them.
         """
         if self.store is not None:
             self.store.settle_submitted()
 
     def settle_unsubmitted(self) -> None:
-        """Lets the store keep the rows of earlier calls that no loop has submitted."""
+        """Lets the store keep the rows of earlier calls that `submit_rows` has not returned."""
         if self.store is not None:
             self.store.settle_unsubmitted()
 
@@ -121,7 +123,7 @@ class RowSource:
         return self.store.rows(self._row_kind(side), base_ids, lengths, encode)
 
     def encode(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-        """Returns rows [N, D] of N > 0 entries, encoded now; a single entry takes a quicker way, except in training."""
+        """Returns rows [N, D] of N > 0 entries, encoded now: a single one by `SingleEncoder`, except in training."""
         if len(lengths) == 1 and not side.training:
             single = self._row_kinds.single_encoder(side.name, side.encoder, side.matrix)
             if single is not None:
@@ -129,15 +131,15 @@ class RowSource:
         return encode_entries(side.encoder, side.matrix, base_ids, lengths)
 
     def _row_kind(self, side: RowSide) -> RowKind:
-        """Returns the store's name for the rows that this side makes with its weights of now."""
+        """Returns the store's name for the rows that this side makes with its current weights."""
         return self._row_kinds.kind(side.name, side.encoder, side.matrix)
 
     # ---- the row tables of a request
 
     def fill_inputs(self, state: ZipState, side: RowSide, places: np.ndarray) -> None:
-        """Puts the input rows of the entries at places [N], which are missing, into the input table.
+        """Puts the missing input rows of the entries at places [N] into the input table.
 
-        side: the input side, or the output side if both sides have the same rows; output rows must be filled then.
+        side: the input side; if both sides have the same rows, the output side, whose table must have the rows already.
         """
         if len(places) == 0:
             return
@@ -168,7 +170,7 @@ class RowSource:
         return state.mark_outputs_encoded()
 
     def _row_of_slot(self, state: ZipState, side: RowSide, slot: int) -> mx.array:
-        """Returns the row [1, D] of one slot of a single sequence; the store is asked without numpy."""
+        """Returns the row [1, D] of one slot of a single sequence; looks it up in the store without numpy."""
         book, row = state.books[0], None
         entry = partial(book.rows, slot, 1)
         if self.store is not None and not side.training:

@@ -1,8 +1,8 @@
 """A model call for one id per sequence in two parts, so that the device can begin before the host has read the id.
 
 `run` builds the decoder's body over ids that are still on the device. `follow` reads the ids, updates the codebooks and
-builds the head. The host then reads an id while the body that it belongs to runs: it must read the array of the step
-that chose the id, because MLX makes every array of a graph ready at the graph's end.
+builds the head. So the host reads an id while the body over that id runs. It must read the id from the array of the
+step that chose it, because MLX makes the arrays of a graph available only when the whole graph is computed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from mlx_zip.models.call_inputs import positions_of_unread_ids, read_ids_on_host
 from mlx_zip.models.rows.zip_state import HostIds, ZipState
 from mlx_zip.models.zip_model import Model
 
-# Encoded one by one, input rows would have the encoder's weights read in every step that installs an entry. In real
-# text 19 to 33 % of the steps read a hypertoken for the first time, and an 8-bit encoder of two layers reads 11 to 15 %
-# of what a 4-bit body reads, so encoding all rows costs less than running bodies twice. An entry that is read before
-# its row is there runs its body twice (`ZipState.second_bodies`): with five together, Llama-3's ids, 2,048 entries and
-# texts of 1,024 ids, in 0.04 % (dialogues), 0.2 % (encyclopedia), 0.7 % (mathematics) and 0.4 to 0.9 % (code) of the
-# steps; with eight, in 1.7 and 1.8 % of the steps in code. At most 1 % was the aim.
+# How many missing input rows are encoded together. Encoding them one by one would read the encoder's weights in every
+# step that installs an entry. In real text 19 to 33 % of the steps read a hypertoken for the first time, and an 8-bit
+# encoder of two layers reads 11 to 15 % of what a 4-bit body reads, so encoding all rows costs less than running bodies
+# twice. The body runs twice in a step that reads an entry before its row is there (`ZipState.second_bodies`). With five
+# rows together, Llama-3's ids, 2,048 entries and texts of 1,024 ids, these are 0.04 % (dialogues), 0.2 %
+# (encyclopedia), 0.7 % (mathematics) and 0.4 to 0.9 % (code) of the steps; with eight rows, 1.7 and 1.8 % in code. The
+# aim was at most 1 %.
 INPUT_ROWS_TOGETHER = 5
 
 
@@ -30,8 +31,8 @@ class TwoPartStep:
     """Runs a model on one request's cache, one id per sequence at a time. `run` and `follow` together are one call.
 
     A body that reads an id which the host has not seen finds the id's input row in the table of input rows. `run` puts
-    the missing rows of installed entries there, `INPUT_ROWS_TOGETHER` at once. The body of the rare id that is read
-    before its row is there runs again, with the row.
+    the missing rows of installed entries there when `INPUT_ROWS_TOGETHER` of them are missing. For the rare id that is
+    read before its row is there, `follow` runs the body again, with the row.
     """
 
     def __init__(self, model: Model, cache: Sequence[Any]) -> None:
@@ -41,8 +42,9 @@ class TwoPartStep:
         """Returns the body's output [B, 1, D] for ids [B], which the host need not have read; pass it to `follow`.
 
         Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
-        `Model.trim_cache` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between
-        its short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the model.
+        `Model.trim_cache` to trim them. Returns None, with the KV caches unchanged, if the ids may make LongRoPE switch
+        between its short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the
+        model.
         """
         model = self.model
         kv, state = model.check_cache(self.cache)
@@ -83,7 +85,7 @@ class TwoPartStep:
         return model.joint_head(h, state, advance, causal=False)
 
     def _fill_missing_inputs(self, state: ZipState) -> None:
-        """Puts the missing input rows of installed entries into the table of input rows, if they are enough."""
+        """Puts the missing input rows of installed entries into the table of input rows, if enough are missing."""
         if state.places is not None:
             self.model.fill_outputs(state)  # gives new entries their places
         places = state.missing_installed_inputs()
@@ -93,8 +95,9 @@ class TwoPartStep:
             self.model.row_source.fill_inputs(state, self.model.input_side, places)
 
     def _had_input_rows(self, state: ZipState, ids: HostIds) -> bool:
-        """Returns whether the body had the input row of every hypertoken among ids [B, 1], which the state is yet to
-        read. One that is installed by being read (LZW's KwKwK) never has a row.
+        """Returns whether the body had the input row of every hypertoken among ids [B, 1].
+
+        The state must not have read the ids yet. An id that installs its own entry (LZW's KwKwK) never has a row.
         """
         end = self.model.layout.vocab_size
         column = [ids] if isinstance(ids, int) else ids[:, 0].tolist()
@@ -105,7 +108,7 @@ class TwoPartStep:
 def _split_base_and_hyper(vocab_size: int, capacity: int, ids: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Returns for ids [B, 1]: base ids, 0 in place of a hypertoken; whether they are hypertokens; their slots.
 
-    Slots are kept below `capacity`, and a negative id counts as base id 0: `follow` raises for such ids.
+    Slots are clipped below `capacity`, and negative ids become base id 0; for illegal ids `follow` raises.
     """
     hyper = ids >= vocab_size
     return mx.where(hyper | (ids < 0), 0, ids), hyper, mx.clip(ids - vocab_size, 0, capacity - 1)

@@ -108,7 +108,7 @@ class Model(nn.Module):
         call can be chosen at each of its L positions, as upstream; with `causal=True` an entry that an id of this call
         installs can be chosen from that id's position on only. cache: from `make_cache`, updated in place; without one
         the call starts a new request. long: whether LongRoPE uses its long factors, None to choose by the last id's
-        position; give `needs_long_factors` of a whole prompt that is read in several calls. Raises `CodecError` for an
+        position; for a prompt read in several calls, give `needs_long` of the whole prompt. Raises `CodecError` for an
         illegal id and `ModelError` for a cache that does not fit, before anything changes.
         """
         if cache is None:
@@ -213,14 +213,14 @@ class Model(nn.Module):
     def needs_long(self, state: ZipState, ids: np.ndarray) -> bool:
         """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors; False without LongRoPE.
 
-        Raises `CodecError` for ids that such a call would not take.
+        Raises `CodecError` for ids that such a call would refuse.
         """
         return needs_long_factors(
             state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size
         )
 
     def trim_cache(self, cache: Sequence[Any], offset: int) -> None:
-        """Trims codebooks and KV caches to `offset` ids per sequence. Those that hold no more than that stay."""
+        """Trims codebooks and KV caches to `offset` ids per sequence. Those that hold no more ids are not changed."""
         cache[-1].trim(cache[-1].offset - offset)
         for layer_cache in cache[:-1]:
             layer_cache.trim(max(0, kv_length(layer_cache) - offset))
@@ -274,7 +274,7 @@ class Model(nn.Module):
         return self.scaled(h)
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
-        """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
+        """Returns h [B, L, D] with the input rows of slots [B, L] in place of its own; a slot of -1 keeps that of h."""
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
@@ -309,7 +309,7 @@ class Model(nn.Module):
     def input_row_table(self, state: ZipState) -> RowTable:
         """Returns the table that a call reads input rows from: the output table if both sides have the same rows.
 
-        Bodies that run ahead always read `state.inputs` (`mlx_zip.models.two_part_step`).
+        `TwoPartStep` always reads `state.inputs`.
         """
         return state.outputs if self.sides_are_one else state.inputs
 
@@ -372,7 +372,7 @@ class Model(nn.Module):
     ) -> list[mx.array]:
         """Returns logits by slot in parts [B, L, slots of the part], -inf for slots that cannot be chosen.
 
-        hyper [B, L, places]: the logits of h [B, L, D] by place. opened: as in `_mask_closed_slots`.
+        hyper [B, L, places]: the logits of h [B, L, D] by place. opened: `installed` of `_mask_closed_slots`.
         """
         alike = 0 if evicted or state.places is None else state.count_slots_with_equal_places(int(np.min(opened)))
         own = state.values_by_slot(hyper, alike)
@@ -381,7 +381,7 @@ class Model(nn.Module):
         return parts[0 if alike else 1 :]
 
     def base_logits(self, h: mx.array) -> mx.array:
-        """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped where the model caps."""
+        """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped if the model has a cap."""
         return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
     def _restore_evicted_logits(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:
@@ -454,10 +454,9 @@ class Model(nn.Module):
         return self.row_source.fingerprint(self)
 
     def weights_changed(self) -> None:
-        """Stops using rows that were encoded with the weights as they were before.
+        """Stops using rows that were encoded before the weights changed.
 
-        Call it after changing weights in place (`w *= 2`). A tensor that is replaced by another is noticed without
-        this call.
+        Call it after changing weights in place (`w *= 2`). Replaced tensors are noticed without this call.
         """
         self.row_source.weights_changed()
 

@@ -4,9 +4,9 @@ A pack's .npz file holds the arrays of `mlx_zip.packs.entries` (`entries`, `leng
 tokenizer's fingerprint, the texts that the entries were learned from, and their rates. A tuned pack also holds rows of
 its entries for one model (`mlx_zip.packs.tuned`).
 
-A model's own pack lies in its config.json, because mlx-lm builds a model from config.json alone: so its `load`, its
-conversion and the hub carry the pack. Its tuned rows lie beside it (`pack.npz`), bound to the whole model. A damaged
-pack is an error and not a slower start, since what the model says would change in silence.
+The entries of a model's own pack are in its config.json, because mlx-lm builds a model from config.json alone; so
+mlx-lm's `load` and conversion and the hub keep them. The tuned rows are in `pack.npz` beside it, and fit that model
+only. A damaged pack raises an error, because without it the model's answers would change silently.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ class Pack(Sequence[Entry]):
     def check_made_for(self, tokenizer: Any, name: str | None = None) -> None:
         """Raises `DataError` if the pack was learned with another tokenizer.
 
-        tokenizer: one of transformers, or mlx-lm's wrapper of it. name: the pack's, for the message. None: each of its
-        parts is checked by its own name, because a merged pack has a tokenizer only if all of its parts have it.
+        tokenizer: one of transformers, or mlx-lm's wrapper of it. name: the pack's, for the message. None: each of the
+        packs that this one was merged from is checked under its own name, because the tokenizer of a merged pack is
+        unknown if that of any part is.
         """
         packs = self.by_name if name is None else {name: self}
         if any(pack.tokenizer is not None for pack in packs.values()):
@@ -161,7 +162,7 @@ def as_pack(pack: PackLike) -> Pack:
 def resolve_pack(pack: PackOrEntries) -> Pack:
     """Returns the pack that a request begins with.
 
-    Raises `DataError` for a file that is no pack, `CodecError` for something else that is none.
+    Raises `DataError` for a file that is no pack, `CodecError` for another value that is not a sequence of entries.
     """
     if isinstance(pack, PackLike):
         return as_pack(pack)
@@ -200,7 +201,6 @@ def _is_one_pack(pack: Any) -> bool:
 
 
 def _is_entry(item: Any) -> bool:
-    """Returns whether `item` is one entry, a sequence of base ids."""
     return isinstance(item, Sequence | np.ndarray) and len(item) > 0 and isinstance(item[0], int | np.integer)
 
 
@@ -298,7 +298,7 @@ def save_pack(path: str | Path, pack: Pack) -> None:
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
     """Merges packs: takes the best remaining entry of each in turn, no entry twice, at most `size` (None: all).
 
-    If the tokenizer of one pack is unknown, that of the result is too. Tuned rows are kept unless `drop_rows`. Raises
+    If the tokenizer of one pack is unknown, the result's is too. Tuned rows are kept unless `drop_rows`. Raises
     `DataError` for no packs, a size below 1, packs of different tokenizers, and, unless `drop_rows`, for packs of which
     some are tuned and others are not, or are tuned for another model.
     """

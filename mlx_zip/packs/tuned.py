@@ -3,10 +3,10 @@
 A hyper-encoder makes rows for any entry, but it was not trained on the pack's texts, so tuned rows predict better. A
 model without a hyper-encoder has no other rows. Tuned rows hold the fingerprint of their model and fit no other one.
 
-They are in a request's tables from the start, where whatever reads rows finds them as it finds encoded ones; the row
-store, which knows entries by their base ids alone, is not involved. A plain model with a tuned pack is a zip2zip model
-whose codebook is full from the beginning and whose encoder takes the mean, so no other part had to learn about it. It
-refuses any other pack: grown entries would have rows that nobody trained.
+Tuned rows are put into a request's row tables at its start, and are read from there like encoded rows. The row store,
+which knows entries by their base ids alone, never holds them. A plain model with a tuned pack runs as a zip2zip model
+whose codebook is full from the start and whose encoder takes the mean, so no other code treats it specially. It refuses
+packs that were not tuned for it: their entries would have untrained rows.
 """
 
 from __future__ import annotations

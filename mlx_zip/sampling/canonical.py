@@ -5,7 +5,7 @@ Which ids these are, and why, is in `mlx_zip.sampling.exclusions`, which needs n
 
 If such ids hold most of the probability, however, the model has begun to spell something out and is sure of the next
 part: for example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would
-break. So nothing is excluded there; one id too many does less harm (docs/reports/stories.md has the measurement).
+break. So nothing is excluded there; an id that is not canonical does less harm (measured in docs/reports/stories.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CanonicalDecoding(CanonicalIds):
 def exclude_ids(logits: mx.array, excluded: Sequence[int]) -> mx.array:
     """Returns logits [1, W] with the ids `excluded` at -inf, unless together they have over half the probability.
 
-    Equals `restore_likely_ids`, in fewer operations. Half: `MAX_EXCLUDED_SHARE`.
+    Gives what `restore_likely_ids` gives, in fewer operations. Half: `MAX_EXCLUDED_SHARE`.
     """
     ids = mx.array(list(set(excluded)))[None]
     chosen = mx.take_along_axis(logits, ids, axis=-1)
@@ -45,7 +45,7 @@ def exclude_ids_in_rows(
 ) -> mx.array:
     """Returns logits [B, W] after `exclude_ids` for each row's own ids.
 
-    never: an id that is excluded in no row. end: all columns from there on are -inf, None if that is not known.
+    never: an id that no row excludes, used as padding. end: all columns from there on are -inf; None: not known.
     """
     lists = [list(set(ids)) for ids in excluded]
     if not (width := max(map(len, lists))):

@@ -2,7 +2,7 @@
 
 Models are trained on the compressor's output, called canonical. The compressor always takes the longest match. So after
 an id that stands for the base ids u, it never writes an id that begins with the base id b if u + b was an entry already
-when the first id was chosen. A model cannot know this well, because it depends on all entries at once, and it wastes
+when the first id was chosen. A model cannot know this well, because that depends on all entries, so it wastes
 probability on such ids. With greedy decoding it may even write them, and so spell out what one hypertoken would have
 said. Giving them probability zero never makes canonical ids less likely. This is "canonicality by conditioning" (arXiv
 2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
@@ -31,8 +31,9 @@ MAX_EXCLUDED_SHARE = 0.5  # if the ids to exclude together have more probability
 class _EntryPrefixes:
     """Entries by the base ids that they begin with.
 
-    known: all entries. begin: for some base ids, the slots of all entries that begin with them. endings: for base ids
-    that an entry begins with, (the entry's slot, the rest of the entry), in slot order.
+    known: all entries. slots_by_prefix: base ids -> the slots of all entries that begin with them. suffixes_by_prefix:
+    base ids -> (slot, the entry's other base ids) of entries that begin with them, in slot order. Entries that are
+    excluded through a shorter entry anyway are left out (see `add`).
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class _EntryPrefixes:
             for n in range(len(entry) - 1, 0, -1):
                 self.suffixes_by_prefix[entry[:n]].append((slot, entry[n:]))
                 if entry[:n] in self.known or entry[:n] in others:
-                    break  # shorter beginnings have that entry, which excludes at least as much
+                    break  # for shorter prefixes, that entry excludes at least as much
 
 
 class _StartEntries(_EntryPrefixes):
@@ -65,7 +66,7 @@ class _StartEntries(_EntryPrefixes):
     def excluded(self, base_ids: BaseIds) -> tuple[list[int], frozenset[BaseIds]]:
         """Returns the ids that cannot follow `base_ids` because of these entries alone.
 
-        With them come the rests of the entries that begin with `base_ids`.
+        Also returns what follows `base_ids` in the entries that begin with them.
         """
         if base_ids not in self.suffixes_by_prefix:
             return _NOTHING
@@ -82,7 +83,6 @@ _NOTHING: tuple[list[int], frozenset[BaseIds]] = [], frozenset()
 
 @lru_cache(maxsize=4)
 def _start_entries(params: CodecParams) -> _StartEntries:
-    """Returns the start entries of a codec, which are read once."""
     return _StartEntries(params)
 
 
@@ -132,7 +132,7 @@ class Exclusions:
 
     def __init__(self, book: Codebook) -> None:
         self.book, self._forbidden, self._longest = book, ForbiddenFollowers(book), book.params.merge_size
-        # _open: for each recent id with which an entry may still begin: the base ids from it on, and the number of
+        # _recent: for each recent id with which an entry may still begin: the base ids from it on, and the number of
         # entries when it was chosen. _excluded: what the last `excluded_after` returned.
         self._recent: list[tuple[BaseIds, int]] = []
         self._excluded: list[int] = []
@@ -144,7 +144,7 @@ class Exclusions:
         """
         self._forbidden.add_new_entries(self.book)
         if one in self._excluded:
-            self.forget_recent_ids()  # the model chose an excluded id all the same (`unless_most`): start anew with it
+            self.forget_recent_ids()  # chosen all the same, because nothing was excluded there: start anew with it
         last = self.book.base_ids_of(one)
         longer = [(begun + last, n) for begun, n in self._recent if len(begun + last) < self._longest]
         self._recent = [*longer, (last, installed)]
@@ -159,7 +159,7 @@ class Exclusions:
 class CanonicalIds:
     """Finds, for one sequence, which ids cannot follow what its codebook has read.
 
-    Ask after the prompt and after each emitted id. Nothing is excluded right after a prompt, because the
+    Call `excluded` after the prompt and after each emitted id. Nothing is excluded right after a prompt, because the
     prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read since the
     last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a new
     object for each request.)
@@ -172,7 +172,7 @@ class CanonicalIds:
         self._excluded: list[int] = []
 
     def bind(self, book: Codebook) -> None:
-        """Follows `book` from now on, which must have read the same ids: the old one, or a copy of it."""
+        """Follows `book` from now on: the codebook followed so far, or a copy of it that has read the same ids."""
         if self._next[1] == self.book.rewinds:
             self._next = self._next[0], book.rewinds
         self.book = book

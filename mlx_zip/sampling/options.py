@@ -76,7 +76,7 @@ class Sampling:
         for name in ("temp", "top_p", "min_p", "xtc_probability", "xtc_threshold"):
             self._raise_unless(name, "a finite number", _is_finite(getattr(self, name)))
         self._raise_unless("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
-        # a smaller one is 0 in float32, which leaves out every id
+        # a smaller top_p is 0 in float32, which leaves out every id
         self._raise_unless("top_p", "0, or from 1e-30 to 1", self.top_p == 0 or 1e-30 <= self.top_p <= 1)
         self._raise_unless("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
         self._raise_unless("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
@@ -114,7 +114,7 @@ class Sampling:
             self._raise_unless("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
 
     def check_biases(self, base_ids: int | None) -> None:
-        """Raises `GenerationError` for a bias on what is no base id, and for biases that rule out every base id.
+        """Raises `GenerationError` for a bias on an id that is no base id, and for biases that rule out all.
 
         base_ids: number of base ids, if known.
         """

@@ -1,12 +1,12 @@
 """The numbers of penalties and biases at each step, over base tokens. Needs neither MLX nor PyTorch.
 
 A hypertoken pays every penalty of its constituents: presence and frequency penalties and biases are summed, and the
-repetition penalty is applied once per constituent seen. With a penalty on ids, a penalised word would come back inside
+repetition penalty is applied once per constituent seen. If ids were penalised, a penalised word would come back inside
 a hypertoken.
 
 A step computes the terms of base ids that entered or left the context, and the sums of entries that are new, changed or
 contain such a base id. The plain form, which computes every column at every step, is in the tests; both give the same
-bits.
+numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PenaltyTerms:
     A base id is penalised as in mlx-lm. A hypertoken gets the sum of its base ids' biases, presence and frequency
     penalties, and the repetition penalty r once for each of its k base ids that were seen (a factor r^k).
 
-    A call computes only columns that have a penalty or a bias, and those of entries anew only if they changed.
+    A call computes only columns that have a penalty or a bias, and sums over an entry's base ids only if they changed.
     """
 
     def __init__(self, sampling: Sampling, state: HasBooks, row: int) -> None:
@@ -52,7 +52,7 @@ class PenaltyTerms:
             sampling.repetition_penalty,
             sampling.presence_penalty or sampling.frequency_penalty,
         )
-        self._used_terms = [index for index, option in enumerate(options) if option]  # which of the terms may not be 0
+        self._used_terms = [index for index, option in enumerate(options) if option]  # which terms can be other than 0
         self._sums = EntryTermSums([self._terms[i] for i in self._used_terms], state.books[row].params.merge_size)
 
     def bind(self, state: HasBooks, row: int) -> None:
@@ -76,7 +76,7 @@ class PenaltyTerms:
         return columns, terms
 
     def _update_context(self) -> np.ndarray:
-        """Computes the terms for the context of now and returns the base ids whose terms have changed."""
+        """Computes the terms for the current context and returns the base ids whose terms have changed."""
         repeated, present, counted = self._context_of_each_penalty()
         context = np.unique(np.concatenate([repeated, present, counted]))
         both = np.concatenate([self._context, context])
@@ -91,7 +91,7 @@ class PenaltyTerms:
         return both[(seen != self._seen[both]) | (subtracted != self._subtracted[both])]
 
     def _context_of_each_penalty(self) -> list[np.ndarray]:
-        """Returns the last base tokens that were read, as many as each penalty looks at; none for one that is off."""
+        """Returns, for each penalty, the last base tokens read that it looks at; none if the penalty is off."""
         options, book = self.sampling, self.state.books[self.row]
         counts = [
             options.repetition_context_size if options.repetition_penalty else 0,
@@ -106,7 +106,7 @@ class PenaltyTerms:
 class EntryTermSums:
     """For each entry of a codebook, the sums of some terms over its base ids, kept up to date while the codebook grows.
 
-    Penalties need them at every step, and most entries are as they were at the step before.
+    Penalties need the sums at every step, and most of them do not change from one step to the next.
 
     terms: arrays [V + 1] over base ids, with 0 in the last place. They may be changed between updates.
     """
@@ -126,7 +126,7 @@ class EntryTermSums:
         known = min(n, len(self._lengths))
         stale = np.ones(n, bool)
         stale[:known] = lengths[:known] != self._lengths[:known]
-        found = changed.take(rows, mode="clip")  # padding may be no base id; it makes some entries stale in vain
+        found = changed.take(rows, mode="clip")  # padding may be no base id; some entries are then computed in vain
         found[:known] |= rows[:known] != self._rows[:known]
         stale[np.flatnonzero(found) // width] = True
         sums = np.empty((len(self._terms), n), np.float32)

@@ -62,7 +62,7 @@ def make_processors(
 def base_ids_only(model: Any) -> LogitsProcessor:
     """Returns a logits processor that forbids hypertokens, for mlx-lm's own `stream_generate` and `generate`.
 
-    With this processor (`logits_processors=[base_ids_only(model)]`) no step is saved.
+    With this processor (`logits_processors=[base_ids_only(model)]`) every step emits one base id, so no step is saved.
     """
     allowed = mx.arange(model.layout.width) < model.layout.vocab_size
     return lambda tokens, logits: mx.where(allowed[: logits.shape[-1]], logits, -mx.inf)

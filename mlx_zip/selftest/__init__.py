@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
     if not 0 <= args.rest <= MOST_REST_S:
         raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
-    disable_tf32()  # the recorded results are float32; before MLX computes anything
+    disable_tf32()  # because the recorded results are float32; must come before MLX computes anything
     limit = TimeLimit(time.monotonic() + TOTAL_S)
     out = writable_path("--out", args.out)
     data_file = writable_path("--out", json_report_file(out))

@@ -1,4 +1,4 @@
-"""Measures speed: rough figures to compare machines by, and the steps of three models over mlx-lm's."""
+"""Measures speed: rough figures to compare machines by, and step times of three models relative to mlx-lm's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOTAL_S, STORIES_S, SMOLLM2_S, SHAPE_S = (
     20.0,
     40.0,
 )  # limits of the whole command and of its long parts, in seconds
-HOST_S = 40.0  # for what the host does in a step, which comes on top
+HOST_S = 40.0  # limit for timing the host's work in a step, on top of TOTAL_S
 AT_LEAST_S = 10.0  # a long part is left out when less time is left
 
 
@@ -116,9 +116,9 @@ def _step_time(folder: Path) -> str:
 
 
 def measure_steps(limit: TimeLimit, data: dict[str, Any], rest_s: float) -> list[Check]:
-    """Measures steps of three models over mlx-lm's, bandwidth, what the host does in a step, and the machine's state.
+    """Measures step times of three models relative to mlx-lm's, bandwidth, host work per step and machine state.
 
-    data: is filled with all figures, by part. rest_s: the longest rest before a first id, in seconds.
+    data: gets all figures, by part. rest_s: the longest rest before a first id, in seconds.
     """
     bench, state = (
         import_module("mlx_zip.bench.steps.selftest_steps"),
@@ -153,9 +153,9 @@ def _check_steps(
     limit_s: float,
     data: dict[str, Any],
 ) -> list[Check]:
-    """Returns a line per figure of one model's steps; one line if it is left out or fails.
+    """Returns a line per figure of one model's steps; one line if the measurement is left out or fails.
 
-    measure: is called with the limit in seconds. lines: makes (name, text) of what it returns.
+    measure: called with the limit in seconds. lines: makes (name, text) pairs from what `measure` returns.
     """
 
     def measured() -> tuple[None, str]:

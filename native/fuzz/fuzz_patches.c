@@ -22,7 +22,7 @@ static void draw_tokens(bytes *b, tokens *t) {
   }
 }
 
-/* Spells a symbol at `at`; where it ends. */
+/* Checks that the bytes at `at` are the symbol's; returns where they end. */
 static size_t spell(const mlxzip_merge *merges, uint16_t symbol, const uint8_t *data, size_t at, size_t end) {
   if (symbol > MLXZIP_MARK) {
     at = spell(merges, merges[symbol - MLXZIP_MARK - 1].left, data, at, end);
@@ -32,7 +32,7 @@ static size_t spell(const mlxzip_merge *merges, uint16_t symbol, const uint8_t *
   return at + 1;
 }
 
-/* Encodes all tokens and reads them back; the longest patch, or 0 if the merges were refused. */
+/* Encodes all tokens and reads them back; returns the longest patch's length, or 0 if the merges were refused. */
 static size_t longest(const mlxzip_merge *merges, size_t n_merges, size_t size, const tokens *t) {
   uint16_t *dst = malloc((t->offsets[t->n] + t->n + 1) * sizeof *dst);
   uint32_t lengths[TOKENS] = {0};

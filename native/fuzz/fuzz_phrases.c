@@ -21,7 +21,7 @@ static sequence room(size_t n, size_t n_ends) {
 
 static void drop(sequence s) { free(s.ids), free(s.ends); }
 
-/* Expands ids that must be the dictionary's; they must give these units, `unknown` those that are none. */
+/* Checks that ids expand to these units, with `unknown` in place of units from `known` on. */
 static void gives(const mlxzip_phrases *p, sequence ids, const uint32_t *units, size_t n, uint32_t known, uint32_t unknown) {
   size_t n_out, bad;
   sequence out = room(n, ids.samples.n_ends);
@@ -32,7 +32,7 @@ static void gives(const mlxzip_phrases *p, sequence ids, const uint32_t *units, 
   drop(out);
 }
 
-/* A dictionary made from what can be read of one is the same, and encodes samples alike. */
+/* Checks that a dictionary made from the rows and uses of another is equal to it and encodes samples equally. */
 static void copies(const mlxzip_phrases *p, const mlxzip_phrases_spec *s, sequence units, uint32_t window) {
   size_t n = mlxzip_phrases_size(p), nodes = s->units + n, bad, n_a, n_b;
   mlxzip_phrases *copy;
@@ -46,7 +46,7 @@ static void copies(const mlxzip_phrases *p, const mlxzip_phrases_spec *s, sequen
   drop(a), drop(b), mlxzip_phrases_free(copy);
 }
 
-/* Trains on pieces of what the bytes hold; all samples, whole, come back in `units`, and their ids in `ids`. */
+/* Trains on samples drawn from the bytes, in pieces; returns all samples in `units` and their ids in `ids`. */
 static void train(mlxzip_phrases *p, bytes *b, uint32_t below, sequence *units, sequence *ids) {
   size_t n = 0, n_ids = 0, n_ends = 0;
   for (int piece = 0; piece <= PIECES && n < MOST; piece++) {

@@ -24,7 +24,7 @@ static void row_of(const mlxzip_rows_shape *s, const uint32_t *key, uint8_t *row
   for (size_t i = 0; i < s->row_bytes; i++) row[i] = (uint8_t)((mixed = mixed * 1664525u + 1013904223u) >> 24);
 }
 
-/* How many of the keys are found; each with its own row. */
+/* Returns how many of the keys are found; checks that each has its own row. */
 static size_t found_of(const store *f) {
   const mlxzip_rows_shape *s = &f->shape;
   size_t n = 0;
@@ -43,7 +43,7 @@ static size_t found_of(const store *f) {
   return n;
 }
 
-/* Adds the row of a key where there is room; whether there was. */
+/* Adds the row of a key if there is room; returns whether there was. */
 static int put(store *f, const uint32_t *key) {
   const mlxzip_rows_shape *s = &f->shape;
   size_t stride = mlxzip_rows_stride(s);

@@ -19,7 +19,7 @@ from mlx_zip.models.patches.patch_model import PatchModel, SavedPatchModel
 from mlx_zip.text.prompts import check_unicode
 from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode
 
-COLDEST = 1e-30  # smallest temperature used: already greedy, and dividing by less would leave float32
+COLDEST = 1e-30  # smallest temperature used: as good as greedy; dividing by less would overflow float32
 
 
 def generate_patches(
@@ -33,7 +33,7 @@ def generate_patches(
 ) -> Iterator[list[int]]:
     """Yields patches as the decoder writes them, each a list of symbols; `merges.decode` gives their bytes.
 
-    prompt: patches to continue, as a table or `merges.encode` makes them. It ends after `max_patches` patches, or after
+    prompt: patches to continue, as a table or `merges.encode` makes them. Ends after `max_patches` patches, or after
     yielding the patch that is only the end mark, which ends a document. temperature: of sampling; 0: greedy. mode: that
     of the table that the model was trained with. Raises `GenerationError` for merges of another model, a prompt of
     patches that are too long, or a number out of range.
@@ -84,7 +84,6 @@ def generate_text(
 
 
 def _add_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenPatch]:
-    """Yields each patch with the text that is complete with it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for patch in patches:
         yield WrittenPatch(decoder.decode(merges.decode(patch)), patch)

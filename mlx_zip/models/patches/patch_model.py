@@ -268,7 +268,7 @@ CONFIG_NAME, WEIGHTS_NAME, TABLE_NAME, TOKENIZER_NAME = (
 
 @dataclass(frozen=True)
 class SavedPatchModel:
-    """The content of a folder.
+    """The content of a patch model's folder.
 
     text: converts text to patches and back. context: patches per training window. source: a record of the training's
     texts and steps.

@@ -1,4 +1,4 @@
-"""The hyper-encoders, which make one hyper row of each entry, of many entries at once or of a single one.
+"""The hyper-encoders, which make one hyper row from each entry, for many entries at once or for a single one.
 
 Each encoder is a function of x [N, S, D], the rows of the embedding (input side) or head matrix (output side) for
 the S base ids of N entries, and of lengths [N], how many of the S positions are real. The other positions are padding
@@ -8,7 +8,7 @@ appendix A; zip2zip 0.2.0.
 As upstream, the kinds treat padding differently: `transformer` and `attention` average over all S positions, padding
 included (attention contributes exactly 0 there); `res_latent_attn` pools over real positions only.
 
-Upstream's own `attention` fails as soon as a model calls it, so ours is compared with that class used as a function.
+Upstream's own `attention` fails as soon as a model calls it, so ours is compared with direct calls of that class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt in
 def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -> nn.Module:
     """Builds the encoder `config.kind` for entries of up to `merge_size` base ids. Raises `ConfigError`.
 
-    side: one of `SIDES`, the rows that it makes; it matters with `residual_by_side` only.
+    side: one of `SIDES`, the side of the rows that it makes; matters only with `residual_by_side`.
     """
     kinds = {
         "averaging": Averaging,
@@ -45,7 +45,7 @@ def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -
 
 
 def quantization_settings(module: Any) -> dict[str, Any]:
-    """Returns the settings of a quantized layer, a module or what `_join_linear_layers` returned; else {}."""
+    """Returns a layer's quantization settings, {} without. module: a module, or what `_join_linear_layers` returned."""
     if "scales" not in module:
         return {}
     settings = module if "bits" in module else vars(module)
@@ -91,7 +91,7 @@ class Averaging(nn.Module):
 
 
 class Attention(nn.Module):
-    """One attention layer over base rows plus learned positions, then the mean over all S (the paper's first)."""
+    """One attention layer over base rows plus learned positions, then the mean over S (the paper's first encoder)."""
 
     def __init__(self, config: EncoderConfig, merge_size: int) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def mask_of_real(x: mx.array, lengths: mx.array) -> mx.array:
 
 
 def residual_rows(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
-    """Returns the first, the last real, or the mean of the real rows [N, D] of x [N, S, D]; kind names which."""
+    """Returns the first, the last real, or the mean of the real rows [N, D] of x [N, S, D], as `kind` says."""
     if kind == "first":
         return x[:, 0]
     return last_real(x, lengths) if kind == "last" else mean_of_real(x, lengths)
@@ -329,8 +329,8 @@ def _make_forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int,
 
 
 def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunction:
-    enter = _make_linear(encoder.proj_in, as_float) if "proj_in" in encoder else _same
-    leave = _make_linear(encoder.proj_out, as_float) if "proj_out" in encoder else _same
+    enter = _make_linear(encoder.proj_in, as_float) if "proj_in" in encoder else _identity
+    leave = _make_linear(encoder.proj_out, as_float) if "proj_out" in encoder else _identity
     layers = [_make_pre_norm(layer, as_float, encoder.causal) for layer in encoder.layers]
     positions, norm, causal, residual = encoder.pos_embed.weight, encoder.norm, encoder.causal, encoder.residual
 
@@ -341,7 +341,7 @@ def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunct
         for layer in layers:
             x = layer(x)
         x = norm(x)
-        # The mean is divided last, so that the division and the residual are one operation.
+        # Dividing last makes the division and the residual one operation.
         row = leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
         return row if residual is None else row + _residual_of_one(base, residual)
 
@@ -384,7 +384,7 @@ def _make_encoder_attention(module: Any, as_float: bool) -> MatrixFunction:
 def _make_attention(inputs: list[Any], output: Any, heads: int, as_float: bool, causal: bool) -> MatrixFunction:
     """Returns multi-head attention of x [1, n, D] with itself.
 
-    inputs: the projections to queries, keys and values, which are multiplied with at once. output: the last projection.
+    inputs: the projections to queries, keys and values, done by one matrix product. output: the last projection.
     """
     project, leave = _make_linear(_join_linear_layers(inputs), as_float), _make_linear(output, as_float)
 
@@ -398,7 +398,7 @@ def _make_attention(inputs: list[Any], output: Any, heads: int, as_float: bool, 
 
 
 def _join_linear_layers(modules: list[Any]) -> dict[str, Any]:
-    """Returns the weights of several linear layers of one kind as those of one layer, whose outputs stand in a row."""
+    """Returns the weights of one linear layer that computes the concatenated outputs of several, all of one kind."""
     names = [name for name in ("weight", "scales", "biases") if modules[0].get(name) is not None]
     joined: dict[str, Any] = {name: mx.concatenate([module[name] for module in modules]) for name in names}
     mx.eval(joined)
@@ -420,7 +420,7 @@ def _make_linear(layer: Any, as_float: bool) -> MatrixFunction:
 
 
 def _encode_padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int) -> mx.array:
-    """Returns what the encoder's layers make of padding at each position, [1, merge_size, width].
+    """Returns the output of the encoder's layers for padding at each position, [1, merge_size, width].
 
     A position of padding is not attended to and attends to nothing, so its output depends on no other position.
     """
@@ -447,10 +447,10 @@ def _is_known_layer(module: Any) -> bool:
 
 
 def _matrix_float_bytes(encoder: nn.Module) -> int:
-    return sum(4 * _values(module) for module in _linear_layers(encoder))
+    return sum(4 * _weight_count(module) for module in _linear_layers(encoder))
 
 
-def _values(module: Any) -> int:
+def _weight_count(module: Any) -> int:
     weight = module["weight"]
     return weight.size * (32 // module.bits if "scales" in module else 1)
 
@@ -461,5 +461,5 @@ def _linear_layers(encoder: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _same(x: mx.array) -> mx.array:
+def _identity(x: mx.array) -> mx.array:
     return x

@@ -1,9 +1,10 @@
 """Fingerprints of weights: of the two sides that make rows, and of a whole model.
 
 A side's fingerprint is computed while its tensors are written to a file (`SideFingerprints`), so that loading a model
-hashes nothing. Equal ones mean equal rows for equal entries. A pack with tuned rows records the fingerprint of a whole
-model, and any other model refuses the pack: tuned rows fit one decoder, not just one embedding or head. So a model's
-fingerprint covers every tensor: its name, type and shape, and a few of its values (no tensor is hashed whole).
+hashes nothing. Sides with equal fingerprints make equal rows of equal entries. A pack with tuned rows records the
+fingerprint of a whole model, and any other model refuses the pack: tuned rows fit one decoder, not just one embedding
+or head. So a model's fingerprint covers every tensor: its name, type and shape, and a few of its values (no tensor is
+hashed whole).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.config import SIDES, ZipConfig
 
-SAMPLES_PER_TENSOR = 64  # how many values of a tensor a fingerprint covers that hashes no tensor whole
+SAMPLES_PER_TENSOR = 64  # values per tensor in fingerprints that hash no tensor whole
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 

@@ -6,9 +6,9 @@ deleted when it exceeds its maximum size. A record carries a checksum and is wri
 to it, so after a kill or a power cut at any point a torn record is not found. Writers lock the folder; readers need no
 lock.
 
-Nothing is written through a map, and no file in use is truncated, so a full disk gives an error number and not a
-signal. Full files are not edited: the oldest are deleted, and what was still in use in the last of them is written
-again.
+Nothing is written through a map, and no file in use is truncated, so a full disk raises `OSError` and not a signal.
+Full files do not change: the oldest are deleted. Rows that are still looked up in a set's oldest file are written again
+to its newest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec._native import ffi, lib
 
 FILES_PER_SET = 4  # a file takes a quarter of the folder's maximum size at most, so that deleting one loses little
-LEAST_RECORDS = 64  # no file is made that could not take so many
+LEAST_RECORDS = 64  # a file with room for fewer is not made
 _MAGIC = b"mlxzrow1"
 _HEADER = struct.Struct("<8s32sIIII")  # magic, digest, ids per key, bytes per row, cells, records; a CRC-32 follows
 _FILE_NAME = re.compile(r"([0-9a-f]{32})-(\d{6,})\.rows")
@@ -45,7 +45,7 @@ class DamagedFileError(Exception):
 
 
 class ForeignFileError(Exception):
-    """A file of rows that belongs to another set than its name says."""
+    """A file of rows whose header names another set than its file name."""
 
 
 @dataclass(frozen=True)
@@ -264,5 +264,4 @@ def _c_words(array: NDArray[np.uint32]) -> Any:
 
 
 def _c_bytes(array: NDArray[Any]) -> Any:
-    """Returns an array's bytes in C's form, sharing its memory."""
     return ffi.from_buffer("uint8_t[]", array)

@@ -2,12 +2,12 @@
 
 Nothing here raises because of the folder's state. A folder that cannot be read or written is not used from then on, and
 the reason is logged once. A file can lack a row but never give a wrong one. A folder holds pieces of people's texts, so
-none is used unless it is asked for. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
+one is used only on request. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
 
-The folder was to be replaced by a table in SQLite, or removed, if it saved less than 10 % of a request's time compared
-with rows in memory alone. With the bundled model on two quiet x86-64 cores, for the second run of the same request in a
-new process (medians of five alternating runs): a chat of three turns took 3.46 s with memory alone and 2.53 s with the
-folder; reading a document of 1,182 ids took 4.63 s and 3.13 s.
+The plan was to replace the folder by a table in SQLite, or remove it, if it saved less than 10 % of a request's time
+compared with rows in memory alone. With the bundled model on two quiet x86-64 cores, the second run of the same request
+in a new process took (medians of five alternating runs): a chat of three turns, 3.46 s with memory alone and 2.53 s
+with the folder; reading a document of 1,182 ids, 4.63 s and 3.13 s.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class RowFolder:
         return self._files[rows]
 
     def _open(self, path: Path, rows: RowSet) -> RowFile | None:
-        """Returns a file opened, or None if it cannot be used: the reason is logged, a damaged file is deleted."""
+        """Opens a file. If it cannot be used, logs why and returns None; a damaged file is also deleted."""
         try:
             return RowFile(path, rows)
         except FileNotFoundError:  # another process has just deleted it

@@ -4,9 +4,9 @@ An entry's rows depend on its base ids and on the model alone, so an entry that 
 encoded again. A row is kept byte for byte as it was encoded. Encoding an entry alone or in a batch gives the same row
 within 1e-5 (fp32; bit for bit on most backends), so results do not depend on what a store holds.
 
-The bytes that were encoded are kept. With MLX's own CPU matrix product, an entry gets the same bytes alone and among
-others; with OpenBLAS a lone entry differs by up to 1.4e-6. Passes are not padded to one shape for that: padding would
-multiply the work for a lone entry, which is what a step encodes.
+With MLX's own CPU matrix product, an entry gets the same bytes alone and in a batch; with OpenBLAS a lone entry
+differs by up to 1.4e-6. Padding all passes to one shape would remove this difference, but multiply the work for a lone
+entry, which is what a step encodes.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class RowStore:
         self._memory = _RowMemory(memory_bytes)
         self._disk = None if folder is None else RowFolder(expand_home(folder), folder_bytes)
         self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
-        self._fresh: list[_EncodedRows] = []  # rows that nobody may have begun to compute
+        self._fresh: list[_EncodedRows] = []  # rows that `submit` has not returned; perhaps not computed yet
         self._submitted: list[_EncodedRows] = []  # rows that `submit` returned
         self.encoded = self.from_memory = self.from_disk = 0
 
     def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
-        """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of base_ids[i], of [N, words].
+        """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of row i of base_ids [N, words].
 
         encode(base_ids, lengths) makes rows. It is called at most once, with the distinct entries that the store does
         not have.
@@ -120,7 +120,7 @@ class RowStore:
         return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
 
     def encode_one(self, kind: RowKind, words: bytes, encode: Callable[[], mx.array]) -> mx.array | None:
-        """Returns the row [1, D] of one entry that is not in memory, encoded, and keeps it; None if it may be on disk.
+        """Encodes the row [1, D] of one entry that is not in memory, and returns it; None if the row may be on disk.
 
         words: as in `row`. encode: makes the row.
         """
@@ -141,18 +141,18 @@ class RowStore:
         return [one.rows for one in fresh]
 
     def settle_submitted(self) -> None:
-        """Keeps the rows that `submit` returned. Nothing has to wait if the id computed with them was read.
+        """Keeps the rows that `submit` returned. Does not wait if the id computed with them was read.
 
-        Rows that cannot be computed are forgotten, whatever is raised: no later call meets them again.
+        If computing them raises, these rows are dropped, so that no later call raises again.
         """
         rows, self._submitted = self._submitted, []
         self._store_rows(rows)
 
     def settle_unsubmitted(self) -> None:
-        """Keeps the rows that `submit` has not returned, and evaluates them if nothing else has yet.
+        """Keeps the rows that `submit` has not returned, and computes them if they are still lazy.
 
-        The model calls this at the beginning of each call: without a loop of ours, the caller has read what the
-        previous call returned, and so its rows are there. Raises as `settle_submitted` does.
+        The model calls this at the beginning of each call. Outside our loops, the caller has read the previous call's
+        result by then, so that call's rows are computed. Errors as in `settle_submitted`.
         """
         rows, self._fresh = self._fresh, []
         self._store_rows(rows)
@@ -163,7 +163,7 @@ class RowStore:
         self.settle_unsubmitted()
 
     def _store_rows(self, encoded: list[_EncodedRows]) -> None:
-        """Keeps rows in memory and, where they may be, in the folder."""
+        """Keeps rows in memory and, if their kind is durable, in the folder."""
         for kind, names, rows in encoded:
             data = bytes(host_bytes(rows))  # `rows` is uint8 already, so this enqueues no operation
             self._memory.put(names, _split_bytes(data, kind.rows.row_bytes))
@@ -247,7 +247,6 @@ class _RowMemory:
         self._rows: OrderedDict[bytes, bytes] = OrderedDict()
 
     def get(self, name: bytes) -> bytes | None:
-        """Returns a row, or None if it is absent."""
         row = self._rows.get(name)
         if row is not None:
             self._rows.move_to_end(name)
@@ -352,7 +351,7 @@ class RowKinds:
         return kind
 
     def single_encoder(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
-        """Returns the side's encoder for single entries, made from its weights of now; None if it cannot be made."""
+        """Returns the side's encoder for single entries, made from its current weights; None if none can be made."""
         self.kind(side, encoder, matrix)
         known, made = self._known[side], self._singles.get(side)
         if made is None or made[0] is not known:
@@ -382,7 +381,7 @@ class RowKinds:
 
 
 def _tensor_facts(module: nn.Module) -> list[Any]:
-    """Returns what a name covers of a module: its tensors' names, types, shapes, sampled values and quantization."""
+    """Returns what a kind covers of a module: its tensors' names, types, shapes, sampled values and quantization."""
     found = list(tensor_places(module))
     tensors = [(key, value, sample_values(value)) for _, key, value in found if isinstance(value, mx.array)]
     mx.eval([some for _, _, some in tensors])

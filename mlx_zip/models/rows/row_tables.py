@@ -16,7 +16,7 @@ CAPACITY_STEP = 256  # tables grow to multiples of this many places, so that sha
 class RowTable:
     """Rows of one side: the row at place p is `rows[0, p]`.
 
-    Of a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
+    For a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
     place (`mlx_zip.models.rows.sequence_rows`). rows: [1, capacity, D], or None before the first row.
     """
 
@@ -58,11 +58,10 @@ class RowTable:
         return array
 
     def _array_shape(self, places: int, width: int) -> tuple[int, int, int]:
-        """Returns the shape of an array for so many rows of D = width values."""
         return 1, places, width
 
     def _array_with_room(self, places: int, like: mx.array, limit: int | None) -> mx.array:
-        """Returns the array with room for so many places, `limit` at most; like: a row of the rows' width and type."""
+        """Returns the array, enlarged to `places` places if it has fewer. like: gives the rows' width and dtype."""
         have = self.capacity
         if self.array is not None and places <= have:
             return self.array
@@ -81,7 +80,7 @@ class RowTable:
     def select(self, places: np.ndarray, limit: int | None = None) -> Self:
         """Returns a new table with the rows at places [N], in this order, and room for more, `limit` places at most.
 
-        A place beyond this table's capacity gives any row.
+        For a place beyond this table's capacity, the row is arbitrary.
         """
         made = type(self)()
         if self.array is not None and len(places):
@@ -142,8 +141,8 @@ class TwoCopyTable(RowTable):
     """Input rows in two copies that are written in turn, for bodies that begin before the host has read their id.
 
     MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a row
-    that is installed meanwhile is written to the other copy, which the next body reads. That copy first gets the row
-    that it missed the time before. Without the second copy, MLX would copy the whole table for each new row.
+    that is installed meanwhile is written to the other copy, which the next body reads. That copy first gets the rows
+    that were written to the current one only. Without the second copy, MLX would copy the whole table for each new row.
     """
 
     def __init__(self) -> None:
@@ -153,7 +152,7 @@ class TwoCopyTable(RowTable):
 
     @classmethod
     def from_table(cls, table: RowTable) -> Self:
-        """Returns a turning table with the rows of another one."""
+        """Returns a `TwoCopyTable` with the rows of another table."""
         made = cls()
         made.array = table.array
         made._idle = None if table.array is None else mx.array(table.array)
@@ -174,7 +173,7 @@ class TwoCopyTable(RowTable):
     def _write_to_other_copy(self, write: Callable[[], None]) -> None:
         """Makes the other copy the current one, and writes to it what it missed and what is new.
 
-        If something raises, for example an interrupt, the copy that was current stays so: the other lacks rows.
+        If this raises, also on an interrupt, the current copy stays current, because the other lacks rows.
         """
         current, self.array = self.array, self._idle
         try:
@@ -199,6 +198,6 @@ class TwoCopyTable(RowTable):
 
 
 def _rounded_capacity(places: int, limit: int | None) -> int:
-    """Returns how many places a table gets that needs `places`; limit: the maximum number, None for no limit."""
+    """Returns the capacity of a table that needs `places` places. limit: maximum capacity, None for no limit."""
     capacity = -(-places // CAPACITY_STEP) * CAPACITY_STEP
     return capacity if limit is None else min(capacity, limit)

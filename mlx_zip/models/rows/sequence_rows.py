@@ -2,12 +2,12 @@
 
 Each distinct entry of a batch has one place in a shared table, so a step multiplies with one matrix and picks each
 sequence's columns by an index; the entries of a common pack need no index. Places are given in rising order, so that a
-step writes its new rows as one slice. When the table would grow, places out of use are given up all at once, which
-needs no counting per step.
+step writes its new rows as one slice. When the table would grow, unused places are freed all at once, so that no step
+has to count references.
 
-Tables are written in place, and MLX copies an array that is written to while anything holds it, a body in flight too.
-So the output table is held by no running body (columns [D, slots], which the CPU multiplies twice as fast as rows), and
-the input table has two copies that are written in turn.
+Tables are written in place, but MLX copies an array that is written to while anything else holds it, for example a body
+in flight. So bodies never hold the output table, and the input table has two copies that are written in turn. The
+output table has columns [D, slots], which the CPU multiplies twice as fast as rows.
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ class SequenceRows:
         return self.encoded_outputs[0], self.encoded_inputs.copy()
 
     def mark_encoded_again(self, before: tuple[int, np.ndarray]) -> None:
-        """Marks rows that were in the tables before ids were forgotten, of entries that the same ids install again.
+        """Marks rows that were in the tables before ids were trimmed, of entries that the same ids install again.
 
-        before: from `encoded_rows`. Under policies that evict, nothing is marked: slots may have held several entries.
+        before: what `encoded_rows` returned before the trim. Under policies that evict, nothing is marked: slots may
+        have held several entries.
         """
         n = len(self.books[0])
         if not self.can_evict:
@@ -129,11 +130,11 @@ class SequenceRows:
     # ---- input rows
 
     def missing_inputs(self, slots: np.ndarray) -> np.ndarray:
-        """Returns the places of those of slots [B, L] that have no input row yet, each once: [N].
+        """Returns the places [N], each once, of the entries in slots [B, L] that have no input row yet.
 
-        A -1 in slots stands for no hypertoken. The entries must have their output rows.
+        -1 in `slots` stands for an id that is no hypertoken. The entries must have their output rows.
         """
-        if slots.shape[1] == 1:  # a step: a few ids take no numpy
+        if slots.shape[1] == 1:  # a step: for a few ids, numpy would be slower
             places = {self._place_of_slot(b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0}
             return np.array([place for place in sorted(places) if not self.encoded_inputs[0, place]], np.int64)
         sequence, column = np.nonzero(slots >= 0)
@@ -159,7 +160,7 @@ class SequenceRows:
     # ---- between slots and places, on the device
 
     def slots_covered(self) -> int:
-        """Returns a number of slots that is at least that of the installed entries of any sequence; changes seldom."""
+        """Returns how many slots `places_at_slots` takes: in a batch, at least all with entries; changes seldom."""
         if self.places is None:
             return self.inputs.capacity
         want = max(CAPACITY_STEP, -(-max(map(len, self.books)) // CAPACITY_STEP) * CAPACITY_STEP)
@@ -183,7 +184,7 @@ class SequenceRows:
     def places_at_slots(self, slots: mx.array) -> mx.array:
         """Returns the places [B, 1] of slots [B, 1], which are below `slots_covered()`.
 
-        Of an entry without an input row, any place of the table of input rows may be returned.
+        For an entry without an input row, any place of the table of input rows may be returned.
         """
         if self.places is None:
             return slots
@@ -205,7 +206,7 @@ class SequenceRows:
     # ---- tuned rows
 
     def mark_tuned_rows(self, sides: Sequence[str]) -> None:
-        """Marks a single request's tuned rows as encoded on these sides, "input" or "output"; the other side stays."""
+        """Marks a single request's tuned rows as encoded on these sides, "input" or "output"."""
         n = len(self.books[0].params.start or ())
         if "input" in sides:
             self.encoded_inputs[0, :n] = True
@@ -214,7 +215,7 @@ class SequenceRows:
         self.bound[0] = True
 
     def share_tuned_rows(self, b: int, output: mx.array, inputs: mx.array | None) -> None:
-        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, where they are not there yet.
+        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, unless they are there.
 
         inputs: None if both sides have the same rows.
         """
@@ -228,7 +229,7 @@ class SequenceRows:
     # ---- rows that the sequences of a batch share
 
     def share_outputs(self, encode: Callable[[np.ndarray, np.ndarray], mx.array]) -> None:
-        """Gives the missing output rows of a batch's entries their places, those that no sequence has with new rows.
+        """Gives each entry of a batch that has no output row its place, and encodes those rows that no sequence has.
 
         encode(base_ids [N, merge_size], lengths [N]) makes rows [N, D].
         """
@@ -243,12 +244,12 @@ class SequenceRows:
         self.mark_outputs_encoded()
 
     def _places_with_output_rows(self, keys: Sequence[EntryKey], rows: Callable[[list[int]], mx.array]) -> list[int]:
-        """Returns the places of entries. Those without one get the next places.
+        """Returns the places of entries. Those without one get the next places and their output rows.
 
         rows(indices into `keys`) returns the output rows of the entries that have no place so far.
         """
         assert self.places is not None
-        self._free_places_for(sum(key not in self.places.place_of for key in keys))  # this may give up places
+        self._free_places_for(sum(key not in self.places.place_of for key in keys))  # may renumber places
         of, first = self.places.place_of, dict[EntryKey, int]()  # two sequences may have the same new entry
         for i, key in enumerate(keys):
             if key not in of:
@@ -267,7 +268,7 @@ class SequenceRows:
             self.places.put(b, slot, place)
 
     def _add_input_rows(self, places: Sequence[int] | np.ndarray, rows: Callable[[list[int]], mx.array]) -> None:
-        """Puts the input rows of the entries at these places of a batch into the table, where they are not there yet.
+        """Puts the missing input rows of the entries at these places of a batch into the table.
 
         rows(indices into `places`) returns input rows.
         """
@@ -278,7 +279,7 @@ class SequenceRows:
             self.encoded_inputs[0, at] = True
 
     def _free_places_for(self, n: int) -> None:
-        """Gives up the places that are out of use, if n more would make the table grow and a quarter would be free."""
+        """Frees unused places if n more would make the table grow and a quarter of the table would then stay free."""
         assert self.places is not None
         if n and len(self.places) + n > self.outputs.capacity:
             used = self._used_places()
@@ -297,7 +298,7 @@ class SequenceRows:
         return slots[~np.isin(slots, list(self.replaced[b]))] if self.replaced[b] else slots
 
     def _keep_places(self, used: np.ndarray) -> None:
-        """Gives up all places but `used` [N]. These become the places 0 to N - 1."""
+        """Frees all places but `used` [N], which become the places 0 to N - 1."""
         assert self.places is not None
         places, outputs, inputs = self.places.select(used), self.outputs.select(used), self.inputs.select(used)
         encoded = self.encoded_inputs[:, used]
@@ -306,7 +307,7 @@ class SequenceRows:
     # ---- sequences that join and leave
 
     def _entry_keys(self, b: int, slots: Sequence[int]) -> list[EntryKey]:
-        """Returns the keys of the entries in some slots of sequence b. Tuned rows make other keys than encoded ones."""
+        """Returns the keys of the entries in some slots of sequence b. An entry with a tuned row gets another key."""
         book, mark = self.books[b], tuned_fingerprint(self.tuned[b])
         tuned = 0 if mark is None else len(book.params.start or ())
         return [(mark, book.words(slot)) if mark and slot < tuned else book.words(slot) for slot in slots]
@@ -329,7 +330,7 @@ class SequenceRows:
             self.encoded_outputs = [*self.encoded_outputs, other.encoded_outputs[b]]
 
     def _keep_sequences(self, indices: Sequence[int]) -> None:
-        """Keeps the rows of these sequences only, in this order. Gives up places if more than half are out of use."""
+        """Keeps the rows of these sequences only, in this order. Frees unused places if more than half are."""
         self.books, self.tuned = [self.books[i] for i in indices], [self.tuned[i] for i in indices]
         self.bound, self.replaced = [self.bound[i] for i in indices], [self.replaced[i] for i in indices]
         self.encoded_outputs = [self.encoded_outputs[i] for i in indices]
@@ -340,7 +341,7 @@ class SequenceRows:
                 self._keep_places(used)
 
     def _copy_sequence_rows_to(self, b: int, made: SequenceRows) -> None:
-        """Gives `made`, a single request's state with a copy of sequence b's book and no rows, the sequence's rows."""
+        """Copies sequence b's rows to `made`, a single request's state with a copy of the codebook and no rows."""
         slots, n, limit = self._slots_with_output_rows(b), self.encoded_outputs[b], self.books[b].params.codebook_size
         places = np.zeros(n, np.int64)
         places[slots] = self.places_of(np.full(len(slots), b), slots)
@@ -353,16 +354,16 @@ class SequenceRows:
 
 EntryKey = (
     bytes | tuple[str, bytes]
-)  # an entry's base ids as 32-bit words; with tuned rows, after the pack's fingerprint
+)  # an entry's base ids as 32-bit words; if its row is tuned, (the pack's fingerprint, these words)
 
 
 class Places:
     """The places of the distinct entries of B sequences in one pair of row tables.
 
-    Two sequences that have the same entry share its place, and so its rows. Places are given in rising order; those of
-    entries that no sequence has any more are given again after `select`.
+    Two sequences that have the same entry share its place, and so its rows. Places are given in rising order; places
+    whose entries no sequence has any more are reused after `select`.
 
-    index [B, codebook_size] int32: the place of the entry in each slot; of no meaning for slots without output row.
+    index [B, codebook_size] int32: the place of the entry in each slot; meaningless for slots without an output row.
     keys: the entry at each place. place_of: each entry's place.
     """
 
@@ -382,7 +383,7 @@ class Places:
             self.place_of[key] = len(self.keys) - 1
 
     def put(self, b: int, slot: int, place: int) -> None:
-        """Notes that the entry in a slot of sequence b has this place."""
+        """Records that the entry in a slot of sequence b has this place."""
         self.index[b, slot] = place
         if self._equal_slots is not None and slot < self._equal_slots and slot != place:
             self._equal_slots = None
@@ -409,7 +410,7 @@ class Places:
         return self._with_index(self.index[list(indices)])
 
     def _with_index(self, index: np.ndarray) -> Places:
-        """Returns places with another index of the same entries, which takes the place of this one."""
+        """Returns these places with another index. Shares the entries of this object, which must not be used then."""
         made = Places(0, 0)
         made.index, made.keys, made.place_of = index, self.keys, self.place_of
         return made
@@ -450,7 +451,7 @@ def unpack_entry_keys(keys: Sequence[EntryKey], merge_size: int, pad_id: int) ->
 class EvictedEntry:
     """An entry that was evicted within a call of L ids.
 
-    sequence, slot: where it was installed. begin, end: it was installed after each id in columns begin to end - 1 of
+    sequence, slot: where it was installed. begin, end: the slot held it after each id in columns begin to end - 1 of
     the call. base_ids [merge_size]: padded; the first `length` of them are real.
     """
 

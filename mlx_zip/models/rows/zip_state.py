@@ -195,7 +195,7 @@ class ZipState(SequenceRows):
         return Advance(live, live[:, None])
 
     def push_to_row(self, b: int, one: int) -> None:
-        """Pushes an id to sequence b's codebook alone. Before the next call `pad_rows` has to count it.
+        """Pushes an id to sequence b's codebook alone. Call `pad_rows` before the next model call.
 
         Raises `CodecError` for an illegal id.
         """
@@ -204,7 +204,7 @@ class ZipState(SequenceRows):
             self._mark_rows_missing(b, new.slots)
 
     def pad_rows(self, more: Sequence[int]) -> None:
-        """Counts the ids more [B] that `push_to_row` has pushed; shorter sequences get left padding."""
+        """Adds the ids, more [B], that `push_to_row` pushed to `offset`. Sequences with fewer get left padding."""
         most = max(more)
         self.offset += most
         self.left_padding = [n + most - pushed for n, pushed in zip(self.left_padding, more, strict=True)]
@@ -235,8 +235,9 @@ class ZipState(SequenceRows):
         return np.array([book.base_length for book in books], dtype=np.int32)
 
     def spans(self) -> np.ndarray:
-        """Returns the length in base ids of each slot's entry, [B, codebook_size] int32; 0 without one. Do not change
-        it: the state returns the array again.
+        """Returns the length in base ids of each slot's entry, [B, codebook_size] int32; 0 without one.
+
+        Do not change the array: the state keeps it.
         """
         for b, book in enumerate(self.books):
             first = 0 if self.can_evict else self._span_counts[b]
@@ -357,10 +358,10 @@ class ZipState(SequenceRows):
 
     @classmethod
     def merge(cls, states: Sequence[ZipState]) -> ZipState:
-        """Returns one state with the sequences of all states, in this order. It takes their codebooks over, so the
-        states given must not be used any more.
+        """Returns one state with the sequences of all states, in this order.
 
-        Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for no states, and as `extend`.
+        The new state takes over their codebooks, so the states given must not be used any more. Shorter
+        sequences get left padding. Raises `ModelError`, with nothing changed, for no states, and as `extend`.
         """
         if not states:
             raise ModelError("there are no caches to merge")
@@ -376,11 +377,11 @@ class ZipState(SequenceRows):
         return made
 
     def extend(self, other: ZipState) -> None:
-        """Adds the sequences of another state after this one's. It takes their codebooks over, so the other state must
-        not be used any more.
+        """Adds the sequences of another state after this one's.
 
-        Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for another codec (start entries
-        may differ), and where LongRoPE's factors differ.
+        This state takes over their codebooks, so the other state must not be used any more. Shorter sequences get left
+        padding. Raises `ModelError`, with nothing changed, for another codec (start entries may differ), and where
+        LongRoPE's factors differ.
         """
         self._raise_unless_joinable(other)
         if self.places is None:
@@ -398,7 +399,7 @@ class ZipState(SequenceRows):
         self._reset_spans()
 
     def filter(self, indices: Sequence[int]) -> None:
-        """Keeps the sequences at these indices only, in this order, and forgets left padding that all of them have.
+        """Keeps the sequences at these indices only, in this order, and removes left padding that all of them share.
 
         Raises `ModelError`, with nothing changed, for no index, and for one that is out of range or occurs twice.
         """
@@ -503,7 +504,7 @@ def _leave_lazy(*arrays: mx.array) -> None:
 
 @contextmanager
 def submit_parts_early(state: ZipState) -> Iterator[None]:
-    """Inside, the device begins with a step's parts while the rest of the step is still built."""
+    """Context manager: inside, the device starts to compute parts of a step while the rest is still being built."""
     state.submit = mx.async_eval
     try:
         yield
