@@ -96,7 +96,7 @@ class Batch:
         return row
 
     def remove(self, row: int) -> None:
-        """Removes a sequence; the last row's sequence moves to `row`. Call it between two steps, before `choose_ids`."""
+        """Removes a sequence; the last row's sequence moves to `row`. Call it between steps, before `choose_ids`."""
         last = self._sequences.pop()
         end = len(self._sequences)
         if row != end:
@@ -255,8 +255,7 @@ class Batch:
     def _run_body(self, size: int) -> None:
         """Runs the body over the chosen ids of the first `size` rows. Sequences that do not step stay as they are.
 
-        For a sequence that does not step, a key and a value are written behind the end of its cache; its next id
-        overwrites them.
+        They get a key and a value behind the end of their caches, which their next ids overwrite.
         """
         ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.slice_rows(0, size)
         positions = kv.lengths
@@ -314,7 +313,7 @@ class Batch:
         self.trim(row, length)
 
     def _make_new_rows(self, new: Sequence[tuple[int, Installed]], errors: dict[int, Exception]) -> None:
-        """Makes the rows of entries that a step has installed, at most one per sequence. errors: receives errors by row."""
+        """Makes the rows of entries that a step has installed, at most one per sequence. errors: gets errors by row."""
         if not new or self._new_rows is None:
             return
         try:

@@ -147,8 +147,8 @@ def make_session_store(served: CudaServed, options: SessionOptions) -> SessionSt
 def device_from_environment(needs_card: bool = False) -> torch.device:
     """Returns the device to run on: the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else a card, else the CPU.
 
-    needs_card: whether only the variable may choose the CPU. Raises `ModelError` with the reason if there is no usable
-    card, `ConfigError` for a wrong name in the variable.
+    needs_card: True allows the CPU only if the variable names it. Raises `ModelError` with the reason if there is no
+    usable card, `ConfigError` for a wrong name in the variable.
     """
     asked = os.environ.get(DEVICE_VARIABLE) or None
     if asked not in (None, "cpu", "gpu"):

@@ -133,7 +133,7 @@ class CudaGroup:
             self._chosen.remove(request)  # it has not read its id
 
     def _propose(self) -> dict[int, Draft]:
-        """Returns new drafts by row, for the ids after the chosen ones. Ends drafts that the chosen ids do not follow."""
+        """Returns new drafts by row, for the ids after the chosen ones. Ends drafts whose next id was not chosen."""
         reading = list[Request]()
         for request in self._chosen:
             row = request.cache.row
@@ -167,8 +167,7 @@ class CudaGroup:
     def _release_row(self, request: Request, has_read: bool) -> None:
         """Releases a request's row, after taking a snapshot if the request's session is to be kept.
 
-        has_read: whether the row has read the last chosen id. A request that was cancelled or failed did not deliver
-        that id, so it is trimmed from the snapshot.
+        has_read: whether the row has read the last chosen id, which a cancelled or failed request has not delivered.
         """
         row_handle = request.cache
         if request.error is not None and not isinstance(request.error, MlxZipError):

@@ -151,10 +151,7 @@ def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequ
 def closed_logits(
     logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the columns that `exclude_ids` writes, int64 [B, N], and the values to write, [B, N].
-
-    At least one row must have excluded ids.
-    """
+    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes. Some row must have excluded ids."""
     lists = [list(dict.fromkeys(ids)) for ids in excluded]
     width = max(map(len, lists))
     padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)

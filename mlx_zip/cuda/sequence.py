@@ -56,7 +56,7 @@ def make_sequence_start(
 
 @dataclass(frozen=True)
 class ReadDraft:
-    """A draft of K ids that the body has read. outputs [K + 1, D]: for the id before the draft, then for each of its ids.
+    """A draft of K ids that the body has read. outputs [K + 1, D]: of the id before the draft, then of each of its ids.
 
     The draft's keys and values follow those of the sequence's log in the KV cache. The cache's length includes them
     while the draft is in use, so that steps of other sequences do not overwrite them.

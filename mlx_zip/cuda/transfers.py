@@ -83,7 +83,7 @@ def copy_to_device(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class StagingBuffers:
-    """Two pinned buffers through which a tensor is copied in pieces, so that no pinned copy of all of it is needed.
+    """Two pinned buffers through which a tensor is copied in pieces, so that neither side needs a second whole copy.
 
     While the device copies one piece, the host copies the other. size: bytes of the tensor.
     """
