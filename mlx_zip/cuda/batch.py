@@ -2,11 +2,11 @@
 
 A step has four parts, so that the device works while the host does: `choose_ids` (the head; ids stay on the device),
 `start_body` (the body over these ids), `wait_for_ids` (waits for the ids only) and `update_codebooks` (the codebooks
-read the ids, and the rows of new entries are made). Body, head and the making of rows are pieces of work at fixed
-addresses (`mlx_zip.cuda.graphs`).
+read the ids, and the rows of new entries are made). Body, head and the making of rows work on tensors at fixed
+addresses, so that CUDA graphs can hold them (`mlx_zip.cuda.graphs`).
 
-A draft (`mlx_zip.engine.drafts`) is read in `update_codebooks`, in one call of the body with the id before it. While
-its ids are chosen, the body's outputs are at hand and the body need not run.
+A draft (`mlx_zip.engine.drafts`) is read in `update_codebooks`, in one call of the body with the id before the draft.
+As long as the chosen ids are those of the draft, their outputs are known and the body does not run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Batch:
         self._new_rows: NewEntryRows | None = None
         if config is not None and model.store is not None:
             self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, config.merge_size, max_sequences)
-        # of each sequence: the body's output for its last id, its chosen id, and its positions if base ids count
+        # per sequence: the body's output for the last id, the chosen id, and positions used if positions count base ids
         self._outputs = torch.zeros((max_sequences, model.width), dtype=model.dtype, device=device)
         self._chosen_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._positions_used = torch.zeros(max_sequences, dtype=torch.int64, device=device)
@@ -63,7 +63,7 @@ class Batch:
         self._steps_sent = [0] * max_sequences
         self._download = Download(max_sequences, device)
         self._sequences: list[SequenceState] = []
-        self._postponed = False  # whether the body runs when the ids are known
+        self._postponed = False  # whether the body runs in `update_codebooks`, when the ids are known
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -81,7 +81,6 @@ class Batch:
         return self._add_sequence(self.model.sequence_start(pack))
 
     def _add_sequence(self, begin: SequenceStart) -> int:
-        """Adds a sequence and returns its row. Raises `ModelError` if there is no room."""
         row = len(self._sequences)
         if row == self.max_sequences:
             raise ModelError(f"the batch has room for {self.max_sequences} sequence(s), and all are taken")
@@ -97,7 +96,7 @@ class Batch:
         return row
 
     def remove(self, row: int) -> None:
-        """Removes a sequence; the last row moves to its place. Call it between two steps, before `choose_ids`."""
+        """Removes a sequence; the last row's sequence moves to `row`. Call it between steps, before `choose_ids`."""
         last = self._sequences.pop()
         end = len(self._sequences)
         if row != end:
@@ -109,7 +108,7 @@ class Batch:
         self.kv.trim_row(end, 0)
 
     def book(self, row: int) -> Codebook:
-        """Returns a sequence's codebook; without hypertokens one of no slots, which keeps the log only."""
+        """Returns a sequence's codebook; without hypertokens it has no slots and keeps the log only."""
         return self._sequences[row].book
 
     def room_left(self, row: int) -> int:
@@ -119,11 +118,11 @@ class Batch:
     # ---- reading, trimming, keeping
 
     def read(self, row: int, ids: Any, more: bool = False) -> None:
-        """Reads ids, base ids and hypertokens, into a sequence, which can choose then.
+        """Reads base ids and hypertokens into a sequence; after that `choose_ids` chooses the sequence's next id.
 
-        more: whether further ids follow, so that it cannot choose yet. If something raises, the sequence is as before
-        but cannot choose until it has read again. Raises `CodecError` for an illegal id, `ModelError` for more ids than
-        there is room for.
+        more: whether further ids follow, so that no id can be chosen yet. After an error the sequence is as before, but
+        it must read again before its next id can be chosen. Raises `CodecError` for an illegal id, `ModelError` for no
+        ids or more than there is room for.
         """
         sequence, ids = self._sequences[row], as_ids(ids)
         mark = sequence.book.mark()
@@ -141,7 +140,7 @@ class Batch:
         sequence.can_choose, sequence.has_chosen = not more, False
 
     def trim(self, row: int, length: int) -> None:
-        """Keeps the first `length` ids of a sequence, which cannot choose until it has read again.
+        """Trims a sequence to its first `length` ids; it must read again before its next id can be chosen.
 
         Raises `CodecError` for more ids than there are.
         """
@@ -154,7 +153,7 @@ class Batch:
     def snapshot(self, row: int) -> Snapshot:
         """Returns a copy of a sequence on the host. Call it after `read` or `update_codebooks`, before `choose_ids`.
 
-        Raises `ModelError` for a sequence that was not read again to its end, so that keys are missing.
+        Raises `ModelError` if reading the sequence again has failed, so that keys are missing.
         """
         sequence = self._sequences[row]
         if sequence.frequency_set is None:
@@ -194,11 +193,11 @@ class Batch:
     # ---- a step
 
     def choose_ids(self, chooser: ChooseIds | None = None, logits: bool = True) -> None:
-        """Chooses the next id of every sequence that has one to choose; the ids stay on the device.
+        """Chooses the next id of every sequence whose last output is known; the ids stay on the device.
 
-        chooser: called with the head's output of all rows, logits [B, W] included; returns ids [B] int64 on the device,
-        of which those of sequences that cannot choose are not used. None takes the best ids. logits: False
-        for a chooser that needs none. May be called again before `start_body`.
+        chooser: called with the head's output of all rows, logits [B, W] included; returns ids [B] int64 on the device.
+        Ids of the other sequences are ignored. None takes the best ids. logits: False for a chooser that needs no
+        logits. May be called again before `start_body`.
         """
         if not self._sequences:
             return
@@ -228,7 +227,7 @@ class Batch:
         return self.model.head(self._outputs[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
 
     def _send_steps(self, steps: list[int]) -> None:
-        """Sends the device which sequences step [max_sequences], if that has changed."""
+        """Sends `steps`, 1 for each sequence that steps and 0 for others, to the device if they have changed."""
         if steps != self._steps_sent:
             self._steps.send(np.array(steps, np.int64))
             self._steps_sent = steps
@@ -236,8 +235,8 @@ class Batch:
     def start_body(self, wait: bool = False) -> None:
         """Starts the body over the ids that were chosen last. Raises `ModelError` if a sequence has no room for its id.
 
-        wait: whether drafts may follow the ids; then the body runs in `update_codebooks`, as it does where an id may be
-        one of a draft or make LongRoPE switch.
+        wait: True postpones the body to `update_codebooks`, because drafts may follow the ids. The body is also
+        postponed if an id may be part of a draft or may make LongRoPE switch its factors.
         """
         for row, sequence in enumerate(self._sequences):
             if sequence.has_chosen and not self.room_left(row):
@@ -256,7 +255,7 @@ class Batch:
     def _run_body(self, size: int) -> None:
         """Runs the body over the chosen ids of the first `size` rows. Sequences that do not step stay as they are.
 
-        Such a sequence gets a key and a value behind the end of its cache, which its next id overwrites.
+        They get a key and a value behind the end of their caches, which their next ids overwrite.
         """
         ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.slice_rows(0, size)
         positions = kv.lengths
@@ -267,16 +266,16 @@ class Batch:
         self.model.decoder.step(h, positions, kv, steps, self._outputs[:size])
 
     def wait_for_ids(self) -> list[int]:
-        """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""
+        """Waits for the ids that were chosen last and returns them by row, arbitrary for rows that do not step."""
         return self._download.wait(len(self))
 
     def update_codebooks(self, ids: Sequence[int], drafts: Mapping[int, Draft] | None = None) -> dict[int, Exception]:
         """Reads the chosen ids into the codebooks and makes the rows of new entries. Returns errors by row.
 
-        drafts: by row, the proposed ids that the body reads after the chosen id; `start_body` was called with `wait`
-        then. A sequence whose draft goes on with the chosen id must have none. A sequence with an error has not read
-        its id, and cannot choose until it has read again. The others go on. Errors are a `CodecError` for an illegal
-        id, and PyTorch's, for example of too little memory.
+        drafts: by row, the proposed ids that the body reads after the chosen id; needs `start_body(wait=True)`. A
+        sequence whose current draft continues with the chosen id must have no new draft. A sequence with an error has
+        not read its id and must read again before its next id can be chosen; other sequences are not affected. Errors
+        are a `CodecError` for an illegal id, and PyTorch's, for example out of memory.
         """
         errors: dict[int, Exception] = {}
         new: list[tuple[int, Installed]] = []
@@ -301,9 +300,9 @@ class Batch:
         return errors
 
     def _push_id(self, sequence: SequenceState, id_: int) -> tuple[bool, Installed]:
-        """Reads an id; returns whether it had a row when the body ran, and the entry that it installs, if any.
+        """Pushes an id; returns whether the id had a row when the body ran, and the entry that it installs, if any.
 
-        It had none if it is a hypertoken that is installed by being read (LZW's KwKwK). Raises `CodecError`.
+        Only a hypertoken whose entry is installed by that same id has no row (LZW's KwKwK). Raises `CodecError`.
         """
         known = id_ < self.model.layout.hyper_id(len(sequence.book))
         entry, sequence.has_chosen = sequence.book.push(id_), False
@@ -314,7 +313,7 @@ class Batch:
         self.trim(row, length)
 
     def _make_new_rows(self, new: Sequence[tuple[int, Installed]], errors: dict[int, Exception]) -> None:
-        """Makes the rows of entries that a step has installed, at most one in each sequence. errors: added to."""
+        """Makes the rows of entries that a step has installed, at most one per sequence. errors: gets errors by row."""
         if not new or self._new_rows is None:
             return
         try:
@@ -361,26 +360,25 @@ class Batch:
             self._record_error(row, sequence.book.mark() - 1, error, errors)
 
     def _may_switch_frequencies(self, sequence: SequenceState) -> bool:
-        """Returns whether a sequence's next id may need another set of rotary frequencies than it has."""
-        last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # of the longest id
+        """Returns whether a sequence's next id may need another set of rotary frequencies than its keys have."""
+        last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # if the id is the longest
         return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
     # ---- drafts
 
     def draft(self, row: int) -> Draft | None:
-        """Returns the draft of which a sequence's next id may be one, None for none."""
+        """Returns the draft that a sequence's next id may continue, None if there is none."""
         ahead = self._sequences[row].ahead
         return None if ahead is None else ahead.draft
 
     def draft_room(self, row: int) -> int:
-        """Returns how many ids may be proposed after a sequence's next id, none if that may make LongRoPE switch.
+        """Returns how many ids may be proposed after a sequence's next id; 0 if that id may make LongRoPE switch.
 
-        One place of the KV cache stays free after the draft, because steps of other sequences write to it.
+        One slot of the KV cache stays free after the draft, because steps of other sequences write to it.
         """
         return 0 if self._may_switch_frequencies(self._sequences[row]) else max(0, self.room_left(row) - 2)
 
     def _drop_draft(self, row: int) -> None:
-        """Forgets a sequence's draft, if it has one."""
         sequence = self._sequences[row]
         if sequence.ahead is not None:
             sequence.ahead = None
@@ -388,9 +386,9 @@ class Batch:
             self._positions_used[row] = sequence.position_count(self._by_base_ids)
 
     def _follow_draft(self, row: int, sequence: SequenceState, id_: int) -> bool:
-        """Takes the output after an id from the sequence's draft. If the id is not the next one there, the draft ends.
+        """Returns whether an id is the next one of the sequence's draft, and then takes its output from the draft.
 
-        Returns whether it is.
+        Drops the draft if the id is another one.
         """
         ahead = sequence.ahead
         if ahead is None:
@@ -402,13 +400,13 @@ class Batch:
         return False
 
 
-# ---- rows that keep their identity while the batch moves them, and that may be given up at any time
+# ---- handles of rows, which stay valid while the batch moves rows, and may be released at any time
 
 
 class RowHandle:
     """What one request owns: a row of a batch, and after `RowHandles.release` at most a snapshot of that row.
 
-    row: -1 after it was released. books: the request's codebook.
+    row: -1 after it was released. books: a list of the request's one codebook.
     """
 
     def __init__(self, row: int, book: Codebook) -> None:
@@ -417,7 +415,7 @@ class RowHandle:
 
     @property
     def book(self) -> Codebook:
-        """The request's codebook; without hypertokens one of no slots, which keeps the log only."""
+        """The request's codebook; without hypertokens it has no slots and keeps the log only."""
         return self.books[0]
 
 
@@ -437,7 +435,7 @@ class RowHandles:
         return self._new_handle(self.batch.add(start))
 
     def restore(self, snapshot: Snapshot, ids: int) -> RowHandle:
-        """Adds a row that holds the first `ids` ids of a snapshot, and returns its handle. It must read to choose."""
+        """Adds a row with the first `ids` ids of a snapshot; it must read before it can choose. Returns its handle."""
         return self._new_handle(self.batch.restore(snapshot.truncated(ids)))
 
     def _new_handle(self, row: int) -> RowHandle:
@@ -452,7 +450,7 @@ class RowHandles:
         return row_handle.snapshot
 
     def release(self, row_handle: RowHandle) -> None:
-        """Gives up a row, now or as soon as rows may be moved; does nothing if it was released before."""
+        """Removes a row, now or as soon as rows may be moved; does nothing if it was released before."""
         if row_handle.row < 0 or row_handle in self._postponed:
             return
         if self.rows_locked:
@@ -461,7 +459,7 @@ class RowHandles:
             self._remove_row(row_handle)
 
     def release_postponed(self) -> None:
-        """Unlocks the rows after a step, and gives up those that were released meanwhile."""
+        """Unlocks the rows after a step, and removes those that were released meanwhile."""
         self.rows_locked = False
         for row_handle in self._postponed:
             self._remove_row(row_handle)

@@ -1,4 +1,4 @@
-"""Devices and their memory: what is free, whether something fits before it is allocated, and how fast it is read."""
+"""Finds devices, checks their free memory before an allocation, and measures their memory bandwidth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_zip.errors import ModelError, first_message_line
 def find_device(name: str | torch.device | None = None) -> torch.device:
     """Returns a device; None is the current CUDA card, or the CPU where there is none. Raises `ModelError`.
 
-    A card that is named becomes the thread's current one.
+    A named card becomes the current one of the calling thread.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,7 +65,7 @@ def raise_if_dtype_unsupported(dtype: torch.dtype, device: torch.device) -> None
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that can still be allocated on a card; None for the CPU, whose system decides."""
+    """Returns the bytes that can still be allocated on a card; None for a CPU."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -79,12 +79,12 @@ def tensor_bytes(values: Any) -> int:
 
 
 def host_memory_bytes() -> int:
-    """Returns the bytes of this machine's memory."""
+    """Returns the bytes of this machine's physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def as_out_of_memory_error(error: torch.OutOfMemoryError) -> ModelError:
-    """Returns the error to show to users for PyTorch's own, in one line that says what to do."""
+    """Returns a one-line error for users that says what to do about PyTorch's out-of-memory error."""
     return ModelError(
         f"{first_message_line(error)}: use a smaller model or a quantized one, or fewer requests at a time"
     )
@@ -99,16 +99,17 @@ def raise_if_no_room(what: str, needed: int, device: torch.device) -> None:
 
 # ---- how many steps per second the memory allows
 
-PRODUCTS = 8  # of a trial on a card: several hide the time of a launch
+PRODUCTS = 8  # per trial on a card: with several, the time of a launch does not count
 TRIALS = 6
-LIMIT_S = 0.5  # no further trial begins after it
+LIMIT_S = 0.5  # after this time no further trial begins
 _measured: dict[torch.device, float] = {}  # bytes per second, measured once in this process
 
 
 def measure_ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
-    """Returns the ceiling of a model whose steps read so many bytes, None if there is no memory to measure with.
+    """Returns the upper bound on steps per second of a model that reads `step_bytes` bytes of weights per step.
 
-    Call it in the engine's thread. The first call measures the device's bandwidth for up to a second.
+    None if too little memory is free to measure with. Call it in the engine's thread. The first call measures the
+    device's bandwidth, for up to a second.
     """
     if device not in _measured:
         free = free_bytes(device)
@@ -119,10 +120,10 @@ def measure_ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
 
 
 def measure_read_speed(device: torch.device, side: int, limit_s: float = math.inf) -> float:
-    """Measures the bytes per second that a device reads in matrix-vector products, as `mlx_zip.device.bandwidth` does.
+    """Returns the bytes per second that a device reads in matrix-vector products, as `mlx_zip.device.bandwidth` does.
 
-    side: of the float32 matrix that is read; little else is read, and next to nothing is written. The fastest of
-    `TRIALS` trials counts, after one that warms up; no further one begins after limit_s seconds.
+    side: rows and columns of the float32 matrix. After one warm-up, the fastest of up to `TRIALS` trials counts; no
+    trial but the first begins after `limit_s` seconds.
     """
     ends = time.perf_counter() + limit_s
     matrix = torch.rand((side, side), device=device)
@@ -136,10 +137,9 @@ def measure_read_speed(device: torch.device, side: int, limit_s: float = math.in
 
 
 def _time_products(matrix: torch.Tensor, count: int) -> float:
-    """Multiplies a matrix with its first row `count` times, and returns the seconds by the clock of a card.
+    """Returns the seconds of `count` products of a matrix with its first row; on a card, by the card's clock.
 
-    The host's first launch and its wait do not count. Waits for these products only: a wait for the whole card would
-    break graphs that other threads capture.
+    Waits for these products only: a wait for the whole card would break graphs that other threads capture.
     """
     vector = matrix[0]
     if matrix.device.type != "cuda":

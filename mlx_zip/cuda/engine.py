@@ -51,14 +51,14 @@ DEFAULT_SESSIONS = SessionOptions()
 
 
 class CudaEngine(ThreadedEngine):
-    """An engine on PyTorch. load: returns model and tokenizer. make_store: see `open_cuda_engine`."""
+    """An engine on PyTorch. load: returns model and tokenizer. Other arguments are those of `ThreadedEngine`."""
 
     def _make_served(self, load: Callable[[], tuple[CudaModel, Any]], name: str) -> CudaServed:
         torch.set_grad_enabled(False)  # in this thread
         try:
             model, self.tokenizer = load()
             self._device = model.device
-            make_current(model.device)  # in this thread too; another one may have loaded it
+            make_current(model.device)  # in this thread too; another thread may have loaded the model
             return CudaServed(model, self.tokenizer, name, self._options)
         except torch.OutOfMemoryError as error:
             raise as_out_of_memory_error(error) from error
@@ -74,10 +74,10 @@ class CudaEngine(ThreadedEngine):
         return RowScorer(served.model).score_in_parts(row, closed, top=top)
 
     def _kv_bound(self, served: CudaServed) -> None:
-        """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""
+        """Returns None: each request has its own fixed part of the KV caches, so requests do not compete for room."""
 
     def _memory_figures(self) -> dict[str, int]:
-        """Returns the tensors' bytes; on a CPU, where PyTorch does not count them, the process's peak only."""
+        """Returns the bytes of PyTorch's tensors on a card; on a CPU only the peak of the process."""
         if self._device.type != "cuda":
             return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
         return {
@@ -117,9 +117,9 @@ def open_cuda_engine(
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
 
     device: None for the one that `device_from_environment` returns. dtype: see `read_folder`. tokenizer_config:
-    `chat_template` only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request
-    has an equal part. draft: as in `RunOptions`. sessions: bounds of the kept sessions, None to keep none. Other
-    options are those of `mlx_zip.engine.mlx.mlx_engine.open_engine`.
+    `chat_template` only. max_kv_bytes: of all requests' KV caches, which have equal parts; None for 70% of a card's
+    free memory or 25% of a CPU's memory. draft: as in `RunOptions`. sessions: limits of the kept sessions, None to keep
+    none. Other options are those of `mlx_zip.engine.mlx.mlx_engine.open_engine`.
     """
     where = device_from_environment() if device is None else device
 
@@ -147,8 +147,8 @@ def make_session_store(served: CudaServed, options: SessionOptions) -> SessionSt
 def device_from_environment(needs_card: bool = False) -> torch.device:
     """Returns the device to run on: the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else a card, else the CPU.
 
-    needs_card: whether only the variable may choose the CPU. Raises `ModelError` with the reason if there is no usable
-    card, `ConfigError` for a wrong name in the variable.
+    needs_card: True allows the CPU only if the variable names it. Raises `ModelError` with the reason if there is no
+    usable card, `ConfigError` for a wrong name in the variable.
     """
     asked = os.environ.get(DEVICE_VARIABLE) or None
     if asked not in (None, "cpu", "gpu"):
@@ -174,15 +174,15 @@ def tokenizer_with_options(model: CudaModel, config: Mapping[str, Any], trust_re
 # ---- the model that an engine serves; used in the engine's thread only
 
 CARD_KV_SHARE = 0.7  # of a card's free memory, for the KV caches of all requests
-HOST_KV_SHARE = 0.25  # of a CPU's memory; caches take what their ids fill
+HOST_KV_SHARE = 0.25  # of a CPU's memory; memory is taken only as ids fill the caches
 MIN_REQUEST_IDS = 16  # ids that a request must have room for
 
 
 class CudaServed:
-    """A loaded model and the batch that its requests are rows of.
+    """A loaded model and the batch whose rows are its requests.
 
-    The names without a docstring are those of `mlx_zip.engine.parts.Served`; a cache is a row of the batch. Raises
-    `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
+    `mlx_zip.engine.parts.Served` describes names without a docstring; a cache is the `RowHandle` of a row of the batch.
+    Raises `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
     """
 
     machines, batches = None, False
@@ -204,7 +204,7 @@ class CudaServed:
         ahead = model.device.type == "cuda" if self.options.ahead is None else self.options.ahead
         pad_id = 0 if config is None else config.pad_id
         self.group = CudaGroup(self.row_handles, pad_id, ahead)
-        self.weight_bytes = 0  # groups are never merged, which this figure is for
+        self.weight_bytes = 0  # used only to decide on merging groups, of which there is one here
         self.facts = self._model_facts()
         self.info = engine_info(name, model.fingerprint, self.facts)
         self._warm_up()
@@ -223,16 +223,16 @@ class CudaServed:
         return capacity
 
     def _warm_up(self) -> None:
-        """Takes a step: a model that cannot run fails when it is loaded, and the first requests find it warm.
+        """Takes a step, so that a model that cannot run fails at loading, and kernels are ready for the first request.
 
-        On a card that is done with 1, 2, 4, ... requests, each of which has kernels and CUDA graphs of its own.
+        On a card this takes a step with 1, 2, 4, ... requests: each number has its own kernels and CUDA graphs.
         """
         batch, row_handles = self.row_handles.batch, list[RowHandle]()
         for count in range(1, 1 + (batch.max_sequences if self.model.device.type == "cuda" else 1)):
             row_handles.append(self.new_cache(None))
             batch.read(
                 row_handles[-1].row, [(self.vocab_size // 2 + count) % self.vocab_size]
-            )  # so each makes a new entry
+            )  # different ids, so that each request installs a new entry
             if count == batch.max_sequences or not count & (count - 1):
                 batch.choose_ids(lambda head: head.best)  # with logits
                 batch.choose_ids()
@@ -260,7 +260,7 @@ class CudaServed:
         return self.row_handles.add(start)
 
     def state_of(self, cache: RowHandle) -> RowHandle:
-        """Returns what has the codebook: the row handle itself."""
+        """Returns the row handle itself, which has the codebook."""
         return cache
 
     def make_draws(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:
@@ -296,9 +296,9 @@ class CudaServed:
         """Does nothing: there is no draft model."""
 
     def free_unused(self) -> None:
-        """Does nothing: the batch has all its memory from the beginning."""
+        """Does nothing: the batch allocates all its memory when it is made."""
 
     def settle(self) -> None:
-        """Keeps what passes cost, as far as drafts needed it."""
+        """Writes the measured costs of passes to their file if drafts are on."""
         if self.options.draft != "off":
             self._cost_file.save()

@@ -33,14 +33,14 @@ def load_evaluated(
     codebook_size: int | None = None,
     row_store: None = None,
 ) -> tuple[EvaluatedModel, Any]:
-    """Returns a model and its tokenizer, as `mlx_zip.load` does. row_store: has no meaning here."""
+    """Returns a model and its tokenizer, as `mlx_zip.load` does. row_store: ignored."""
     dtype = "float32" if device.type == "cpu" else None
     model = open_model(folder, device, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
     return EvaluatedModel(model), tokenizer_with_options(model, {}, trust_remote_code)
 
 
 class EvaluatedModel:
-    """A model on PyTorch with what `mlx_zip.evaluation` asks of a model. layout, config: None for a plain model."""
+    """A model on PyTorch with the names that `mlx_zip.evaluation` uses. layout, config: None without hypertokens."""
 
     def __init__(self, model: CudaModel) -> None:
         self._model, self.config, self.fingerprint = model, model.config, model.fingerprint
@@ -59,7 +59,7 @@ class EvaluatedModel:
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
 
     def close(self) -> None:
-        """Frees what texts were written with."""
+        """Closes the engine that `stream` has opened, if any."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -71,7 +71,7 @@ class EvaluatedModel:
     def score_next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
         """Returns the log-probabilities float64 [k] of k base ids, each as the one that follows a whole row.
 
-        The row ends a part: canonical decoding forbids no id there.
+        The row's end is the end of a part (see `Compressed.breaks`), so canonical decoding forbids no id there.
         """
         return self._scorer.score_next_ids(row, ids)
 
@@ -84,7 +84,7 @@ class EvaluatedModel:
         pack: Pack | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """Yields (index of the prompt, response) as `stream_batch` does. seed: of the first prompt; each adds one.
+        """Yields (index of the prompt, response) as `stream_batch` does. seed: of the first prompt, then plus 1 each.
 
         pack: what every codebook begins with. options: `max_tokens`, `stop` and sampling options.
         """

@@ -1,10 +1,10 @@
 """CUDA graphs: a piece of a step is captured once and then replayed with one call. On a CPU it runs as it is.
 
-A piece is captured for 1, 2, 4, 8, ... sequences. The host gives it a few integers through pinned memory and waits for
-one thing per step: the ids. What a graph cannot hold happens after they are known: a sequence whose LongRoPE factors
-switch is read again from its log, and where an id installs the entry that it stands for (LZW's KwKwK), the body of its
-sequence runs again. A sequence that does not step stays in the batch as a row whose counters do not move; the body
-writes a key behind its end, which its next id writes over.
+A piece is captured for 1, 2, 4, 8, ... sequences. Per step, the host sends a few integers through pinned memory and
+waits only for the chosen ids. Work that a graph cannot hold runs after the ids are known: a sequence whose LongRoPE
+factors switch is read again from its log, and if an id installs the entry that it stands for (LZW's KwKwK), the body
+runs again for that sequence. A sequence that does not step stays in the batch, and its counters do not change; the body
+writes a key behind its end, which its next id overwrites.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _capturing = Lock()  # a capture begins with a wait for the whole card, which wo
 class Graphs:
     """Captured pieces of work on one device, by key.
 
-    A piece reads and writes tensors that stay where they are, and reads nothing on the host. Run twice, it gives the
-    same result, except for the tensors that `run` gets as `keep`. All graphs share one memory pool: they are replayed
-    on one stream, and what a piece returns is held here, so no graph writes to another one's results.
+    A piece reads and writes tensors at fixed addresses, and reads nothing on the host. Running it twice gives the same
+    result, except in the tensors that `run` gets as `keep`. All graphs share one memory pool: they are replayed on one
+    stream, and their results are held here, so no graph overwrites another one's results.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._captures = device, device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
-        # one for warming up and for capturing: cuBLAS has a workspace for each stream, which it must not lay out inside
+        # for warm-up and capture: cuBLAS allocates a workspace per stream, which it must not do during a capture
         self._side = torch.cuda.Stream(device) if self._captures else None
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
 
     def run(self, key: Hashable, work: Callable[[], Result], keep: Sequence[torch.Tensor] = ()) -> Result:
         """Runs a piece of work on the current stream and returns its result; on a card always the same tensors.
 
-        key: names the piece; equal keys mean equal work on the same tensors. keep: small tensors that the work changes
-        and reads, such as counters; warming up does not change them.
+        key: names the piece; equal keys mean equal work on the same tensors. keep: small tensors that the work reads
+        and changes, such as counters; they are restored after each warm-up run.
         """
         if not self._captures:
             return work()

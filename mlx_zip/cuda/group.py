@@ -1,8 +1,8 @@
 """`CudaGroup`: all requests that take steps, as rows of one batch; and the reading of their prompts.
 
 A step has the parts that `mlx_zip.engine.mlx.group` describes. There is one group only, which requests join when their
-prompts have been read, so nothing is ever merged or split. Where a request may have a draft, the bodies of all of them
-wait for the ids, so that one call of the body may read the drafts too.
+prompts have been read, so nothing is ever merged or split. If any request may have a draft, the body waits until the
+host knows the chosen ids of all requests, so that one call of the body can read the drafts too.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CudaGroup:
         self.requests: list[Request] = []
         self._ahead = ahead
         self._row_handles, self._batch, self._pad_id = row_handles, row_handles.batch, pad_id
-        self._chosen: list[Request] = []  # requests whose next ids were chosen and not followed
-        self._ids: list[int] = []  # of all rows
+        self._chosen: list[Request] = []  # requests whose chosen ids the codebooks have not read yet
+        self._ids: list[int] = []  # the chosen ids, by row
         self._chooser: _RowChooser | None = None
-        self._must_wait = False  # whether `finish` must choose
+        self._must_wait = False  # whether `finish` chooses the next ids, because a request has a constraint
         self._waits = False  # whether the body has to wait for the ids, because drafts may follow them
         self._clock = PassClock()
 
@@ -71,7 +71,7 @@ class CudaGroup:
     # ---- one step
 
     def begin(self) -> None:
-        """Does nothing: the body has begun when the ids were chosen."""
+        """Does nothing: the body was started when the ids were chosen."""
 
     def read(self) -> None:
         self._ids = self._batch.wait_for_ids() if self._chosen else []
@@ -89,7 +89,7 @@ class CudaGroup:
                 request.error = error
 
     def _time_pass(self) -> None:
-        """Notes how long the pass took from which the ids were chosen that have just been read."""
+        """Records the time of the pass whose chosen ids have just been read."""
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
         self._clock.note_read(costs, 0 if costs is None else self.length)
@@ -101,7 +101,7 @@ class CudaGroup:
         return chosen
 
     def settle(self) -> list[Request]:
-        """Has the codebooks read the chosen ids; takes out the requests that have ended or failed, and returns them."""
+        """Reads the chosen ids into the codebooks; removes and returns the requests that have ended or failed."""
         if self._chosen:
             self._update_codebooks()
         self._row_handles.release_postponed()
@@ -133,7 +133,7 @@ class CudaGroup:
             self._chosen.remove(request)  # it has not read its id
 
     def _propose(self) -> dict[int, Draft]:
-        """Returns by row what may come after the chosen ids. Drafts that these ids do not go on with are over."""
+        """Returns new drafts by row, for the ids after the chosen ones. Ends drafts whose next id was not chosen."""
         reading = list[Request]()
         for request in self._chosen:
             row = request.cache.row
@@ -153,11 +153,10 @@ class CudaGroup:
         return {row: draft for row, draft in zip(rows, drafts, strict=True) if draft is not None}
 
     def _draft_room(self, request: Request) -> int:
-        """Returns how many ids may be proposed to a request."""
         return 0 if request.error is not None else self._batch.draft_room(request.cache.row)
 
     def _expects_drafts(self) -> bool:
-        """Returns whether drafts may have the requests' next ids or follow them."""
+        """Returns whether the next id of any request may be part of a draft or be followed by one."""
         if not any(request.drafter for request in self.requests):
             return False
         drafters = [request.drafter if self._draft_room(request) else None for request in self.requests]
@@ -166,9 +165,9 @@ class CudaGroup:
         return expects_draft(drafters, self.length)
 
     def _release_row(self, request: Request, has_read: bool) -> None:
-        """Gives up a request's row, and keeps a snapshot of it if the request is to be kept.
+        """Releases a request's row, after taking a snapshot if the request's session is to be kept.
 
-        has_read: whether the row has read the last chosen id, which was not delivered if the request was cancelled.
+        has_read: whether the row has read the last chosen id, which a cancelled or failed request has not delivered.
         """
         row_handle = request.cache
         if request.error is not None and not isinstance(request.error, MlxZipError):
@@ -185,7 +184,7 @@ class CudaGroup:
             self._row_handles.release(row_handle)
 
     def launch(self) -> None:
-        """Starts the choice of the next ids, unless a constraint must look at them one by one."""
+        """Chooses the next ids, unless a constraint must check them; then `finish` does."""
         self._must_wait = any(request.submission.constraint is not None for request in self.requests)
         if not self._must_wait:
             self._choose_next_ids()
@@ -197,7 +196,7 @@ class CudaGroup:
     def _choose_next_ids(self) -> None:
         """Chooses the next id of every request and starts the body over them; the ids stay on the device.
 
-        So the device has work while the host delivers the ids before them.
+        So the device has work while the host delivers the previous ids.
         """
         plain = all(request.takes_best_id for request in self.requests)
         self._chooser = (
@@ -210,7 +209,7 @@ class CudaGroup:
         self._batch.start_body(self._waits)
 
     def drop(self) -> None:
-        """Gives up the requests' rows, after a step has failed."""
+        """Removes all requests and releases their rows, after a step has failed."""
         requests, self.requests, self._chosen, self._chooser, self._must_wait = self.requests, [], [], None, False
         for request in requests:
             self._row_handles.release(request.cache)
@@ -220,7 +219,7 @@ class CudaGroup:
 
     @property
     def length(self) -> int:
-        """Ids of the longest request."""
+        """Number of ids that the longest request holds."""
         return max(request.held_ids for request in self.requests)
 
     def key(self) -> None:
@@ -236,7 +235,7 @@ class CudaGroup:
 
 
 class CudaReading:
-    """A request whose prompt is being read. group: what the request joins then."""
+    """A request whose prompt is being read. group: the group that the request joins after that."""
 
     def __init__(self, row_handles: RowHandles, group: CudaGroup, request: Request) -> None:
         self.request = request
@@ -254,7 +253,7 @@ class CudaReading:
         return None
 
     def read(self, at_most: int, others: Sequence[object] = ()) -> tuple[int, CudaGroup | None]:
-        """Reads up to `at_most` ids. Returns how many, and at the end the group that the request has joined.
+        """Reads up to `at_most` ids of the prompt. Returns their number, and after the last id the group, else None.
 
         Raises `PromptTooLongError` if the batch has no room for the prompt and an answer, and what the model raises.
         """
@@ -273,10 +272,10 @@ class CudaReading:
 
 
 class _RowChooser:
-    """What a batch calls with the head's output; afterwards it has the log-probabilities that were asked for.
+    """Chooses an id for each row from the head's output, and holds the log-probabilities that requests asked for.
 
-    requests: by row; rows without one get the best id. pad_id: an id that canonical decoding never excludes. A row
-    whose own work raises gets the exception as its request's `error`, and any id.
+    requests: by row; a row without a request gets the best id. pad_id: an id that canonical decoding never excludes. If
+    choosing for one row raises, that row gets an arbitrary id, and the exception becomes its request's `error`.
     """
 
     def __init__(self, requests: Mapping[int, Request], pad_id: int) -> None:
@@ -284,7 +283,7 @@ class _RowChooser:
         self._top_logprobs: dict[int, _TopLogprobs] = {}
 
     def __call__(self, head: HeadOutput) -> torch.Tensor:
-        """Returns ids [B] int64 for a head with logits."""
+        """Returns ids [B] int64 for the output of a head, which must have logits."""
         assert head.logits is not None
         ids, searches = head.best.clone(), dict[int, _ConstraintSearch]()
         for row, request in self._requests.items():
@@ -323,15 +322,15 @@ class _RowChooser:
             self._top_logprobs[row] = _TopLogprobs(logits.log_softmax(1), ids[row : row + 1], top)
 
     def chosen(self, row: int, id_: int) -> Chosen:
-        """Returns what was chosen for a row, of which the host has the id by now."""
+        """Returns the choice for a row, given its id, which the host has received by now."""
         found = self._top_logprobs.get(row)
         return Chosen(id_) if found is None else found.wait(id_)
 
 
 class _TopLogprobs:
-    """The log-probabilities of one row's best ids, on their way to the host. logprobs [1, W]; id_ [1]: the chosen one.
+    """Copies the log-probabilities of one row's best ids to the host, in the background.
 
-    top: how many ids were asked for.
+    logprobs [1, W]; id_ [1]: the chosen id. top: number of best ids.
     """
 
     def __init__(self, logprobs: torch.Tensor, id_: torch.Tensor, top: int) -> None:

@@ -1,10 +1,10 @@
 """Hyper rows on the device: the store of encoded rows that all requests share, a batch's tables, and new entries' rows.
 
-The store keeps the rows of entries that were encoded, both sides together, up to a number of bytes; the least recently
-used ones leave first. A batch's tables hold the rows of each sequence by slot, as the kernels read them.
+The store keeps encoded rows, both sides of an entry together, up to a number of bytes; the least recently used entries
+are evicted first. A batch's tables hold the rows of each sequence by slot, as the kernels read them.
 
 Every sequence has tables of its own, unlike on MLX: addresses must not change, and the kernels read installed rows
-only. What sequences share is the store, from which known rows are copied.
+only. All sequences share the store, from which known rows are copied into the tables.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ EncodeEntries = Callable[
 class RowStore:
     """Rows of entries by their base ids, on the device: `pool` [places, sides, D].
 
-    sides: 1 where an entry's input row and output row are one, else 2 (output, input). Holds at least
-    `ENTRIES_PER_PASS` rows, whatever `limit`, in bytes, says. Raises `ModelError` naming needed and free bytes.
+    sides: 1 where an entry's input row and output row are one, else 2 (output, input). limit: maximum bytes, but there
+    is room for at least `ENTRIES_PER_PASS` rows. Raises `ModelError` naming needed and free bytes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RowStore:
     def find_or_claim_places(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
         """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
 
-        keys: base ids of at most `ENTRIES_PER_PASS` entries as 32-bit words. If writing fails, call `clear`.
+        keys: at most `ENTRIES_PER_PASS` results of `entry_keys`. If writing fails, call `clear`.
         """
         found, missing = [], []
         for index, key in enumerate(keys):
@@ -90,7 +90,7 @@ class RowStore:
         return parts[0] if len(parts) == 1 else torch.cat([self.pool[:0], *parts])
 
     def _find_or_encode_pass(self, entries: np.ndarray, lengths: np.ndarray, encode: EncodeEntries) -> torch.Tensor:
-        """Does what `find_or_encode` does, for at most `ENTRIES_PER_PASS` entries."""
+        """Like `find_or_encode`, for at most `ENTRIES_PER_PASS` entries."""
         places, missing = self.find_or_claim_places(entry_keys(entries, lengths))
         device = self.pool.device
         if missing:
@@ -106,9 +106,9 @@ class RowStore:
 class HyperRowTables:
     """The rows of a batch of B sequences by slot.
 
-    outputs, inputs [B, C, D]: one tensor where an entry's two rows are one. installed [B, C] bool: which slots can be
-    chosen. spans [B, before + C] int64: how many base ids each id stands for; 1 for the `before` ids before slot 0.
-    Raises `ModelError` naming needed and free bytes.
+    outputs, inputs [B, C, D]: the same tensor if an entry has one row for both sides. installed [B, C] bool: which
+    slots hold an entry. spans [B, before + C] int64: how many base ids each id stands for; 1 for the `before` ids
+    before slot 0. Raises `ModelError` naming needed and free bytes.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class HyperRowTables:
 
     @property
     def sides(self) -> tuple[torch.Tensor, ...]:
-        """The tables in the order of the store's sides: outputs, then inputs if they are others."""
+        """The tables in the order of the store's sides: outputs, then inputs unless they are the same tensor."""
         return (self.outputs,) if self.inputs is self.outputs else (self.outputs, self.inputs)
 
     def install(self, batch: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, spans: torch.Tensor) -> None:
         """Installs entries: sequences `batch` [N], slots [N], rows [N, sides, D], spans [N].
 
-        A place that is named twice must be given the same values.
+        A slot of a sequence that is named twice must get the same values both times.
         """
         for side, table in enumerate(self.sides):
             table[batch, slots] = rows[:, side]
@@ -148,11 +148,11 @@ class HyperRowTables:
 
 
 class NewEntryRows:
-    """Makes the rows of the entries that a step installs: encoded if the store has none, and put into the tables.
+    """Makes the rows of entries that a step installs: encodes those that the store lacks, and writes all to the tables.
 
-    tables: of the batch. width: S, base ids of an entry. most: sequences. At most one entry is new in each sequence.
-    Encoding and installing are two pieces of work at fixed addresses, for 1, 2, 4, 8, ... entries. Fewer entries are
-    padded with copies of the first one, which is then written several times with the same values.
+    tables: those of the batch. width: S, maximum base ids of an entry. most: maximum sequences; each installs at most
+    one entry per step. Encoding and installing are captured as CUDA graphs for 1, 2, 4, 8, ... entries. A smaller
+    number is padded with copies of the first entry, whose row is then written several times with the same values.
     """
 
     def __init__(self, store: RowStore, tables: HyperRowTables, graphs: Graphs, width: int, most: int) -> None:
@@ -164,8 +164,8 @@ class NewEntryRows:
     def install(self, new: Sequence[tuple[int, Installed]], encode: EncodeEntries) -> None:
         """Puts the rows of entries into the tables. new: pairs of a sequence's row and the one entry it has installed.
 
-        encode: called with the entries whose rows are not in the store, the same function in every call. If
-        something raises, the store is empty and the tables may lack rows.
+        encode: called with the entries that the store lacks; must be the same function in every call, because graphs
+        hold it. After an error the store is empty and the tables may lack rows.
         """
         entries = np.concatenate([entry.base_ids for _, entry in new]).astype(np.int64)
         spans = np.concatenate([entry.lengths for _, entry in new]).astype(np.int64)
@@ -181,7 +181,7 @@ class NewEntryRows:
             raise
 
     def _encode(self, encode: EncodeEntries, entries: np.ndarray, spans: np.ndarray, places: np.ndarray) -> None:
-        """Encodes entries [N, S] with lengths [N] to these places of the store."""
+        """Encodes entries [N, S] of `spans` [N] base ids each, and writes the rows to `places` [N] of the store."""
         size = graph_size(len(entries), self._most)
         inputs = self._inputs_by_size[size].encode
         inputs.send(np.concatenate([_pad_with_first(part, size).reshape(-1) for part in (entries, spans, places)]))
@@ -192,7 +192,7 @@ class NewEntryRows:
         self._store.pool[places] = encode(entries.view(size, self._width), spans)
 
     def _install(self, rows: np.ndarray, slots: np.ndarray, places: np.ndarray, spans: np.ndarray) -> None:
-        """Puts rows from places [N] of the store into slots [N] of the sequences `rows` [N]."""
+        """Copies rows from `places` [N] of the store into `slots` [N] of the sequences in `rows` [N]."""
         size = graph_size(len(rows), self._most)
         inputs = self._inputs_by_size[size].install
         inputs.send(np.concatenate([_pad_with_first(part, size) for part in (rows, slots, places, spans)]))
@@ -204,7 +204,7 @@ class NewEntryRows:
 
 
 class _GraphInputs:
-    """The integers of both pieces of work for one number of entries."""
+    """The integers that the graphs for encoding and for installing `size` entries read."""
 
     def __init__(self, size: int, width: int, device: torch.device) -> None:
         self.encode = Upload(size * (width + 2), device)
@@ -216,6 +216,6 @@ def _pad_with_first(part: np.ndarray, size: int) -> np.ndarray:
 
 
 def entry_keys(entries: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-    """Returns the base ids of each entry as 32-bit words; entries [N, S], padded, lengths [N]."""
+    """Returns a key for each entry: the bytes of its base ids as uint32. entries [N, S], padded; lengths [N]."""
     words = np.ascontiguousarray(entries, np.uint32)
     return [row[:length].tobytes() for row, length in zip(words, lengths.tolist(), strict=True)]

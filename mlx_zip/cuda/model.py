@@ -1,4 +1,4 @@
-"""A model on PyTorch: decoder, embedding, joint head, hyper-encoders, row store, and what requests begin with."""
+"""A model on PyTorch: decoder, embedding, joint head, hyper-encoders, row store, and the packs of requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mlx_zip.layout import Layout
 from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, resolve_pack
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
-MAX_KEPT_PACKS = 16  # packs named by requests whose rows stay on the device
+MAX_KEPT_PACKS = 16  # packs that requests have named; their rows are kept on the device
 NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -50,11 +50,11 @@ def open_model(
     """Returns a converted zip2zip model or a plain model.
 
     path: a folder, a bundled model's name or a hub id. device, dtype: as in `read_folder`. hypertokens: False uses the
-    decoder alone, as a plain model. pack: what requests begin with unless they name another; default: the tuned pack in
-    the folder, else the config's entries. A plain model takes a pack only if its rows were tuned for it. codebook_size:
-    number of slots; canonical: whether decoding is canonical; default: as in config.json. store_bytes: memory for rows
-    that are kept between requests. kernels: see `Folder`; None for kernels on a card and none on a CPU. Raises
-    `ModelError`, `ConfigError`, `DataError`, `CodecError`.
+    decoder alone, as a plain model. pack: the pack of requests that name none; default: the tuned pack in the folder,
+    else the config's entries. A plain model takes only a pack whose rows were tuned for that model. codebook_size:
+    number of slots; canonical: whether decoding is canonical; default: as in config.json. store_bytes: maximum bytes of
+    the encoded rows that all requests share. kernels: see `Folder`; None for kernels on a card and none on a CPU.
+    Raises `ModelError`, `ConfigError`, `DataError`, `CodecError`.
     """
     where = find_device(device)
     kernels = where.type == "cuda" if kernels is None else kernels
@@ -76,7 +76,7 @@ def open_model(
 def _config_with_choices(
     config: ZipConfig | None, start: Sequence[Any] | None, size: int | None, canonical: bool | None
 ) -> ZipConfig | None:
-    """Returns the config with the number of slots and the decoding that the caller chose. Raises `ConfigError`."""
+    """Returns the config with the caller's choices; a pack `start` replaces the start entries. Raises `ConfigError`."""
     if config is None:
         return None
     own = config.start if start is None else None
@@ -87,7 +87,7 @@ def _config_with_choices(
 
 
 def _config_of_plain_pack(folder: Folder, size: int | None, start: Pack | None) -> ZipConfig:
-    """Returns the config of a plain model that begins with a pack tuned for it. Raises `ModelError`, `ConfigError`."""
+    """Returns a config for a plain model, made from a pack tuned for that model. Raises `ModelError`, `ConfigError`."""
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
     assert start is not None  # else nothing asks for a config
@@ -95,10 +95,11 @@ def _config_of_plain_pack(folder: Folder, size: int | None, start: Pack | None) 
 
 
 class CudaModel:
-    """A model's weights on a device, and what was chosen when it was opened. Requests are in `mlx_zip.cuda.batch`.
+    """A model's weights on a device, and the options that it was opened with. `mlx_zip.cuda.batch` runs requests on it.
 
-    config: the zip2zip settings, None for a model without hypertokens. params: the codec; without hypertokens one of no
-    slots, whose codebooks are logs of base ids. store: rows of entries, None without hypertokens.
+    config: the zip2zip settings, None for a model without hypertokens. params: the codec's parameters; without
+    hypertokens the codec has no slots, and codebooks only log base ids. store: encoded rows of entries, None without
+    hypertokens.
     """
 
     def __init__(self, folder: Folder, config: ZipConfig | None, store_bytes: int = STORE_BYTES) -> None:
@@ -119,7 +120,7 @@ class CudaModel:
         self._starts_by_pack: dict[int, SequenceStart] = {}
 
     def _take_embedding_and_head(self) -> None:
-        """Takes embedding and head out of the folder; on a CPU the head's product too. Raises `ModelError`."""
+        """Takes embedding and head out of the folder; without kernels, also prepares the head's product for a CPU."""
         folder, decoder = self.folder, self.folder.decoder
         low = folder.take(EMBEDDING, decoder.rows, decoder.width)
         high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
@@ -143,7 +144,7 @@ class CudaModel:
         self._input_encoder, self._output_encoder = sides[0], sides[-1]
 
     def _raise_if_tensors_left(self) -> None:
-        """Raises `ModelError` naming a tensor that is no part of the model. Encoders may be left over if not used."""
+        """Raises `ModelError` naming a tensor that is no part of the model; encoders may remain if not used."""
         ignored = () if self.hypertokens else SIDES
         if rest := sorted(name for name in self.folder.tensors if not name.startswith(ignored)):
             raise ModelError(f"{self.folder.path / self.folder.files[rest[0]]}: {rest[0]} is no part of this model")
@@ -179,7 +180,7 @@ class CudaModel:
 
     @property
     def pack(self) -> Pack | None:
-        """The tuned pack that requests begin with, None if their start entries are encoded."""
+        """The tuned pack that requests begin with, None if they begin without tuned rows."""
         given = self.default_start.pack
         return given if isinstance(given, Pack) and given.rows is not None else None
 
@@ -197,7 +198,7 @@ class CudaModel:
     def take_pack_in_folder(self) -> None:
         """Makes requests begin with the tuned pack in the model's folder, if there is one.
 
-        Raises `ModelError` or `DataError` naming the file if it does not fit.
+        Raises `ModelError` or `DataError` naming the file for a pack that does not fit.
         """
         assert self.config is not None
         path = self.folder.path
@@ -212,17 +213,17 @@ class CudaModel:
             raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
 
     def sequence_start(self, pack: PackOrEntries | None) -> SequenceStart:
-        """Returns what a request with this pack begins with; None is the model's own.
+        """Returns the start of requests with this pack; None stands for the model's own pack.
 
-        pack: the path of a pack, a `Pack`, entries (sequences of base ids); `()` begins with nothing. Raises
-        `ModelError` for rows of another model, `CodecError` for an entry that does not fit, `DataError`.
+        pack: the path of a pack, a `Pack`, or entries (sequences of base ids); `()` for no entries. Raises `ModelError`
+        for rows of another model, `CodecError` for an entry that does not fit, `DataError`.
         """
         if pack is None or pack is self.default_start.pack:
             return self.default_start
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
         found = self._starts_by_pack.get(id(pack))
-        if found is None:  # it keeps its pack, so no other one has that id
+        if found is None:  # a start holds its pack, so no other object can have the pack's id()
             found = make_sequence_start(self.params, pack, lambda: self.fingerprint, self.sides, self._empty_rows)
             if found.rows is None and self.is_plain:
                 raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
@@ -237,7 +238,7 @@ class CudaModel:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is a plain model with a pack tuned for it, which has no hyper-encoder."""
+        """Whether this is a plain model, which has no hyper-encoder, with or without a pack tuned for it."""
         section = self.folder.config.get("zip2zip")
         return section is None or bool(section.get("plain"))
 
@@ -262,14 +263,14 @@ class CudaModel:
         return joint_head(h, self.head_matrix, rows, installed, self.layout.vocab_size, logits)
 
     def base_logits(self, h: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [N, V] of base ids, float32, of many outputs of the body h [N, D]."""
+        """Returns the float32 logits [N, V] of base ids for the body's outputs h [N, D]."""
         product = Linear(self.head_matrix) if self.head_product is None else self.head_product
         return product(h)[:, : self.layout.vocab_size].float()
 
     def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, lengths [N] int64.
+        """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, with lengths [N] int64.
 
-        sides: outputs, then inputs if an entry's two rows differ.
+        sides: the output row, then the input row unless an entry has one row for both.
         """
         outputs = self._output_encoder(entries, lengths, self.head_matrix)
         if self.sides == 1:

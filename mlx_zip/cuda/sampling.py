@@ -1,7 +1,7 @@
-"""mlx-lm's sampling rules in PyTorch, for one request at a time: each request has random numbers of its own.
+"""mlx-lm's sampling rules in PyTorch, for one request at a time. Each request has its own random generator.
 
-So a seed gives the same ids alone and in company. It gives other ids than the same seed on MLX, and other ids on a card
-than on a CPU, because each has random numbers of another kind.
+So a seed gives the same ids whether a request runs alone or in a batch. MLX, a card and a CPU have different random
+generators, so each gives other ids for the same seed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mlx_zip.sampling.penalties import PenaltyTerms
 class RequestSampler:
     """One request's sampler: called with log-probabilities [1, W], returns the chosen id [1] int64.
 
-    special_ids: ids that XTC never excludes. device: of the log-probabilities. state: random state to go on from if the
-    options have no seed; one of another kind of device is not used.
+    special_ids: ids that XTC never excludes. device: of the log-probabilities. state: random state to continue from if
+    the options have no seed; a state of another type of device is ignored.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class RequestSampler:
         return self.draw_scores(logprobs).argmax(1)  # the lowest of equal ones, as PyTorch promises
 
     def draw_scores(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn (Gumbel's trick).
+        """Returns scores [1, W] for log-probabilities [1, W]; the id of the highest score is a sample (Gumbel's trick).
 
-        If that id turns out to be impossible, the next highest score has the id that is drawn from the others.
+        If that id is refused, the id of the next highest score is a sample of the remaining ids.
         """
         if self.greedy:
             return logprobs
@@ -74,9 +74,9 @@ class RequestSampler:
         return logprobs
 
     def _apply_xtc(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Returns logprobs [1, W] after XTC: with its probability, all likely ids but the least likely are at -inf.
+        """Returns logprobs [1, W] after XTC: with `xtc_probability`, all likely ids but the least likely get -inf.
 
-        Likely is what has more than XTC's threshold of the probability.
+        An id is likely if its probability is above `xtc_threshold`.
         """
         options, probabilities = self.options, logprobs.softmax(1)
         likely = torch.where(probabilities > options.xtc_threshold, probabilities, torch.inf)
@@ -99,7 +99,7 @@ class RequestSampler:
 
 
 def _apply_top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Returns logprobs [1, W] with -inf for ids below those likeliest ones that together have `top_p`."""
+    """Returns logprobs [1, W] with -inf for all but the likeliest ids that together have probability `top_p`."""
     ordered = logprobs.sort(dim=1, descending=True).values
     probabilities = ordered.exp()
     above = probabilities.cumsum(1) - probabilities
@@ -108,7 +108,7 @@ def _apply_top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _apply_min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tensor:
-    """Returns logprobs [1, W] with -inf for ids below `min_p` of the best probability, but for the best `least`."""
+    """Returns logprobs [1, W] with -inf for ids below `min_p` times the highest probability; the best `least` stay."""
     removed = logprobs < logprobs.amax(1, keepdim=True) + math.log(min_p)
     if least > 1:
         removed.scatter_(1, logprobs.topk(least, dim=1).indices, False)
@@ -151,7 +151,7 @@ def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequ
 def closed_logits(
     logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which logits `exclude_ids` sets, int64 [B, N], and to what, [B, N]. Some row must have excluded ids."""
+    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes. Some row must have excluded ids."""
     lists = [list(dict.fromkeys(ids)) for ids in excluded]
     width = max(map(len, lists))
     padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)

@@ -1,7 +1,7 @@
-"""Scores rows of ids with a model on PyTorch: the log-probability of each id after those before it.
+"""Scores rows of ids with a model on PyTorch: the log-probability of each id given the ids before it.
 
-A row is scored alone. Each entry that the row's codebook has at some time is a column of the logits of its own, which
-is open from the id that installed the entry until another entry takes its slot.
+Each row is scored alone. Each entry that the row's codebook ever holds has its own column of the logits. The column is
+open from the id that installs the entry until another entry takes the slot.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class RowEntries:
-    """The entries that a row's codebook has had, in the order of their installation.
+    """All entries that a row's codebook ever held, in the order of installation.
 
-    first, last [E] int64: an entry is installed by the row's id number `first`, -1 for a start entry, and evicted by id
-    number `last`, `NEVER` if it is not. of [n] int64: the entry that each id of the row stands for, -1 for a base id.
-    slots [E] int64: where each is installed. rows [E, sides, D]: on the device.
+    first, last [E] int64: index of the row's id that installs each entry (-1: a start entry), and of the id that evicts
+    it (`NEVER`: none). of [n] int64: index of the entry that each id of the row stands for, -1 for a base id. slots [E]
+    int64: the slot of each entry. rows [E, sides, D]: hyper rows, on the device.
     """
 
     first: np.ndarray
@@ -41,7 +41,7 @@ class RowEntries:
 
 
 class RowScorer:
-    """Scores rows with a model; it has a KV cache of its own."""
+    """Scores rows with a model, on a KV cache of its own."""
 
     def __init__(self, model: CudaModel) -> None:
         self._model = model
@@ -52,8 +52,8 @@ class RowScorer:
     def score_in_parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
         """Yields the predictions of the second to the last of a row's ids, some at a time.
 
-        closed: ids that a canonical model forbids. causal: see `mlx_zip.engine.mlx.scoring.score`. top: how many of the
-        likeliest ids to tell.
+        closed: ids that canonical decoding forbids, with their indices. causal: False opens the row's last entries at
+        every position ("legacy" in `mlx_zip.engine.mlx.scoring.score`). top: number of likeliest ids per position.
         """
         row_entries, vocab_size, begin = self._find_entries(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))
@@ -76,7 +76,7 @@ class RowScorer:
     @torch.no_grad()
     def score_next_ids(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
         """Returns log-probabilities float64 [k] of k base ids after a whole row. See `EvaluatedModel.score_next`."""
-        last = np.zeros(1, row.ids.dtype)  # is not read: outputs are those of all ids but the last
+        last = np.zeros(1, row.ids.dtype)  # a placeholder: the body reads all ids but the last
         longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
         row_entries = self._find_entries(longer)
         *_, outputs = self._body_outputs(longer, row_entries)
@@ -108,7 +108,7 @@ class RowScorer:
         return RowEntries(first, last, of, slots, self._entry_rows(begin, entries, lengths.astype(np.int64)))
 
     def _entry_rows(self, begin: SequenceStart, entries: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """Returns the rows [E, sides, D] of entries, of which the first are those that the codebook began with."""
+        """Returns the rows [E, sides, D] of entries, the first of which are the codebook's start entries."""
         model = self._model
         if model.store is None or not len(entries):
             return torch.empty((0, model.sides, model.width), dtype=model.dtype, device=model.device)
@@ -119,9 +119,9 @@ class RowScorer:
         return torch.cat(found)
 
     def _body_outputs(self, row: Compressed, row_entries: RowEntries) -> Iterator[torch.Tensor]:
-        """Yields the body's outputs for all but the last of a row's ids, [n, D] of some at a time.
+        """Yields the body's outputs [n, D] for all but the last of a row's ids, some at a time.
 
-        Those below LongRoPE's border are read with the short factors, as in generation.
+        Positions below LongRoPE's border use the short factors, as in generation.
         """
         count, rope = len(row.ids) - 1, self._model.decoder.rope
         positions = row.ends[:-1] - 1 if self._by_base_ids else np.arange(count)
@@ -158,17 +158,17 @@ class RowScorer:
 
 
 class _PositionLogits:
-    """The logits of some positions: low [n, V] of base ids, high [n, E] of entries, -inf where they are not open."""
+    """The logits of n positions: low [n, V] of base ids; high [n, E] of entries, -inf where an entry is not open."""
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
         self.low, self.high = low, high
 
     def log_sum_exp(self) -> torch.Tensor:
-        """Returns the log-sum-exp [n, 1] of all."""
+        """Returns the log-sum-exp [n, 1] over base ids and entries."""
         return torch.logaddexp(self.low.logsumexp(1), self.high.logsumexp(1))[:, None]
 
     def exclude_ids(self, at: np.ndarray, ids: np.ndarray) -> None:
-        """Gives pairs of a position and an id no probability, unless those of a position have most of it together."""
+        """Sets ids [m] at positions `at` [m] to -inf, unless those of one position have over half its probability."""
         if not len(at):
             return
         rows, columns = (ids_to_device(part, self.low.device) for part in np.unique([at, ids], axis=1))
@@ -183,10 +183,10 @@ class _PositionLogits:
             part[row, column] = torch.where(share[row] > MAX_EXCLUDED_SHARE, part[row, column], -torch.inf)
 
     def score_ids(self, ids: np.ndarray, of: np.ndarray, entry_ids: np.ndarray, top: int) -> Scored:
-        """Returns how likely n ids are.
+        """Returns the predictions of n ids, one per position.
 
-        ids [n]: the ids that follow. of [n]: the entry that each stands for, -1 for a base id. entry_ids [E]: the id of
-        each entry. top: how many of the likeliest ids to tell.
+        ids [n]: the id that follows each position. of [n]: the entry that the id stands for, -1 for a base id.
+        entry_ids [E]: the id of each entry. top: number of likeliest ids to return per position.
         """
         device, total, hyper = self.low.device, self.log_sum_exp(), of >= 0
         base = self.low.gather(1, ids_to_device(np.where(hyper, 0, ids), device)[:, None])

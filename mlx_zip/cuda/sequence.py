@@ -1,4 +1,4 @@
-"""What the host knows of one sequence of a batch: how it begins, its codebook, and which rows the device lacks."""
+"""The host's state of one sequence of a batch: its start, its codebook, and which rows the device lacks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mlx_zip.packs.pack import PackOrEntries, resolve_pack
 
 @dataclass(frozen=True, eq=False)
 class SequenceStart:
-    """What a request begins with. params: the codec. rows: tuned rows [P, sides, D] on the device, None without.
-
-    pack: the pack or entries that this was made of; holding it keeps its `id()` from being reused.
+    """What a request begins with. params: the codec, start entries included. rows: their tuned rows [P, sides, D] on
+    the device, None if they have none. pack: the pack or entries that this was made of, held so that its `id()` is not
+    reused.
     """
 
     params: CodecParams
@@ -56,10 +56,10 @@ def make_sequence_start(
 
 @dataclass(frozen=True)
 class ReadDraft:
-    """A draft that the body has read. outputs [K + 1, D]: after the id before its K ids, and after each of them.
+    """A draft of K ids that the body has read. outputs [K + 1, D]: of the id before the draft, then of each of its ids.
 
-    Its keys and values follow those of the sequence's own ids in the KV cache. They count in the cache's length as long
-    as the draft goes on, so that no step of other sequences overwrites them.
+    The draft's keys and values follow those of the sequence's log in the KV cache. The cache's length includes them
+    while the draft is in use, so that steps of other sequences do not overwrite them.
     """
 
     draft: Draft
@@ -67,7 +67,7 @@ class ReadDraft:
 
     @property
     def output(self) -> torch.Tensor:
-        """The output [D] after the ids that were taken."""
+        """The output [D] for the last id that was taken from the draft, or for the id before the draft."""
         return self.outputs[self.draft.taken]
 
 
@@ -75,11 +75,11 @@ class ReadDraft:
 class SequenceState:
     """One sequence of a batch.
 
-    start: what it began with. book: its codebook, whose log is what it has read. missing_slots: slots whose rows are
-    not in the batch's tables. frequency_set: the rotary frequencies that its keys were written with, None if the keys
-    must be computed again. output [D]: the body's output for its last id, where that is not yet in the batch's outputs.
-    can_choose: whether that output is known. has_chosen: whether it has chosen an id that its codebook has not read
-    yet. ahead: the draft that the body has read behind the log, None for none.
+    start: what the sequence began with. book: its codebook, whose log is the ids read. missing_slots: slots whose rows
+    are not in the batch's tables. frequency_set: the set of rotary frequencies of the cached keys, None if the keys
+    must be computed again. output [D]: the body's output for the last id, None if unknown or in the batch's outputs.
+    can_choose: whether the output for the last id is known. has_chosen: whether an id was chosen that the codebook has
+    not read yet. ahead: the draft that the body has read behind the log, None for none.
     """
 
     start: SequenceStart
@@ -97,9 +97,9 @@ class SequenceState:
         return self.book.params.policy != "freeze"
 
     def positions(self, first: int, by_base_ids: bool) -> np.ndarray:
-        """Returns the positions of the log's ids from number `first` on, int64.
+        """Returns the positions of the log's ids from index `first` on, int64.
 
-        by_base_ids: whether an id takes as many positions as it has base ids, and has the position of its last one.
+        by_base_ids: whether positions count base ids; an id then has the position of its last base id.
         """
         if not by_base_ids:
             return np.arange(first, self.book.mark(), dtype=np.int64)
@@ -120,18 +120,18 @@ class SequenceState:
         return slots, base_ids[slots - low], lengths[slots - low].astype(np.int64)
 
     def rewind(self, length: int) -> None:
-        """Goes back to the first `length` ids of the log. The last output is not known any more."""
+        """Trims the log to its first `length` ids. Forgets the last output, the chosen id and the draft."""
         self.book.rewind(length)
-        if self.can_evict:  # slots may hold other entries again
+        if self.can_evict:  # slots may hold their former entries again
             self.missing_slots.update(range(self.start.tuned_count, len(self.book)))
         self.missing_slots = {slot for slot in self.missing_slots if slot < len(self.book)}
         self.output, self.can_choose, self.has_chosen, self.ahead = None, False, False, None
 
     def find_evicted(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Finds those of `count` ids of the log whose slots hold other entries now than when the ids were read.
+        """Finds ids of the log whose slots hold other entries now than when the ids were read.
 
-        first: number of the first of the ids. Returns their numbers, counted from `first`, and the entries that they
-        stood for: base ids [N, S] and lengths [N].
+        first, count: index of the first id to look at, and how many. Returns the indices of the N ids found, counted
+        from `first`, and the entries that they stood for: base ids [N, S] and lengths [N].
         """
         vocab, ids = self.book.params.vocab_size, self.book.ids[first : first + count].astype(np.int64)
         at = np.flatnonzero(ids >= vocab) if self.can_evict else np.zeros(0, np.int64)
@@ -144,10 +144,11 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A sequence on the host, to go on with later, also in another batch of the same model.
+    """A copy of a sequence on the host, which any batch of the same model can continue.
 
-    start: what it began with. log: the ids read, uint32. keys_values [layers, 2, K, n, E]; frequency_set: of rotary
-    frequencies, with which they were written. output [D]: of the last id; None if it was not known.
+    start: what the sequence began with. log: the ids read, uint32 [n]. keys_values [layers, 2, K, n, E]: keys, then
+    values. frequency_set: the set of rotary frequencies of the keys. output [D]: the body's output for the last id,
+    None if unknown.
     """
 
     start: SequenceStart

@@ -1,4 +1,4 @@
-"""`SequenceReader`: the decoder's body over ids that sequences have read, or may read next."""
+"""`SequenceReader`: runs the decoder's body over ids that sequences have read, or that drafts propose."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mlx_zip.cuda.network.kv_cache import KVCache
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.transfers import ids_to_device
 
-CHUNK = 2048  # ids that the body runs over at once when a sequence is read
-_Span = tuple[SequenceState, int, int]  # a sequence, the number of an id of its log, and of the id after the last one
+CHUNK = 2048  # maximum ids per call of the body when a sequence is read
+_Span = tuple[SequenceState, int, int]  # a sequence, and a range of its log: first index, index after the last id
 
 
 class SequenceReader:
-    """Runs the decoder's body over the ids that a sequence has read: prompts, and sequences that are read again.
+    """Runs the decoder's body over ids of sequences: a prompt, a log that is read again, or drafts.
 
-    kv, tables: of the batch. used [B] int64: receives the number of positions read. by_base_ids: as in
-    `SequenceState.positions`.
+    kv, tables: those of the batch. used [B] int64: receives the number of positions that each sequence takes.
+    by_base_ids: as in `SequenceState.positions`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SequenceReader:
         self._used, self._by_base_ids = used, by_base_ids
 
     def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
-        """Puts the missing rows of a sequence's entries into the tables."""
+        """Installs a sequence's missing rows in the tables, from the store or newly encoded."""
         store, device = self._model.store, self._model.device
         if not sequence.missing_slots or store is None:
             return
@@ -42,14 +42,14 @@ class SequenceReader:
         sequence.missing_slots.clear()
 
     def run_body(self, row: int, sequence: SequenceState, first: int) -> None:
-        """Runs the body over a sequence's ids from number `first` on, or over all if LongRoPE's set of factors changes.
+        """Runs the body over a sequence's ids from index `first` on, or over all ids if LongRoPE's factors change.
 
-        The set is chosen by the last position, for all ids. The output for the last id is kept in `sequence`.
+        The last position decides which factors all ids use. `sequence.output` becomes the output for the last id.
         """
         end, used = sequence.book.mark(), sequence.position_count(self._by_base_ids)
         frequency_set = self._model.decoder.rope.frequency_set(used - 1)
         if frequency_set != sequence.frequency_set:
-            first, sequence.frequency_set = 0, None  # None until all is read
+            first, sequence.frequency_set = 0, None  # None until all ids are read
             self._kv.trim_row(row, 0)
             self._kv.frequency_set[row] = frequency_set
         for begin in range(first, end, CHUNK):
@@ -57,10 +57,10 @@ class SequenceReader:
         sequence.frequency_set, self._used[row] = frequency_set, used
 
     def read_ahead(self, parts: Mapping[int, tuple[SequenceState, Sequence[int]]]) -> dict[int, torch.Tensor]:
-        """Runs the body over the last id of each sequence and the ids proposed after it. Returns outputs [1 + K, D].
+        """Runs the body over each sequence's last id and the ids proposed after it. Returns outputs [1 + K, D] by row.
 
-        parts: by row the sequence and the K proposed ids, which are not in its log. The outputs are by row too. Rows of
-        entries that the ids install are in the store afterwards, at hand when one of these ids is chosen.
+        parts: for each row, its sequence and K proposed ids, which are not in the sequence's log. Afterwards the store
+        holds the rows of entries that the proposed ids would install.
         """
         spans, installed = dict[int, _Span](), dict[int, list[int]]()
         for row, (sequence, ids) in parts.items():
@@ -73,15 +73,16 @@ class SequenceReader:
         outputs = {row: output for some in together for row, output in self._run_spans(some).items()}
         for row, (sequence, _) in parts.items():
             self._tables.clear_slots_from(row, count := len(sequence.book))
-            sequence.missing_slots.update(slot for slot in installed[row] if slot < count)  # evicted ones return
+            # slots that the draft overwrote get their former entries back
+            sequence.missing_slots.update(slot for slot in installed[row] if slot < count)
             self.fill_missing_rows(row, sequence)
             self._used[row] = sequence.position_count(self._by_base_ids)
         return outputs
 
     def _run_spans(self, spans: Mapping[int, _Span]) -> dict[int, torch.Tensor]:
-        """Runs the body once over a span of ids of each sequence, given by row. Returns the outputs [L, D] by row.
+        """Runs the body once over a span of ids of each sequence. Takes spans and returns outputs [L, D] by row.
 
-        Shorter spans are padded. Sequences between these rows stay as they are.
+        Shorter spans are padded. Sequences in rows between these stay unchanged.
         """
         model, device, first = self._model, self._model.device, min(spans)
         shape = max(spans) + 1 - first, max(end - begin for _, begin, end in spans.values())

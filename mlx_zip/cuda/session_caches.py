@@ -1,7 +1,7 @@
-"""`CudaCaches`: what a store of sessions needs to know of a batch's rows; a session keeps a `Snapshot` on the host.
+"""`CudaCaches`: how a store of sessions handles a batch's rows; a session keeps a `Snapshot` on the host.
 
-A session's file holds the ids that were read, what the codebook began with, and the keys and values in the model's own
-type. Rows of hypertokens are made again when a request goes on from it.
+A session's file holds the ids that were read, what the codebook began with, and the keys and values in the model's
+dtype. Hyper rows are not in the file; they are made again when a request continues the session.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
-FREQUENCY_SET_FACT = "which"  # the fact that tells the set of rotary frequencies
+FREQUENCY_SET_FACT = "which"  # name of the fact that holds the set of rotary frequencies
 
 
 class CudaCaches:
-    """The rows of one model's batch. See `mlx_zip.engine.sessions.session`.
+    """The `SessionCaches` of one model's batch (`mlx_zip.engine.sessions.session`).
 
-    A snapshot never changes, so a request always gets a copy of it, on the device.
+    A snapshot never changes: a request that continues a session gets a copy of its snapshot on the device.
     """
 
     def __init__(self, model: CudaModel, tokenizer: Any, row_handles: RowHandles) -> None:
@@ -79,7 +79,7 @@ class CudaCaches:
         return min(ids, self._row_handles.batch.capacity)
 
     def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> RowHandle:
-        """See `SessionCaches`. Raises `ModelError` if the session began with something else than the request."""
+        """See `SessionCaches`. Raises `ModelError` if the session began with another pack than the request."""
         snapshot, begin = session.cache, self._model.sequence_start(start)
         if _start_as_json(snapshot.start) != _start_as_json(begin):
             raise ModelError("the session began with another pack than the request; begin a new one")
@@ -133,7 +133,7 @@ class CudaCaches:
 
 
 def _held_ids(book: Codebook) -> tuple[Ids, Ids]:
-    """Returns a codebook's base ids, and how many of them each of its ids and those before it have."""
+    """Returns a codebook's base ids, and for each id of its log the number of base ids up to the id's end."""
     return book.base_ids(0), np.cumsum(book.logged()[1], dtype=np.uint32)
 
 
@@ -143,7 +143,7 @@ def _start_as_json(begin: SequenceStart) -> str:
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a view of a tensor on the host; NumPy has no bfloat16."""
+    """Returns a NumPy view of a host tensor, of bfloat16 as uint16, because NumPy has no bfloat16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 

@@ -1,4 +1,4 @@
-"""Arrays on their way between host and device: through pinned memory, without waiting where it can be."""
+"""Copies arrays between host and device through pinned memory, without waiting where possible."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import cycle
 import numpy as np
 import torch
 
-PIECE_BYTES = 16 << 20  # of a large tensor that passes through pinned memory
+PIECE_BYTES = 16 << 20  # maximum size of the pieces in which large tensors are copied
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Returns an array on a device, copied in stream order: the host waits for nothing that the device does."""
+    """Returns an array on a device, copied in stream order; the host does not wait for the device."""
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host
@@ -25,7 +25,7 @@ def ids_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class Upload:
-    """An int64 tensor [n] on the device, at one address, that the host fills. On a CPU the two are one."""
+    """An int64 tensor [size] at a fixed address on the device, which the host fills with `send`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_card = device.type == "cuda"
@@ -34,7 +34,7 @@ class Upload:
         self._done = torch.cuda.Event() if on_card else None
 
     def send(self, values: np.ndarray) -> None:
-        """Fills the tensor with values [n], in stream order. Waits only if the values sent before have not left."""
+        """Copies values [size] into the tensor, in stream order. Waits only until the previous copy is done."""
         if self._done is not None:
             self._done.synchronize()
         self._host.copy_(torch.from_numpy(values))
@@ -44,7 +44,7 @@ class Upload:
 
 
 class Download:
-    """Up to `size` int64 values on their way to the host."""
+    """Copies up to `size` int64 values from the device to the host, in the background."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_card = device.type == "cuda"
@@ -52,13 +52,13 @@ class Download:
         self._done = torch.cuda.Event() if on_card else None
 
     def start(self, values: torch.Tensor) -> None:
-        """Starts to copy values [n]; what is computed later does not delay them."""
+        """Starts to copy values [n]; work that is queued later does not delay the copy."""
         self._host[: len(values)].copy_(values, non_blocking=True)
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(values.device))
 
     def wait(self, count: int) -> list[int]:
-        """Returns the first `count` values, as soon as they are there."""
+        """Waits for the copy and returns its first `count` values."""
         if self._done is not None:
             self._done.synchronize()
         return self._host[:count].tolist()
@@ -83,7 +83,7 @@ def copy_to_device(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class StagingBuffers:
-    """Two pinned buffers that a tensor passes through in pieces, so that neither side needs memory for a second one.
+    """Two pinned buffers through which a tensor is copied in pieces, so that neither side needs a second whole copy.
 
     While the device copies one piece, the host copies the other. size: bytes of the tensor.
     """
@@ -117,7 +117,7 @@ class StagingBuffers:
 
 
 class _PinnedBuffer:
-    """Pinned memory, and an event that tells when the device has read or written it."""
+    """Pinned memory, and an event that is done when the device has read or written the memory."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -128,11 +128,11 @@ class _PinnedBuffer:
         return self._memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
 
     def record_use(self) -> None:
-        """Notes that the device has been given work on the memory."""
+        """Records the event behind the device work queued so far, such as a copy from or to the memory."""
         self._done.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Waits until the device has done that work."""
+        """Waits for the recorded event."""
         self._done.synchronize()
 
 

@@ -1,7 +1,7 @@
 """zip2zip models on vLLM: a plugin through which vLLM's own scheduler runs models whose vocabulary grows.
 
-vLLM finds the plugin, `mlx_zip.vllm.config.register`, by itself. `LLM` takes texts and gives texts. Only the commands
-that take `--engine vllm` and the bench import this package.
+vLLM finds the plugin, `mlx_zip.vllm.config.register`, by itself. `LLM` takes prompts and returns answers. Only the
+commands that take `--engine vllm` and the bench import this package.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class Zip2ZipConfig(PretrainedConfig):
     """The decoder's config with a wider vocabulary: base ids, hypertokens, the base tail, and `broken_id`.
 
     section: the `zip2zip` section of config.json. decoder_keys: the other keys, without those of MLX's quantization.
-    packing: that quantization, {} for none. encoder_file: of an exported checkpoint, "" for a converted folder.
+    packing: MLX's quantization settings, {} for none. encoder_file: the file of an exported checkpoint's encoders, ""
+    for a converted folder.
     """
 
     model_type = MODEL_TYPE
@@ -50,7 +51,7 @@ class Zip2ZipConfig(PretrainedConfig):
         self.decoder_keys, self.packing = decoder, packing
         if not isinstance(self.section, dict) or (self.section and type(decoder.get("vocab_size")) is not int):
             raise ConfigError("config.json: its zip2zip section must be an object, and vocab_size an integer")
-        if not self.section:  # transformers makes an empty one to compare with
+        if not self.section:  # transformers makes an empty config to compare others with
             super().__init__(**kwargs)
             return
         base = self.decoder_config().to_dict()
@@ -59,7 +60,7 @@ class Zip2ZipConfig(PretrainedConfig):
 
     @property
     def zip_config(self) -> ZipConfig:
-        """What the section says of codec and encoders. Raises `ConfigError`."""
+        """The settings of codec and encoders in the section. Raises `ConfigError`."""
         return parse_zip_section(self.section)
 
     @property
@@ -70,12 +71,12 @@ class Zip2ZipConfig(PretrainedConfig):
 
     @property
     def broken_id(self) -> int:
-        """The id beyond all others that ends a request of ours whose ids a worker could not read."""
+        """The id after all others; a worker ends a request of this project with it if it could not read its ids."""
         return self.layout.width
 
     @property
     def decoder_name(self) -> str:
-        """What vLLM calls the decoder. Raises `ConfigError` for one that is not supported."""
+        """vLLM's name for the decoder. Raises `ConfigError` for a decoder that is not supported."""
         kind = self.section.get("base_model_type")
         if kind not in DECODERS:
             raise ConfigError(f"base_model_type {kind!r} is not supported on vLLM; supported: {', '.join(DECODERS)}")
@@ -100,7 +101,7 @@ def register() -> None:
 def config_of_export(folder: Path) -> dict[str, Any] | None:
     """Returns config.json of an exported checkpoint as a converted folder would have it; None for any other folder.
 
-    Raises `ConfigError` for files that cannot be read and for a checkpoint whose decoder lies elsewhere.
+    Raises `ConfigError` for files that cannot be read and for a checkpoint whose decoder is not in the folder.
     """
     if not (folder / UPSTREAM_CONFIG_NAME).is_file():
         return None

@@ -1,8 +1,8 @@
-"""`VllmEngine`: an engine (`mlx_zip.engine.interface.Engine`) whose model vLLM runs, and whose requests it schedules.
+"""`VllmEngine`: an engine (`mlx_zip.engine.interface.Engine`) whose model and scheduler are vLLM's.
 
-Prompts are compressed here, and what a request may read and ask for is checked here, before vLLM sees it: a worker
-cannot refuse. The ids of ended requests are kept, so that a chat goes on with the ids that it had; their keys and
-values are in vLLM's prefix cache, as long as it has room for them.
+Prompts are compressed and requests are checked here, before vLLM sees them, because a worker cannot refuse a request.
+The ids of ended requests are kept, so that a chat continues with the same ids; their keys and values stay in vLLM's
+prefix cache as long as it has room.
 """
 
 # pyright: reportMissingImports=false
@@ -53,7 +53,7 @@ from mlx_zip.vllm.packs import HYPERTOKENS, TELL_BROKEN, pack_arguments
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 MOST_LOGPROBS = 20  # of the likeliest ids per step, OpenAI's number
-MAX_RUNNING = 256  # requests at a time, vLLM's own number
+MAX_RUNNING = 256  # requests at a time, vLLM's own default
 _SESSIONS_BYTES = 256 << 20  # of kept ids
 RETRY_S = 0.05  # after which vLLM is asked again to empty its prefix cache
 
@@ -74,7 +74,6 @@ class VllmEngine(ThreadedEngine):
         return VllmScheduler(served, self._store, self._forget_ended, partial(self._make_reading, served))
 
     def _make_reading(self, served: VllmServed, request: Request) -> Running:
-        """Gives a request to vLLM, which reads its prompt."""
         return served.submit(request)
 
     def _score_in_parts(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
@@ -99,7 +98,7 @@ class VllmEngine(ThreadedEngine):
         return count
 
     def _free_when_idle(self) -> float | None:
-        """Empties the prefix cache if that is due; vLLM refuses as long as a request has blocks."""
+        """Empties the prefix cache if due; vLLM refuses while a request has blocks. Returns seconds until a retry."""
         if self._purge_due and self._llm is not None:
             self._purge_due = not self._llm.reset_prefix_cache()
         return RETRY_S if self._purge_due else None
@@ -111,7 +110,7 @@ class VllmEngine(ThreadedEngine):
         raise EngineError(f"{file}: vLLM cannot go on from the keys and values in a file")
 
     def _kv_bound(self, served: Any) -> None:
-        """Returns None: vLLM gives its blocks to the requests that it runs."""
+        """Returns None: vLLM manages the memory of its KV blocks itself."""
 
     def _memory_figures(self) -> dict[str, int]:
         return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
@@ -139,10 +138,10 @@ def open_vllm_engine(
     """Loads a model on vLLM and returns an engine that serves it.
 
     model_name: a folder, converted or exported, a bundled model's name or a hub id. dtype: "float32", "float16" or
-    "bfloat16", None for what vLLM takes. pack: what requests begin with unless they name another; None for the model's
-    own. canonical, codebook_size: None for config.json's. tokenizer_config: `chat_template` only. vllm_args: further
-    arguments of vLLM's `EngineArgs`, for example {"tensor_parallel_size": 2}. Raises `ConfigError`, `ModelError`,
-    `DataError`, and what vLLM raises.
+    "bfloat16", None for vLLM's default. pack: the pack of requests that name none; None for the model's own. canonical,
+    codebook_size: None for config.json's. tokenizer_config: `chat_template` only. vllm_args: further arguments of
+    vLLM's `EngineArgs`, for example {"tensor_parallel_size": 2}. Raises `ConfigError`, `ModelError`, `DataError`, and
+    what vLLM raises.
     """
     load = partial(
         load_on_vllm,
@@ -168,9 +167,10 @@ def open_vllm_engine(
 def load_on_vllm(
     model_name: str, args: Mapping[str, Any], pack: Any, changes: Mapping[str, Any], chat_template: str | None
 ) -> VllmServed:
-    """Loads a model. args: of vLLM's `EngineArgs`, `trust_remote_code` among them, which the tokenizer follows too.
+    """Loads a model. args: of vLLM's `EngineArgs`; `trust_remote_code` must be given, and holds for the tokenizer too.
 
-    changes: fields of `ZipConfig`, None for no change. Other arguments, and what is raised, as in `open_vllm_engine`.
+    changes: new values for fields of `ZipConfig`; None leaves a field as it is. Other arguments, and what is raised, as
+    in `open_vllm_engine`.
     """
     register()
     export = config_of_export(resolve_model_name(model_name))
@@ -226,7 +226,7 @@ def _wrong_arguments() -> Iterator[None]:
 
 
 def _with_changes(config: Zip2ZipConfig, changes: Mapping[str, Any]) -> Zip2ZipConfig:
-    """Returns a config whose section has these fields of `ZipConfig`, None for no change. Raises `ConfigError`."""
+    """Returns a config whose section has these values of `ZipConfig`; None changes nothing. Raises `ConfigError`."""
     chosen = {name: value for name, value in changes.items() if value is not None}
     section = {**config.section, **replace(config.zip_config, **chosen).to_dict()} if chosen else config.section
     return Zip2ZipConfig(section=section, decoder_keys=config.decoder_keys, packing=config.packing,
@@ -238,11 +238,11 @@ def _replaced_by(made: Zip2ZipConfig, _found: Any) -> Zip2ZipConfig:
 
 
 class VllmServed:
-    """A model that vLLM has loaded, and what requests have of it on this side: their codebooks.
+    """A model that vLLM has loaded. In this process, requests have codebooks only.
 
-    The names are those of `mlx_zip.engine.parts.Served`. made: its config, None for a plain model. pack: what requests
-    begin with, None for nothing but the model's own. tied: whether the head is the embedding. fingerprint: of the
-    weights. broken_id: see `Zip2ZipConfig`, None for a plain model.
+    The names are those of `mlx_zip.engine.parts.Served`. made: the model's config, None for a plain model. pack: the
+    pack of requests that name none, None for the model's own. tied: whether the head is the embedding. fingerprint: of
+    the weights. broken_id: see `Zip2ZipConfig`, None for a plain model.
     """
 
     machines: Any = None
@@ -276,7 +276,7 @@ class VllmServed:
         one_row = config is not None and config.encoder.tie_encoders and tied
         self.facts = ModelFacts(
             vocab_size=self.vocab_size,
-            width=model.hf_config.vocab_size - self.hyper,  # the last id is none that can be emitted
+            width=model.hf_config.vocab_size - self.hyper,  # without `broken_id`, the last id
             context=self.context,
             by_base=self.by_base,
             params=self.params,
@@ -294,25 +294,25 @@ class VllmServed:
         return IdLog(self.params, start)
 
     def state_of(self, cache: IdLog) -> IdLog | None:
-        """Returns what has the codebook, None for a plain model."""
+        """Returns the cache, which has the codebook; None for a plain model."""
         return cache if cache.books else None
 
     def make_draws(self, options: Sampling, state: Any) -> NoDraws:
-        """Returns what stands for a sampler here: vLLM draws the ids."""
+        """Returns a placeholder for a sampler: vLLM draws the ids."""
         return NoDraws(options.temp == 0)
 
     def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
-        """Returns no penalties: requests with such are refused."""
+        """Returns no penalties: requests with penalties are refused."""
         return []
 
     def make_drafter(self, text: Any, prediction: Any) -> None:
-        """Returns None: nothing is proposed."""
+        """Returns None: this engine makes no drafts."""
 
     def free(self, cache: Any) -> None:
-        """Does nothing: there is no device memory in it."""
+        """Does nothing: a cache has no device memory here."""
 
     def settle(self) -> None:
-        """Does nothing: no text is kept here, and vLLM has its memory from the beginning."""
+        """Does nothing: no text is kept here, and vLLM allocates its memory when it loads the model."""
 
     forget_text = free_unused = settle
 
@@ -335,21 +335,21 @@ class VllmServed:
 
 @dataclass(frozen=True)
 class NoDraws:
-    """What a request knows of its sampler, which is in vLLM. greedy: whether the best id is always chosen."""
+    """A placeholder for a request's sampler, which is in vLLM. greedy: whether the best id is always chosen."""
 
     greedy: bool
     state: None = None
 
 
 class IdLog:
-    """What a request has on this side of vLLM: a codebook, whose log is what vLLM has read; none for a plain model."""
+    """A request's cache in this process: a codebook, whose log is what vLLM has read; empty for a plain model."""
 
     def __init__(self, params: CodecParams | None, start: Pack | None) -> None:
         self.books = [] if params is None else [Codebook(params.with_start(start))]
 
 
 class IdCaches:
-    """The ids of ended requests as a store of sessions keeps them. The names are those of `SessionCaches`."""
+    """`SessionCaches` (without the methods for files) that keep only the ids of ended requests."""
 
     own_pack_key = ""
 
@@ -382,7 +382,7 @@ class IdCaches:
 
 def make_id_store(served: VllmServed, options: SessionOptions) -> SessionStore:
     """Returns a new store of the ids of ended requests."""
-    return SessionStore(cast(Any, IdCaches(served)), options)  # no files: they lack what only those need
+    return SessionStore(cast(Any, IdCaches(served)), options)  # sessions have no files here
 
 
 # ---- requests
@@ -390,7 +390,7 @@ def make_id_store(served: VllmServed, options: SessionOptions) -> SessionStore:
 
 @dataclass
 class Running:
-    """A request that vLLM has. name: vLLM's. done: whether vLLM has ended it."""
+    """A request that vLLM runs. name: its request id in vLLM. done: whether vLLM has ended it."""
 
     request: Request
     name: str
@@ -398,7 +398,7 @@ class Running:
 
 
 class VllmScheduler(Scheduler):
-    """Hands requests to vLLM as they come, and their events back; what runs when is vLLM's affair."""
+    """Gives requests to vLLM as they arrive, and delivers their events; vLLM decides which requests run when."""
 
     def __init__(
         self, served: VllmServed, store: Any, ended: Callable[[Request], None], submit: Callable[[Request], Any]
@@ -408,7 +408,7 @@ class VllmScheduler(Scheduler):
         self._llm, self._broken_id = served.llm, served.broken_id
 
     def work(self) -> None:
-        """Hands waiting requests to vLLM, takes back cancelled ones, and has vLLM take a step."""
+        """Gives waiting requests to vLLM, aborts cancelled ones, and has vLLM take a step."""
         self._end_cancelled_waiting()
         self._admit()
         for running in list(self.readings):
@@ -424,7 +424,7 @@ class VllmScheduler(Scheduler):
             self._end_running(running)
 
     def _take_output(self, running: Running, output: Any) -> None:
-        """Takes the ids that vLLM has chosen for a request, in their order."""
+        """Takes the ids that vLLM has chosen for a request, in their order, and ends the request after its last id."""
         request, made, running.done = running.request, output.outputs[0], output.finished
         if not request.steps:
             self._count_cached(request, output.num_cached_tokens or 0)
@@ -441,7 +441,7 @@ class VllmScheduler(Scheduler):
             self._end_running(running)
 
     def _count_cached(self, request: Request, ids: int) -> None:
-        """Counts the base tokens of the prompt that vLLM's prefix cache had, in place of those of a kept session."""
+        """Counts base tokens of the first `ids` ids, found in vLLM's prefix cache, in place of a kept session's."""
         book, before = request.book, request.cached_tokens
         request.cached_tokens = ids if book is None else int(book.logged(0, ids)[1].sum())
         self.totals.cached_tokens += request.cached_tokens - before
@@ -467,8 +467,8 @@ class VllmScheduler(Scheduler):
 def sampling_params(request: Request, broken_id: int | None, most: int, own_pack: Pack | None = None) -> SamplingParams:
     """Returns a request's options as vLLM's. Raises `GenerationError`, and what vLLM raises.
 
-    broken_id: of a model with hypertokens. most: ids, -1 for as many as the context has room for. own_pack: what
-    requests without a pack begin with, if not the model's.
+    broken_id: see `Zip2ZipConfig`, None for a plain model. most: maximum ids of the answer, -1 for the context's limit.
+    own_pack: the pack of requests that name none, None for the model's own.
     """
     submission, options = request.submission, request.checked.sampling
     pack = own_pack if request.checked.start is None else request.checked.start
@@ -499,7 +499,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _raise_when_core_dies(core: Any) -> None:
-    """Has vLLM's next `step` raise if its core, in a process of its own, has died: it would wait for ever."""
+    """Makes vLLM's next `step` raise if vLLM's core process has died; without this `step` would wait forever."""
     reader = getattr(core, "output_queue_thread", None)
     if reader is None:  # the core is in this process
         return
@@ -521,7 +521,7 @@ def _chosen(request: Request, one: int, found: Mapping[int, Any]) -> Chosen:
 
 
 def _raise_if_unsupported(request: Request) -> None:
-    """Raises `GenerationError` for what vLLM does not do, or does otherwise than this project."""
+    """Raises `GenerationError` for options that vLLM lacks or treats differently from this project."""
     options, submission = request.checked.sampling, request.submission
     wrong = {
         "a grammar or JSON schema": submission.constraint is not None,

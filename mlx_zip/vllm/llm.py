@@ -1,4 +1,4 @@
-"""`LLM`: texts in, texts out, on vLLM."""
+"""`LLM`: answers a list of prompts on vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_zip.vllm.engine import open_vllm_engine
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model wrote. base_ids: the text's. reason: "stop" at an end of text, or "length". counts: its figures."""
+    """A model's answer. base_ids: of the text. reason: "stop" at an end of text, or "length". counts: see `Counts`."""
 
     text: str
     base_ids: tuple[int, ...]
@@ -25,7 +25,7 @@ class Answer:
 
 
 class LLM:
-    """A model on vLLM for texts that are all known at the beginning. Use it in a `with` statement, or call `close`."""
+    """A model on vLLM for prompts that are all known in advance. Use it in a `with` statement, or call `close`."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Loads a model. Arguments, and what is raised, as in `mlx_zip.vllm.engine.open_vllm_engine`."""
@@ -38,7 +38,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Gives up the model."""
+        """Shuts the engine down, which frees the model."""
         self.engine.close()
 
     def generate(

@@ -78,7 +78,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         return self.decoder(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Returns logits [N, W + 1]. Hypertokens are at -inf; `Zip2ZipState` adds their logits per request."""
+        """Returns logits [N, W + 1], -inf but for base ids; `Zip2ZipState` adds hypertokens' logits per request."""
         low = self.decoder.compute_logits(hidden_states)
         self.outputs = hidden_states
         if low is None:
@@ -132,7 +132,6 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         return packed_matrix([parts.get(one) for one in ("weight", "scales", "biases")], *settings, name, self._folder)
 
     def _make_encoders(self) -> None:
-        """Makes the encoders of the sides that this worker needs, by side."""
         tied, keep = self.config.encoder.tie_encoders, self.dtype if self.device.type == "cpu" else None
         prefixes = {side: SIDES[0] if tied else side for side in self.sides}
         made = {
@@ -188,18 +187,18 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         ]
 
     def _table(self, side: str) -> VocabParallelEmbedding:
-        """Returns the matrix from whose rows a side's rows are made."""
+        """Returns the matrix, embedding or head, from whose rows the encoder makes a side's hyper rows."""
         inputs = side == SIDES[0] and get_pp_group().is_first_rank
         return self.decoder.model.embed_tokens if inputs else self.decoder.lm_head
 
 
 def _base_rows(table: VocabParallelEmbedding, ids: torch.Tensor) -> torch.Tensor:
-    """Returns rows [N, D] of a matrix that may be split over several workers; `ParallelLMHead` has no such call."""
+    """Returns rows [N, D] of a matrix that may be split over workers; `ParallelLMHead` has no method for this."""
     return VocabParallelEmbedding.forward(table, ids)
 
 
 def _refuse_what_is_unsupported(config: VllmConfig) -> None:
-    """Raises `ConfigError` for options of vLLM under which hypertokens cannot be, or were never tried."""
+    """Raises `ConfigError` for options of vLLM that do not work with hypertokens, or were never tried with them."""
     wrong = {
         "its first model runner, which would give wrong output (VLLM_USE_V2_MODEL_RUNNER=0, or Triton is missing)":
             not config.use_v2_model_runner,

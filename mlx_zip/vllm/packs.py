@@ -1,4 +1,4 @@
-"""Packs on their way to a worker: what a request says of its pack, and what a worker makes of that."""
+"""How a request names its pack to a worker, and how the worker reads it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.packs.pack import Pack, pack_in_folder, resolve_pack
 
-# keys of a request's `extra_args`: whether its sender can expand hypertokens, and knows the id of a broken request
+# keys of a request's `extra_args`: whether its sender can expand hypertokens, its pack, and whether its sender knows
+# `Zip2ZipConfig.broken_id`
 HYPERTOKENS, PACK, TELL_BROKEN = "mlx_zip_hypertokens", "mlx_zip_pack", "mlx_zip_tell_broken"
 MAX_KEPT_PACKS = 16
 
 
 def pack_arguments(pack: Pack | None) -> dict[str, Any]:
-    """Returns what a request's `extra_args` say of its pack; None is the model's own. Raises `GenerationError`.
+    """Returns the `extra_args` that name a request's pack, {} for None, the model's own. Raises `GenerationError`.
 
-    Tuned rows stay in their file, which has to be at the same place on every machine.
+    Tuned rows are not sent: workers read them from the pack's file, which must have the same path on every machine.
     """
     if pack is None:
         return {}
@@ -48,7 +49,7 @@ class StartRows:
 
 
 class WorkerPacks:
-    """The packs that requests have named lately, and the model's own.
+    """A worker's packs: the model's own, and those that requests named last, at most `MAX_KEPT_PACKS`.
 
     model: our `Zip2ZipForCausalLM`, loaded from `folder`.
     """
@@ -86,7 +87,7 @@ class WorkerPacks:
 
 
 def _read_pack(asked: tuple[Any, ...]) -> Pack:
-    """Returns the pack of entries, or of a file and the fingerprint that it had when it was asked for."""
+    """Returns a pack. asked: its entries, or the path of its file and the fingerprint that the file must have."""
     if not (len(asked) == 2 and all(isinstance(one, str) for one in asked)):
         return resolve_pack(asked)
     path, fingerprint = asked

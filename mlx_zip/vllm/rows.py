@@ -11,32 +11,32 @@ import torch
 class RowTable:
     """Rows of entries on the device: one tensor [places, D] per side that this worker needs.
 
-    sides: 0 to 2. An entry that requests have installed stays; of the others the least recently used one gives its
-    place to a new one. If requests need more places than there are, the tensors grow by half: they are read outside of
-    vLLM's graphs, so their addresses may change. Place 0 holds nothing.
+    sides: 0 to 2. places: initial number of places. An entry that requests have installed stays; of the others, the
+    least recently used is evicted. If requests need more places than there are, the tensors grow by half; their
+    addresses may change, because they are read outside of vLLM's graphs. Place 0 holds no entry.
     """
 
     def __init__(self, sides: int, places: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensors = [torch.zeros((1 + places, width), dtype=dtype, device=device) for _ in range(sides)]
         self._places: dict[bytes, int] = {}
-        self._keys: list[bytes] = [b""]  # by place, as far as places were ever used
-        self._users = [1]  # by place
-        self._unused: OrderedDict[int, None] = OrderedDict()  # places that hold a row nobody needs, oldest first
+        self._keys: list[bytes] = [b""]  # by place, for places used so far
+        self._users = [1]  # number of users, by place
+        self._unused: OrderedDict[int, None] = OrderedDict()  # places of entries without users, oldest first
 
     @property
     def used_places(self) -> int:
-        """How many places were ever used, with place 0."""
+        """Number of places used so far, place 0 included."""
         return len(self._keys)
 
     @property
     def users(self) -> int:
-        """How often requests have installed entries that they still hold."""
+        """Number of users of all entries: calls of `acquire` that were not followed by `release`, per entry."""
         return sum(self._users) - 1
 
     def acquire(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
         """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
 
-        Each call counts one user of each entry, until `release`. keys: what each entry is called here.
+        Adds one user to each entry, until `release`. keys: the names of the entries in this table.
         """
         places, missing = list[int](), list[int]()
         for index, key in enumerate(keys):
@@ -51,7 +51,7 @@ class RowTable:
         return places, missing
 
     def release(self, places: Sequence[int]) -> None:
-        """Counts one user less of the entry at each place."""
+        """Removes one user from the entry at each place."""
         for place in places:
             self._users[place] -= 1
             if not self._users[place]:

@@ -1,7 +1,7 @@
-"""`Zip2ZipState`: what a worker knows of each request that runs: its codebook, and where the rows of its entries are.
+"""`Zip2ZipState`: what a worker knows of each running request: its codebook, and where the rows of its entries are.
 
-The ids of a sequence determine its codebook, so only ids cross the borders of processes. A request that comes back
-after preemption, or whose beginning lies in the prefix cache, has its ids replayed.
+The ids of a sequence determine its codebook, so only ids are sent between processes. If a request resumes after
+preemption, or its beginning is in the prefix cache, the worker replays its ids into a new codebook.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -33,16 +33,16 @@ from mlx_zip.vllm.packs import HYPERTOKENS, PACK, TELL_BROKEN, StartRows, Worker
 from mlx_zip.vllm.rows import RowTable
 
 log = logging.getLogger("mlx_zip")
-MOST_ROWS = 32_768  # places of the table of rows, unless fewer can be in use; it grows if more are
+MOST_ROWS = 32_768  # maximum initial places of the table of rows, which grows if requests need more
 
 
 class RunningRequest:
-    """A request. index: its slot among vLLM's requests. ids: those that were known when it came.
+    """A running request. index: its index among vLLM's requests. ids: those that were known when it was added.
 
-    emits: whether it may choose hypertokens; if not, its codebook serves only to read them. keeps_entries: whether no
-    entry is ever evicted. places: of the row of the entry in each slot of its codebook, 0 for none. excluded: ids that
-    canonical decoding forbids next. broken: whether an id could not be read; then nothing but its end can be chosen,
-    with tells_broken the id that says so.
+    emits: whether it may choose hypertokens; if not, its codebook serves only to read them. keeps_entries: whether its
+    codebook never evicts. places: by slot of the codebook, the place of the entry's row in the table, 0 for none.
+    excluded: ids that canonical decoding forbids next. broken: whether it has failed, for example at an illegal id;
+    then only an id that ends it can be chosen. tells_broken: whether that id is `broken_id`, else an end of text.
     """
 
     def __init__(self, index: int, data: NewRequestData, start: StartRows, emits: bool, canonical: bool) -> None:
@@ -56,7 +56,7 @@ class RunningRequest:
         self.excluded: Sequence[int] = ()
 
     def read(self, ids: Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
-        """Reads ids into the codebook; returns slots and keys of what they install. Raises `CodecError`."""
+        """Reads ids into the codebook; returns slots and keys of the entries that they install. Raises `CodecError`."""
         if self._canonical is None:
             return self._push(ids[0] if len(ids) == 1 else ids)
         prompt = max(0, self._prompt_ids - self.book.mark())
@@ -79,25 +79,26 @@ class RunningRequest:
         return new.slots.tolist(), entry_keys(new.base_ids, new.lengths)
 
     def hypertokens(self, ids: Sequence[int]) -> list[int]:
-        """Returns which of some ids are hypertokens."""
+        """Returns the indices of the hypertokens among ids."""
         first = self._first_id
         return [n for n, one in enumerate(ids) if one >= first]
 
     def places_of(self, ids: Sequence[int]) -> list[int]:
-        """Returns the places of hypertokens' rows. Only for a codebook that keeps what it has installed."""
+        """Returns the places of hypertokens' rows. Only for a codebook that never evicts."""
         return [self.places[one - self._first_id] for one in ids]
 
     def keys_read(self, ids: Sequence[int], at: Sequence[int]) -> list[bytes]:
-        """Returns the keys of the entries that the hypertokens `at` of the ids just read stood for then."""
+        """Returns keys of the entries that hypertokens stood for when read. ids: read last; at: indices in `ids`."""
         own, slots = self.start.keys, [ids[n] - self._first_id for n in at]
         base_ids, lengths = self.book.logged(self.book.mark() - len(ids))
         keys = entry_keys(base_ids[at], lengths[at])
         return [own[slot] if slot < len(own) else key for slot, key in zip(slots, keys, strict=True)]
 
     def read_up_to_bad(self, ids: Sequence[int], read: int) -> int:
-        """Reads the ids before the one that cannot be read, after `read` refused them together; returns how many.
+        """Reads the ids before the first illegal one, after `RunningRequest.read` has refused all; returns how many.
 
-        What is computed of them is right, and vLLM's prefix cache keeps it. read: ids that were read before.
+        What the model computes for these ids is right, and vLLM's prefix cache keeps it. read: number of ids that the
+        codebook had read before.
         """
         self.book.rewind(read)
         for count, one in enumerate(ids):
@@ -138,8 +139,8 @@ class Zip2ZipState(DefaultModelState):
         self.requests: dict[str, RunningRequest] = {}
         # places whose rows are still to be written: an entry's key, to be encoded, or its tuned rows [D] per side
         self._unwritten: dict[int, bytes | list[torch.Tensor]] = {}
-        self._changed: dict[int, int] = {}  # what is to be written to `slots`, by place in it
-        self._held: list[int] = []  # places that only the step's own ids need
+        self._changed: dict[int, int] = {}  # values that are still to be written to `slots`, by flat index
+        self._held: list[int] = []  # places that only the ids of the last step need
         self._end_id, self._broken_id = _end_id(vllm_config), model.hf_config.broken_id
         self._last_position = model.decoder.config.max_position_embeddings - 1
 
@@ -171,7 +172,7 @@ class Zip2ZipState(DefaultModelState):
     # ---- ids are read
 
     def _read_ids(self, name: str, request: RunningRequest, ids: Sequence[int]) -> int:
-        """Reads ids; returns how many could be read. One that cannot ends the request, and nothing else."""
+        """Reads ids into a request's codebook; returns how many were read. An illegal id breaks this request only."""
         if not ids:
             return 0
         read = request.book.mark()
@@ -180,7 +181,7 @@ class Zip2ZipState(DefaultModelState):
         except CodecError as error:
             self._end_broken(name, request, error)
             return request.read_up_to_bad(ids, read)
-        if request.emits and slots:  # else rows are made for the entries that are read only
+        if request.emits and slots:  # a request that emits no hypertokens needs rows only for those that it reads
             self._install(request, slots, keys)
         return len(ids)
 
@@ -195,7 +196,7 @@ class Zip2ZipState(DefaultModelState):
         keys: Sequence[bytes],
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Notes the entries of these keys in slots of a request. tuned: rows [N, D] per side, if they have such."""
+        """Gives entries, named by keys, places in the table and slots of a request. tuned: rows [N, D] per side."""
         places, missing = self.rows.acquire(keys)
         self._note_missing(places, missing, keys, tuned)
         for slot, place in zip(slots, places, strict=True):
@@ -213,14 +214,14 @@ class Zip2ZipState(DefaultModelState):
         keys: Sequence[bytes],
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Notes which entries have no row yet; what a place was to hold before does not count any more."""
+        """Notes that the rows at indices `missing` must be written, in place of rows still to be written there."""
         for index in missing:
             self._unwritten[places[index]] = keys[index] if tuned is None else [rows[index] for rows in tuned]
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Reads the step's ids into the codebooks, makes the rows of new entries, and returns the ids' embeddings."""
         inputs, padded = super().prepare_inputs(input_batch, req_states), input_batch.num_tokens_after_padding
-        if any(name in self.requests for name in input_batch.req_ids):  # a dummy batch is of nobody's
+        if any(name in self.requests for name in input_batch.req_ids):  # a dummy batch has none of these requests
             self.rows.release(self._held)
             self._held = []
             at, places = self._read_step(input_batch)
@@ -276,7 +277,7 @@ class Zip2ZipState(DefaultModelState):
         return at, places
 
     def _places_read(self, request: RunningRequest, ids: Sequence[int], hyper: Sequence[int]) -> list[int]:
-        """Returns the places of the rows of hypertokens, ids `hyper` of those that a request has just read."""
+        """Returns the places of hypertokens' rows. ids: just read by the request. hyper: indices in `ids`."""
         if request.keeps_entries and request.emits and not request.broken:
             return request.places_of([ids[n] for n in hyper])
         keys = request.keys_read(ids, hyper)
@@ -305,7 +306,7 @@ class Zip2ZipState(DefaultModelState):
             self._changed.clear()
 
     def _embed(self, batch: InputBatch, at: Sequence[int], places: Sequence[int]) -> None:
-        """Writes the embeddings of a batch's ids. at, places: of the hypertokens among them, and of their rows."""
+        """Writes the embeddings of a batch's ids. at, places: indices of hypertokens, and the places of their rows."""
         if not get_pp_group().is_first_rank:
             return
         ids = batch.input_ids[: batch.num_tokens]
@@ -321,7 +322,7 @@ class Zip2ZipState(DefaultModelState):
         return HyperSampler(sampler, self), None
 
     def add_hyper_logits(self, logits: torch.Tensor, batch: InputBatch) -> None:
-        """Adds the logits of hypertokens to logits [B, W] of a batch, in which only base ids can be chosen yet."""
+        """Writes hypertokens' logits into logits [B, W + 1], then excludes ids and leaves broken requests an end id."""
         most, excluded, broken = 0, list[Sequence[int]](), list[tuple[int, int]]()
         for row, name in enumerate(batch.req_ids):
             request = self.requests.get(name)
@@ -342,7 +343,8 @@ class Zip2ZipState(DefaultModelState):
     def _row_logits(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the products [B, C] of each request's output with the rows at the places `slots` [B, C].
 
-        Gathers the rows if they are under a third of the used places; else multiplies all places once.
+        Gathers the rows if they are under a third of the used places; else multiplies with all places and gathers the
+        products.
         """
         h, table = self._model.outputs, self.rows.tensors[-1]
         assert h is not None
@@ -352,7 +354,7 @@ class Zip2ZipState(DefaultModelState):
 
 
 class HyperSampler:
-    """vLLM's sampler, which sees the logits of hypertokens too."""
+    """vLLM's sampler, called with logits that include those of hypertokens."""
 
     def __init__(self, sampler: Any, state: Zip2ZipState) -> None:
         self._sampler, self._state = sampler, state
@@ -376,6 +378,6 @@ def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
 
 
 def _end_id(config: VllmConfig) -> int:
-    """Returns the id that ends a request whose ids cannot be read."""
+    """Returns the end-of-text id, which ends a broken request whose sender does not know `broken_id`."""
     ends = getattr(config.model_config.hf_config, "eos_token_id", None)
     return int((ends or [0])[0] if isinstance(ends, list) else ends or 0)

@@ -64,9 +64,9 @@ def bytes_to_spelled(token: bytes) -> str:
 class AddedToken:
     """A token that is looked for in a text before the text is split.
 
-    content: its text. special: it controls the model and stands for no text. lstrip, rstrip: white space to its left or
-    right belongs to it. normalized: it is looked for in the normalized text, otherwise in the text as given. Raises
-    `DataError` for a field of a wrong type, an empty text and an id outside 0..2^31-1.
+    content: the token's text. special: whether it controls the model and stands for no text. lstrip, rstrip: whether
+    white space to its left or right is part of it. normalized: True looks for it in the normalized text, False in the
+    text as given. Raises `DataError` for a field of a wrong type, an empty text and an id outside 0..2^31-1.
     """
 
     content: str
@@ -85,7 +85,7 @@ class AddedToken:
 
     @property
     def pattern(self) -> str:
-        """A regular expression that finds the token and the white space that belongs to it; one group, its text."""
+        """A regular expression for the token and the white space that is part of it; its one group is the content."""
         return (r"\s*" if self.lstrip else "") + f"({re.escape(self.content)})" + (r"\s*" if self.rstrip else "")
 
 
@@ -110,7 +110,7 @@ class TokenizerFile:
 
     @property
     def name(self) -> str:
-        """The tokenizer's name for people: the file's without endings such as tokenizer.json, else the folder's."""
+        """A name to show: the file's name without endings such as tokenizer.json, or if that is empty, the folder's."""
         plain = name_without_gz(self.path).removesuffix(".tiktoken")
         for ending in ("tokenizer.json", *IDS_FILE_OF):
             plain = plain.removesuffix(ending)

@@ -6,10 +6,10 @@ pairs of neighbouring emitted ids are tried as entries, and the pack is pruned a
 shorter. The idea is that of MultiTok (arXiv 2410.21548), whose dictionary is pruned by use; MultiTok's own trainer is
 `mlx_zip.vocab.multitok`.
 
-Entries are removed by uses alone, not by uses times length: when an entry is removed, shorter ones take over. If a size
-has a price, each further row of the head makes every step longer by its share of the bytes that a step reads. The
-search then removes entries in fine steps around the best size, and leaves single entries out at the end; on small cases
-it equals trying all parts of a pack (tests).
+Entries are removed by uses alone, not by uses times length: when an entry is removed, shorter ones take over. With a
+head cost, each entry's row in the head makes every step longer, by the row's share of the bytes that a step reads. The
+search then removes entries in fine steps around the best size, and leaves single entries out at the end. On small
+cases, the result costs no more than the best of all subsets of the pack (tests).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Int64s = NDArray[np.int64]
 class LearnedPack:
     """A pack and its effect on a corpus.
 
-    entries: most used first. ids: number of ids that the corpus is compressed to with the pack; ids_without: without
-    it. base_ids: length of the corpus. uses: how often each entry was emitted.
+    entries: most used first. ids: number of ids that the corpus is compressed to with the pack. ids_without: the same
+    without a pack. base_ids: length of the corpus. uses: how often each entry was emitted.
     """
 
     entries: tuple[Entry, ...]
@@ -117,7 +117,7 @@ def _shrinking_sizes(start: int, end: int, factor: float) -> Iterator[int]:
 
 
 class _Corpus:
-    """A corpus in windows of at most `window` base ids, each compressed on its own, with one pack after another."""
+    """A corpus, cut into windows of at most `window` base ids that are compressed separately. Measures packs on it."""
 
     def __init__(self, params: CodecParams, sequences: Iterable[Any], window: int) -> None:
         self.params = replace(params, start=None)

@@ -11,9 +11,9 @@ import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 
-KEYS = 64  # keys of a round; a program has at least these
-PROGRAMS = 1024  # wanted for the largest length: several for each multiprocessor of a large GPU
-MOST_PARTS = 64  # of one sequence and key head
+KEYS = 64  # keys per iteration of a program; parts have at least so many
+PROGRAMS = 1024  # maximum programs if there are fewer pairs: several for each multiprocessor of a large GPU
+MOST_PARTS = 64  # per sequence and key head
 
 
 def decode_attention(
@@ -27,9 +27,9 @@ def decode_attention(
 ) -> torch.Tensor:
     """Returns softmax(scale q k') v [B, H, E] in q's dtype; sums are float32.
 
-    q [B, H, E], H a multiple of K; keys, values [B, K, S, E]; lengths [B] int64: the keys that each sequence has, with
-    its newest, limited to 0..S; a sequence without keys gives 0. window: only that many of the last keys are seen.
-    scale: None for 1 / sqrt(E). Nothing is read on the host, and launches depend on shapes alone.
+    q [B, H, E], H a multiple of K; keys, values [B, K, S, E]; lengths [B] int64: number of keys of each sequence, the
+    newest included, clamped to 0..S; a sequence without keys gives 0. window: number of last keys that are seen, None
+    for all. scale: None for 1 / sqrt(E). Nothing is read on the host, and launches depend on shapes alone.
     """
     check_shape("q", q, None, None, None)
     check_shape("keys", keys, q.shape[0], None, None, q.shape[2])
@@ -51,7 +51,7 @@ def decode_attention(
 
 
 def part_count(pairs: int, keys: int) -> int:
-    """Returns how many parts the keys of each of `pairs` sequences and key heads are divided into, at most `keys`."""
+    """Returns the number of parts of each pair's keys. pairs: sequences times key heads. keys: maximum per pair."""
     return max(1, min(-(-keys // KEYS), PROGRAMS // max(1, pairs), MOST_PARTS))
 
 

@@ -52,7 +52,7 @@ def attend_in_entries(
     """Returns softmax(q k' / sqrt(head width)) v [N, S, D]; qkv [N, S, 3D] holds queries, keys, values.
 
     lengths [N]: real places, 1 to S. mask "both": real queries see real keys, padding queries give 0; "keys": all
-    queries see real keys; "causal": "keys", and no later ones. S is at most 16.
+    queries see real keys; "causal": all queries see real keys up to their own place. S is at most 16.
     """
     check_shape("qkv", qkv, None, None, None)
     check_shape("lengths", lengths, qkv.shape[0])

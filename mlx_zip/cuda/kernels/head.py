@@ -11,7 +11,7 @@ from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
 
 
 class HeadOutput(NamedTuple):
-    """What a head gives: best [B] int64, lse [B] float32, logits [B, W] float32.
+    """A head's output: best ids [B] int64, log-sum-exps lse [B] float32, logits [B, W] float32.
 
     logits is None if not asked for, and lse may be None then.
     """
@@ -33,9 +33,9 @@ def joint_head(
     """Returns the best id, the log-sum-exp and, if asked for, the logits [base 0..V-1 | hyper | tail] of each row.
 
     x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. Logits have
-    W = R + C columns; those of slots that are not installed and of the R - V tail columns are -inf, and their rows are
-    not read by the kernel. Among equal logits the lowest id is best. Sums are float32; for several rows, unpacked
-    weights are rounded to x's dtype first.
+    W = R + C columns. The columns of slots that are not installed and the R - V tail columns are -inf; the kernel does
+    not read the rows of these columns. Among equal logits the lowest id is best. Sums are float32; for several rows of
+    x, unpacked weights are rounded to x's dtype first.
     """
     height, width = base.shape
     check_shape("x", x, None, width)

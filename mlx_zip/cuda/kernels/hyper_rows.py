@@ -1,9 +1,9 @@
 """Hyper rows as kernels read and write them: embeddings of ids among base rows, and rows of new entries in tables.
 
-The newest entry is not expanded when ids are looked up: the head gives its slot -inf until the entry's rows are in the
-tables, and an id that is read earlier all the same (LZW's KwKwK) is read a second time, alone, after its rows were
-made. Expanding it here would save no launch either: its base rows are gathered by `encoder.embed_entries`, and an
-encoder needs all of them before it can make the one row that this pass would add.
+The look-up of ids does not make rows of new entries. The head gives an entry's slot -inf until the entry's rows are in
+the tables. An id that is read before that (LZW's KwKwK) is read a second time, alone, after its rows were made. Making
+rows during the look-up would save no launch: `encoder.embed_entries` gathers the base rows of an entry, and the encoder
+needs all of them to make the one hyper row.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def install_rows(
 
     new [4, N] int64: of each entry the sequence, the slot, the place in pool [P, sides, D], and the span, how many base
     ids it stands for. installed [B, C] bool; spans [B, S] int64, whose last C columns are those of the slots. All
-    numbers lie within these sizes; a slot that is named twice is given the same values.
+    numbers must lie within these sizes; a slot that is named twice must get the same values both times.
     """
     check_shape("new", new, 4, None)
     check_shape("pool", pool, None, len(tables), None)

@@ -1,4 +1,4 @@
-"""Products of one vector per sequence with a matrix, with all that a decoder's step does before and after them."""
+"""Products of one vector per sequence with a matrix, fused with a decoder's norm, bias, gate and residual."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlx_zip.cuda.kernels.activations import normalize_rms
 from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
 
-MAX_VECTORS = 16  # vectors of a call
+MAX_VECTORS = 16  # per call
 Norm = tuple[torch.Tensor, float]
 
 
@@ -23,10 +23,11 @@ def matvec(
 ) -> torch.Tensor:
     """Returns norm(x) W' + bias [B, R], gated if asked for, plus the residual; in x's dtype, rounded once.
 
-    x [B, D], B up to 16; weight W [R, D] or `Packed`; bias [R]. norm: weight [D] and eps of an RMS norm of x. gate:
-    the rows are those of a gate, then those of the values, and silu(gate) * values [B, R / 2] takes the product's
-    place. residual: of the result's shape. Sums are float32. A product of several vectors takes norm(x) without its
-    scale, and unpacked weights, in x's dtype (in TF32 for float16, which norm(x) without its scale may exceed).
+    x [B, D], B up to 16; weight W [R, D] or `Packed`; bias [R]. norm: weight [D] and eps of an RMS norm of x. gate: W
+    has the rows of a gate, then of the values, and the product becomes silu(gate) * values [B, R / 2]. residual: of the
+    result's shape. Sums are float32. For several vectors, the matrix units multiply unpacked weights with x times the
+    norm's weights, both in x's dtype (in TF32 for float16, whose range such products may exceed); the factor 1 / rms is
+    applied to the sums.
     """
     rows, width = weight.shape
     check_shape("x", x, None, width)

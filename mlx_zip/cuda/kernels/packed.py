@@ -54,7 +54,7 @@ def check_matrix(name: str, matrix: Matrix) -> tuple[torch.Tensor, ...]:
 
 
 def kernel_arguments_of(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
-    """Returns what kernels take of a matrix: values or words, scales, biases, bits (0 if dense) and group size."""
+    """Returns a matrix as kernel arguments: values or words, scales, biases, bits (0 if dense) and group size."""
     if isinstance(matrix, Packed):
         return matrix.words, matrix.scales, matrix.biases, matrix.bits, matrix.group_size
     return matrix, None, None, 0, 1

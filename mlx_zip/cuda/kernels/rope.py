@@ -14,8 +14,8 @@ class Rotation(NamedTuple):
     """How queries and keys are normed and rotated.
 
     frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head are rotated (column i with
-    column i + R/2) and multiplied by `scale`. frequency_set [B] int64: of each sequence, None for the first. q_norm,
-    k_norm: weights [E] of an RMS norm of each head before it is rotated, with `eps`; both or none.
+    column i + R/2) and multiplied by `scale`. frequency_set [B] int64: index of each sequence's set, None for the first
+    set. q_norm, k_norm: weights [E] of an RMS norm of each head before it is rotated, with `eps`; both or none.
     """
 
     frequencies: torch.Tensor
@@ -38,7 +38,7 @@ def rope_and_cache(
     """Returns rotated queries [B, L, H, E] and writes rotated keys and plain values into the caches, in place.
 
     qkv [B, L, (H + 2K) E]: queries, keys, values. positions, slots [B, L] int64: angle and cache place of each id.
-    keys, values [B, K, S, E]. A slot outside 0..S-1 is not written. An id of a set outside 0..N-1 gives NaN.
+    keys, values [B, K, S, E]. A slot outside 0..S-1 is not written. A `frequency_set` outside 0..N-1 gives NaN.
     """
     batch, length, columns = qkv.shape
     check_shape("qkv", qkv, None, None, None)

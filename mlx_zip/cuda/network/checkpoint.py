@@ -1,7 +1,7 @@
 """A model's folder, dense or packed by MLX: its tensors on a device by name, and its fingerprint.
 
-`Folder` is what a model takes its weights from. Below it are the safetensors files: what they hold, and packed tensors
-put together.
+A model takes its weights out of a `Folder`. The rest of the module reads the safetensors files and assembles packed
+matrices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 _PACKED_DTYPE = "U32"  # dtype of packed matrices
 _INDEX = "model.safetensors.index.json"
 Weight = torch.Tensor | Packed  # a dense tensor of any axes, or a packed matrix
-_FINAL_NORM = "model.norm.weight"  # its dtype is the folder's own
+_FINAL_NORM = "model.norm.weight"  # the dtype of this tensor counts as the folder's
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Folder:
     """A model's folder with its tensors on a device.
 
     config: config.json. zip: its zip2zip section, None for a plain model. tensors: by checkpoint name; the name of a
-    packed matrix ends in ".weight" too. files: the file that each came from. kernels: whether the model runs by
-    kernels, or by their references where there is no card; else by PyTorch's own operations on a CPU. dtype: of all
-    floating-point tensors; without kernels of what is computed, and matrices may still be as the files have them.
+    packed matrix ends in ".weight" too. files: by tensor, the file that it came from. kernels: True runs the model by
+    kernels, or by their references where there is no card; False by PyTorch's own operations on a CPU. dtype: of all
+    floating-point tensors; without kernels, of activations, and matrices may keep the dtype of their file.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Folder:
         return value
 
     def as_table(self, value: Weight) -> Weight:
-        """Returns a matrix whose rows are looked up in the model's dtype."""
+        """Returns a matrix for row lookups, with values (or scales and biases, if packed) in the model's dtype."""
         if isinstance(value, Packed):
             return value._replace(scales=value.scales.to(self.dtype), biases=value.biases.to(self.dtype))
         return value.to(self.dtype)
@@ -93,9 +93,10 @@ def read_folder(
     """Returns a model's folder with its tensors on a device.
 
     path: a folder, a bundled model's name or a hub id. device: None takes the first CUDA card, else the CPU. dtype:
-    bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. skipped_prefixes: of
-    tensors that are not read. kernels: see `Folder`; without kernels the dtype None computes in float32, with matrices
-    as the files have them. Raises `ModelError` naming file and tensor, or needed and free bytes; `ConfigError`.
+    bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. skipped_prefixes: name
+    prefixes of tensors that are not read. kernels: see `Folder`; without kernels, dtype None means float32 activations
+    and matrices in the dtype of their file. Raises `ModelError` naming file and tensor, or needed and free bytes;
+    `ConfigError`.
     """
     where, folder = find_device(device), find_model_folder(path)
     config = read_model_config(folder)
@@ -155,7 +156,7 @@ def _raise_if_weights_too_large(
 
 @dataclass(frozen=True)
 class _TensorHeader:
-    """What a file says of one tensor before it is read. dtype: safetensors' name."""
+    """What a file's header says of one tensor. dtype: safetensors' name."""
 
     file: str
     dtype: str
@@ -244,9 +245,9 @@ def _to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -
 
 
 def read_packing(record: Any, name: str, where: Path) -> tuple[int, int]:
-    """Returns bits and group size of a packed matrix, its own or those of all. Raises `ModelError`.
+    """Returns bits and group size of a packed matrix: its own settings, else the model's. Raises `ModelError`.
 
-    record: the quantization section of config.json. name: of the words' tensor, which is in `where`.
+    record: the quantization section of config.json. name: of the tensor that holds the packed words. where: its file.
     """
     module = name.removesuffix(".weight")
     if not isinstance(record, Mapping):

@@ -1,4 +1,4 @@
-"""The decoder and the head on a CPU: few of PyTorch's own operations per layer, over the filled part of the caches."""
+"""The decoder and the head on a CPU, with few PyTorch operations per layer, over the filled part of the caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RotationFactors = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines 
 
 
 class CpuDecoder(Decoder):
-    """A decoder whose weights are kept for a CPU (`mlx_zip.cuda.network.linear`)."""
+    """A decoder whose weights are prepared for a CPU (`mlx_zip.cuda.network.linear`)."""
 
     takes_rows_of_any_length = False
 
@@ -52,7 +52,7 @@ class CpuDecoder(Decoder):
         active: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Decoder.step`. What `out` has of a sequence that takes no part stays."""
+        """See `Decoder.step`. Rows of `out` for sequences that take no part stay unchanged."""
         out = torch.empty_like(h) if out is None else out
         rows = list(range(len(h))) if active is None else active.nonzero()[:, 0].tolist()
         if len(rows) == 1:
@@ -75,7 +75,7 @@ class CpuDecoder(Decoder):
             cache[:, :, slot].copy_(new[0])
             first = 0 if layer.window is None else max(0, slot + 1 - layer.window)
             keys, values = cache[:, :, first : slot + 1].unbind(0)
-            # the queries that share a key head are many queries of one head; each of them sees all keys
+            # the query heads that share a key head are a batch of queries for that key head; each sees all keys
             scores = torch.baddbmm(unused, q.view(shape), keys.mT, beta=0, alpha=scale)
             return torch.bmm(scores.softmax(-1), values).view(1, -1)
 
@@ -146,7 +146,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch
 def cpu_head(
     h: torch.Tensor, scores: Linear, rows: torch.Tensor, installed: torch.Tensor, boundary: int, logits: bool
 ) -> HeadOutput:
-    """Returns what `joint_head` returns, by kept weights; log-sum-exps only with logits.
+    """Returns what `joint_head` returns, with weights prepared for a CPU; log-sum-exps only if `logits` is True.
 
     scores: the product with the head's matrix. Only the rows up to the last installed one are read.
     """

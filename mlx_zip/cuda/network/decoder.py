@@ -1,7 +1,7 @@
 """The decoder: its layers' weights, its attention, and its passes: many ids for prompts, one per sequence for steps.
 
-A layer of a step is seven launches: joined q, k, v with the norm before them; rotation, head norms and cache write;
-attention in two; output projection with the residual; gate and up with norm and activation; down with the residual.
+A layer of a step is seven kernel launches: joined q, k, v with the norm before them; rotation, head norms and cache
+write; attention in two; output projection and residual; gate and up with norm and activation; down and residual.
 Prompts run the same layers through cuBLAS and PyTorch's attention, with packed weights unpacked for each product.
 """
 
@@ -82,7 +82,7 @@ def _take_qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
 
 
 def _join_for_device(folder: Folder, *parts: Linear) -> Linear:
-    """Returns the product whose rows are those of all parts, as the folder's device takes it."""
+    """Returns one product with the rows of all parts, prepared for a CPU if the folder runs without kernels."""
     whole = join_by_rows(parts)
     return whole if folder.kernels else whole.prepared_for_cpu(folder.dtype)
 
@@ -96,13 +96,13 @@ def _take_linear(folder: Folder, name: str, rows: int, columns: int, biased: boo
 
 
 class VisibleKeys:
-    """Which keys the queries of one call see: the key of the own slot and earlier ones, within a layer's window.
+    """Which keys each query of one call sees: those of its own slot and of earlier ones, within a layer's window.
 
     slots [B, L] int64: the slot of each query, -1 for padding, whose results mean nothing.
     """
 
     def __init__(self, slots: torch.Tensor, end: int | None = None) -> None:
-        """end: the slot after the last one, given if all rows end there; else the host waits for the slots."""
+        """end: the slot after the last one, if all rows end at the same slot; None makes the host wait for `slots`."""
         self.slots, self.is_in_order = slots, end is not None
         self.end = int(slots.max()) + 1 if end is None else end
         if end is None:
@@ -111,9 +111,9 @@ class VisibleKeys:
         self.masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Returns which keys each query sees, [B, 1, L, end] bool; None if all keys up to its own in order.
+        """Returns which keys each query sees, [B, 1, L, end] bool; None for PyTorch's plain causal mask.
 
-        window: a query sees that many keys, its own among them; None for all.
+        window: maximum number of keys that a query sees, its own included; None for no limit.
         """
         window = None if window is None or window >= self.end else window
         if window is None and self.is_in_order:
@@ -132,7 +132,7 @@ def attend_to_cache(
     if mask is None:
         order = causal_lower_right(q.shape[2], seen.end)
         return scaled_dot_product_attention(q, keys, values, attn_mask=order, enable_gqa=True).transpose(1, 2)
-    # with a mask, PyTorch's fused operations want a key head for each query head: one sequence's at a time, for memory
+    # with a mask, PyTorch's fused attention needs one key head per query head: repeated per sequence, to save memory
     copies = q.shape[1] // keys.shape[1]
     rows = [
         scaled_dot_product_attention(
@@ -179,9 +179,9 @@ class Decoder:
     ) -> torch.Tensor:
         """Returns the output [B, L, D] of embeddings h [B, L, D] and writes their keys and values into the caches.
 
-        positions [B, L] int64: for the rotation. slots [B, L] int64: the cache slot of each id, rising from the length
-        of each sequence, which the call moves on; -1 for padding at the end. end: the slot after the last one, if all
-        sequences end there; else the host waits for the slots.
+        positions [B, L] int64: for the rotation. slots [B, L] int64: the cache slot of each id, rising from the
+        sequence's length in `kv.lengths`, which the call updates; -1 for padding at the end. end: the slot after the
+        last one, if all sequences end at the same slot; None makes the host wait for the slots.
         """
         batch, length, width = h.shape
         seen = VisibleKeys(slots, end)
@@ -202,11 +202,11 @@ class Decoder:
         active: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the output [B, D] of one embedding per sequence, h [B, D], which goes to the slot `kv.lengths`.
+        """Returns the output [B, D] for one embedding per sequence, h [B, D]; keys and values go to slots `kv.lengths`.
 
-        positions [B] int64. active [B] int64: 1 where `kv.lengths` moves on, 0 for a sequence that takes no part and
-        whose output means nothing; None for 1 everywhere. out [B, D]: where the output is written, None for new memory.
-        The call reads nothing on the host and allocates by shapes alone, so that a CUDA graph can hold it.
+        positions [B] int64. active [B] int64: added to `kv.lengths`, 0 for a sequence that takes no part and whose
+        output is meaningless; None for 1 everywhere. out [B, D]: where the output is written, None for new memory. The
+        call reads nothing on the host and allocates by shapes alone, so that a CUDA graph can hold it.
         """
         slots, seen = kv.lengths[:, None], kv.lengths + 1
 

@@ -27,7 +27,7 @@ class EncoderWeights:
     """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
 
     take: called with a tensor's whole name and shape, as `Folder.take`. prefix: "input_encoder." or "output_encoder.".
-    keep: dtype of the vectors for which matrices are kept for a CPU (`Linear.cpu_dtype`); None for kernels.
+    cpu_dtype: dtype of the vectors that products on a CPU take (`Linear.prepared_for_cpu`); None for kernels.
     """
 
     def __init__(self, take: Callable[..., Matrix], prefix: str, cpu_dtype: torch.dtype | None = None) -> None:
@@ -126,7 +126,7 @@ def _res_latent_encoder(config: EncoderConfig, merge_size: int, weights: Encoder
 
 
 def _residual_row(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns the base row [N, D] that an entry's row begins as: the first of x [N, S, D], or pooled ones."""
+    """Returns the residual [N, D] of entries' rows: the first of their base rows x [N, S, D], or x pooled by `kind`."""
     return x[:, 0].contiguous() if kind == "first" else pool_places(x, lengths, kind)
 
 

@@ -67,7 +67,7 @@ def _linear_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config
 
 
 def _llama3_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
-    """Returns Llama 3's frequencies: low ones are divided by `factor`, high ones stay, with a smooth passage."""
+    """Returns Llama 3's frequencies: low ones are divided by `factor`, high ones stay, with a smooth transition."""
     factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = context * plain / (2 * math.pi)  # within the original context

@@ -1,4 +1,4 @@
-"""The static key-value caches of a batch: memory that is laid out once, so that a CUDA graph can be replayed."""
+"""The static key-value caches of a batch: allocated once, at fixed addresses, so that CUDA graphs can be replayed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class KVCache:
             part[target].copy_(part[source])
 
     def save_row(self, row: int, length: int) -> tuple[torch.Tensor, int]:
-        """Returns a sequence's first `length` keys and values [layers, 2, K, length, E] on the host, and its set."""
+        """Returns a sequence's first keys and values [layers, 2, K, length, E] on the host, and its frequency set."""
         return to_host(self.whole[:, :, row, :, :length]), int(self.frequency_set[row])
 
     def load_row(self, row: int, saved: torch.Tensor, frequency_set: int) -> None:
@@ -74,8 +74,8 @@ def make_kv_cache(
     """Returns empty caches. Raises `ModelError` with both sizes if the device has too little free memory."""
     raise_if_no_room(f"KV caches of {batch} x {capacity} ids", kv_cache_bytes(config, batch, capacity, dtype), device)
     shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
-    # zeros: masked slots meet weights of 0, and 0 x NaN is NaN
-    if device.type == "cpu":  # NumPy's zeros take memory when they are written
+    # zeros, because the values of masked slots are multiplied by 0, and 0 x NaN is NaN
+    if device.type == "cpu":  # NumPy's zeros take memory only once they are written
         whole = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
     else:
         whole = torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""Matrix products with dense and packed weights, with what a layer does around them; matrices joined by their rows.
+"""Matrix products with dense and packed weights, fused with norm, gate and residual; matrices joined by their rows.
 
-Joined matrices lose nothing. Parts that MLX packed with different bits or groups become 8 bits and the smallest group,
-which hold the same values. Only where a dense part meets a packed one does the whole become dense.
+Joining loses no precision. Parts that MLX packed with different bits or group sizes get the most bits and the smallest
+group size among them, which hold the same values. If only some parts are packed, the joined matrix is dense.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack, unpack_levels
 class Linear:
     """x [N, D] -> x W' + bias [N, R] in x's dtype; weight [R, D] dense, `Packed` or `HalfMatrix`; bias [R] or None.
 
-    for_cpu: whether the weight was made for PyTorch's own products on a CPU, which no kernel takes.
+    for_cpu: whether the weight was prepared for PyTorch's own products on a CPU; no kernel takes such a weight.
     """
 
     weight: Matrix | HalfMatrix
@@ -37,7 +37,7 @@ class Linear:
         return torch.nn.functional.linear(x, weight, self.bias)
 
     def prepared_for_cpu(self, dtype: torch.dtype) -> Linear:
-        """Returns the product with its weight made for a CPU, for vectors of `dtype`."""
+        """Returns the product with its weight prepared for a CPU, for vectors of `dtype`."""
         assert not isinstance(self.weight, HalfMatrix)
         return Linear(*cpu_weight(self.weight, self.bias, dtype), for_cpu=True)
 
@@ -51,8 +51,9 @@ def fused_product(
 ) -> torch.Tensor:
     """Returns norm(x) W' + bias [N, R], gated if asked for, plus the residual; in x's dtype.
 
-    x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: W has the rows of a gate, then of the values, and
-    silu(gate) * values [N, R / 2] takes the product's place. residual: of the result's shape. Few rows take one launch.
+    x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: W has the rows of a gate, then of the values, and the
+    product becomes silu(gate) * values [N, R / 2]. residual: of the result's shape. With kernels, up to `MAX_VECTORS`
+    rows of x take one launch.
     """
     if x.shape[0] <= MAX_VECTORS and not linear.for_cpu:
         assert not isinstance(linear.weight, HalfMatrix)
@@ -103,7 +104,7 @@ def _join_packed(parts: Sequence[Packed]) -> Packed:
 
 
 def _widen_levels(packed: Packed, bits: int) -> Packed:
-    """Returns the same matrix with 8 bits a level instead of 4, if `bits` asks for them."""
+    """Returns the same matrix with `bits` bits per level: widened from 4 to 8, or unchanged."""
     if packed.bits == bits:
         return packed
     return packed._replace(words=unpack_levels(packed).view(torch.int32), bits=bits)
@@ -124,8 +125,8 @@ def _narrow_groups(packed: Packed, group: int) -> Packed:
 # folder stores in 16 bits or fewer is kept in float16, which halves that time; vectors and sums stay float32. A matrix
 # stored in float32 is kept as it is, unless 16 bits hold its values too.
 
-HALF_ROUNDING = 2.0**-25  # at most lost when a number below float16's normal range is rounded
-HALF_LARGEST = 65504.0  # of float16
+HALF_ROUNDING = 2.0**-25  # maximum error when a number below float16's normal range is rounded
+HALF_LARGEST = 65504.0  # the largest finite float16
 
 
 class HalfMatrix:
@@ -149,7 +150,7 @@ class HalfMatrix:
 def cpu_weight(
     weight: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | HalfMatrix, torch.Tensor | None]:
-    """Returns a matrix [R, D] as products of vectors of `dtype` take it, and the bias that is still to be added."""
+    """Returns a matrix [R, D] in the form for products with vectors of `dtype`, and the bias that is still to add."""
     short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
     dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
     if dtype == torch.float32 and has_half_products() and _fits_half(dense, short):

@@ -178,7 +178,6 @@ class AdaptedVocabulary:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        """The bytes that each adapted id stands for."""
         of = dict(zip(self.token_ids.tolist(), map(self.front.unspelled, self.merges.tokens), strict=True))
         of |= {token.id: token.content.encode("utf-8") for token in self.front.added}
         return [of[i] for i in self.ids.tolist()]

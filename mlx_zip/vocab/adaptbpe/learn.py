@@ -27,7 +27,7 @@ COUNTINGS = ("overlapping", "firing")
 
 @dataclass(frozen=True)
 class Swap:
-    """One swap: ranks and frequencies of p (now virtual) and q (now actual), and the tokens of the texts afterwards."""
+    """One swap: ranks and counts of p (now virtual) and q (now actual), and the texts' number of tokens after it."""
 
     p: int
     p_count: int
@@ -68,10 +68,10 @@ def adapt(
     """Adapts the first n merges of a list to texts by swapping merges (p leaves, q enters; see the module).
 
     words: the pieces of the texts and how often each occurs. n: letters included, which are never swapped. margin: q's
-    count must exceed p's by more than this. max_swaps: None for no limit. tie: which of equally rare p is taken, that
-    of the highest ("high") or lowest rank ("low"); of equally frequent q, that of the lowest rank is. counting: where a
-    pair of neighbours counts: "overlapping" at every position, "firing" only where it would be merged (x x x has two
-    and one). progress is called after each swap. Raises `DataError` for arguments out of range.
+    count must exceed p's by more than this. max_swaps: None for no limit. tie: among equally rare p, "high" takes the
+    one of the highest rank, "low" of the lowest; among equally frequent q, the lowest rank is taken. counting: where a
+    pair of neighbours counts, "overlapping" at every position, "firing" only where it would be merged: in x x x, the
+    pair x x counts twice or once. progress is called after each swap. Raises `DataError` for arguments out of range.
     """
     _check_kept(merges, n)
     _check_settings(margin, max_swaps, tie, counting)
@@ -230,7 +230,6 @@ class _SwapCorpus:
 
 
 def _replace_token(word: Sequence[int], token: int, pieces: Sequence[int]) -> list[int]:
-    """Returns a word with each occurrence of `token` replaced by `pieces`, the tokens that it is split into."""
     return [y for x in word for y in (pieces if x == token else (x,))] if token in word else list(word)
 
 

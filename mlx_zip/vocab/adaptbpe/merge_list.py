@@ -1,7 +1,7 @@
-"""Merge lists of byte pair encoding, the times at which merges are applied and split, and the encoder by both.
+"""Merge lists of byte pair encoding, the times at which merges are applied and split, and the encoder that uses both.
 
 Every merge has a time at which it is applied and a time at which its tokens are split. Plain encoding, first-k, top-k,
-`final` and `replay` differ only in these two lists of numbers.
+`final` and `replay` differ only in these two lists of times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PIECES = {  # ways to cut a text before merges are applied
     "cl100k": lib.MLXZIP_PIECE_CL100K,
     "digits": lib.MLXZIP_PIECE_DIGITS,
 }
-_MOST_BYTES = (1 << 32) - 2  # of one piece
+_MOST_BYTES = (1 << 32) - 2  # maximum of one piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,18 +186,18 @@ def drop_dead_merges(pairs: Sequence[Pair]) -> Iterable[Pair]:
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
     last = {token: _last_merge(token, ranks) for token in several}
     dead = {token for token, rank in last.items() if rank is None}
-    drop_dead_merges = []
+    alive = []
     for rank, (left, right) in enumerate(pairs):
         token = left + right
         if left in dead or right in dead:
             dead.add(token)
         elif last.get(token, rank) == rank:
-            drop_dead_merges.append((left, right))
-    return drop_dead_merges
+            alive.append((left, right))
+    return alive
 
 
 def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
-    """Returns the rank of the last merge that is applied when a token's bytes are merged; None if they stay several."""
+    """Returns the rank of the last merge applied when a token's bytes are merged; None if they do not become one."""
     parts, last = [token[i : i + 1] for i in range(len(token))], None
     while len(parts) > 1:
         rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))

@@ -92,10 +92,10 @@ class _Cutter:
 
 
 def _json_of(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a tokenizer.json with the vocabulary's tokens and its merges that are, and use, no virtual merge.
+    """Returns a tokenizer.json with the vocabulary's tokens, and its merges that neither are nor use a virtual merge.
 
-    source: the base's tokenizer.json, which is changed in a copy; None: a new one is written. Raises `DataError` if a
-    part of it names a token that was not kept.
+    source: the base's tokenizer.json, whose other parts are copied; None: a new tokenizer.json is made. Raises
+    `DataError` if a part of `source` names a token that was not kept.
     """
     data = copy.deepcopy(dict(source)) if source is not None else _json_of_merge_list(vocabulary)
     new = {int(old): i for i, old in enumerate(vocabulary.ids)}

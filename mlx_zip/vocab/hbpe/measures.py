@@ -2,7 +2,8 @@
 
 Source: arXiv 2510.15517, §2.3 and §3.2 (equations 4 and 10 to 12); a transformer's FLOPs are those of Hoffmann et al.,
 arXiv 2203.15556, appendix F, with a free embedding lookup. The feed-forward part counts two matrices, which gives the
-paper's 562 billion for plain BPE; the paper's parameter counts need three, so its models cost more than it says.
+paper's 562 billion FLOPs for plain BPE. The paper's parameter counts need three matrices, so its models cost more FLOPs
+than it says.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Symbols: 0..255 are bytes, 256 is the end mark, which counts in a patch's length
 Merges are learned only from the tokens that do not fit yet. So a token is encoded by applying the merges until it fits
 (mode `stop`); applying all of them (mode `full`) gives shorter patches than the merges were learned for.
 
-Source: arXiv 2510.15517 §2.1, algorithm 1. The paper leaves open what is decided here: overlapping pairs all count,
-of equally frequent pairs the smallest is merged, pairs are replaced from left to right, equal tokens count once.
+Source: arXiv 2510.15517 §2.1, algorithm 1. The paper leaves four points open. Here overlapping pairs all count; of
+equally frequent pairs the smallest is merged; pairs are replaced from left to right; equal tokens count once.
 """
 
 from __future__ import annotations

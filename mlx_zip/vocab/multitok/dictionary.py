@@ -15,10 +15,10 @@ Version 1 is written for words, version 2 for a tokenizer's ids, with the finger
 (`first_stage.tokenizer_fingerprint`). Version 1 over ids had another kind of fingerprint, so the tokenizer of such a
 file counts as unknown.
 
-MultiTok's walk is the codec's, but its phrases have any length and come by the million, where the codec's entries have
-at most 16 ids and 2^20 slots. So `native/phrases.c` keeps a run as a node and one more unit, in 12 bytes and a share of
-an index, which is laid out like the codec's (tagged 32-bit cells, linear probing) with as many bits for the slot as the
-table needs. The codec's table keeps its constant width, which is what makes it fast.
+MultiTok walks through a text as the codec does. But it has millions of phrases of any length, where the codec has at
+most 2^20 entries of at most 16 ids. So `native/phrases.c` keeps a run as its prefix (a node) and one more unit: in 12
+bytes, plus cells of an index. The index is laid out like the codec's (tagged 32-bit cells, linear probing), with as
+many bits for the slot as the table needs. The codec's table keeps its constant width, which makes it fast.
 """
 
 from __future__ import annotations
@@ -255,10 +255,10 @@ class Dictionary:
     # ---- reports and files
 
     def stats(self) -> dict[str, Any]:
-        """Returns counts for reports as a record.
+        """Returns figures for reports, by name.
 
-        They are: totals of the training texts and their ratio (tokens per unit), phrases by use and by length, bytes of
-        memory.
+        They are totals of the training texts and their ratio (tokens per unit), phrases by use and by length, and bytes
+        of memory.
         """
         n_units, phrases = self.settings.units.size, self.ids != NO_ID
         used, lengths = self.uses[n_units:][phrases], self.lengths[n_units:][phrases]

@@ -108,8 +108,8 @@ def _replacements(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> 
 def renumber_ids(dictionary: Dictionary, first_id: int = 1) -> Dictionary:
     """Returns the dictionary with consecutive ids from `first_id` on, in the order of the old ids.
 
-    An unk_id that is a unit's id moves with its unit; another unk_id stays. Raises `CodecError` if it would become the
-    id of a unit.
+    An unk_id that is a unit's id moves with its unit; any other unk_id stays. Raises `CodecError` if an unk_id that
+    stays would become the id of a unit.
     """
     old, unk_id = dictionary.settings, dictionary.settings.unk_id
     if unk_id is not None and unk_id >= old.first_id:

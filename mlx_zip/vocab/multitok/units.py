@@ -1,6 +1,6 @@
-"""The units of a dictionary, the words of a list or the ids of a tokenizer, and samples of them or of ids.
+"""The units of a dictionary (the words of a list, or the ids of a tokenizer), and samples of units or of ids.
 
-Also the settings that a dictionary of these units is trained with, totals of what it encoded, and how it was pruned.
+Also a dictionary's settings for training, the totals of what it encoded, and how it was pruned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Triton kernels of a step's attention: one over parts of the keys, and one that combines the parts.
 
-Each program of the first serves all query heads of one key head, so that a key is read once. The grid depends on the
-capacity alone; the keys that a sequence has are divided among its programs on the device. Parts are combined in order,
-so that equal inputs give equal bits.
+Each program of the first kernel serves all query heads of one key head, so that a key is read once. The grid depends on
+the capacity alone; the kernel divides the keys that a sequence has among the sequence's programs. Parts are combined in
+order, so that equal inputs give equal bits.
 """
 
 # Triton may be missing, and its decorators are not typed.
@@ -30,7 +30,7 @@ def launch_decode_attention(
 ) -> torch.Tensor:
     """Returns attention [B, H, E]; arguments as in `attention.decode_attention`, which has checked them.
 
-    count: parts that the keys of a sequence are divided into. round_keys: keys of a round.
+    count: number of parts that a sequence's keys are divided into. round_keys: keys per iteration of a program.
     """
     (batch, heads, width), (_, kv_heads, places, _) = q.shape, keys.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -55,7 +55,7 @@ def launch_decode_attention(
 
 @triton.jit
 def _range_of_keys(lengths, sequence, window, places, PARTS: tl.constexpr, KEYS: tl.constexpr):
-    """Returns the first key that a sequence sees, the end of its keys, and the keys of each part."""
+    """Returns the first key that a sequence sees, the end of its keys, and the number of keys per part."""
     end = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), places).to(tl.int32)
     begin = tl.maximum(end - window, 0)
     each = tl.cdiv(tl.cdiv(end - begin, PARTS), KEYS) * KEYS

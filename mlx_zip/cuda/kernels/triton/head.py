@@ -15,12 +15,12 @@ from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_s
 from mlx_zip.cuda.kernels.triton.tuning import Sizes, TunedKernel, is_interpreted
 
 IDS = 16  # ids per program
-GROUP_ROWS = 16  # rows that share one reading of the base matrix
+GROUP_ROWS = 16  # rows of x that share one reading of the base matrix
 LANES = 1024  # blocks per round of the reduction
 
 
 def _sizes(*choices: tuple[int, int, int]) -> list[Sizes]:
-    """Returns sizes of (columns of a round, rounds in flight, warps)."""
+    """Returns sizes made from (columns per iteration, iterations in flight, warps)."""
     return [({"COLUMNS": c[0], "STAGES": c[1]}, c[2]) for c in choices]
 
 
@@ -37,7 +37,7 @@ def launch_joint_head(
     boundary: int,
     logits: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns what a `Head` holds; arguments as in `head.joint_head`, which has checked them."""
+    """Returns the fields of a `HeadOutput`; arguments as in `head.joint_head`, which has checked them."""
     batch, (height, width), capacity = x.shape[0], base.shape, rows.shape[1]
     whole, low, high = height + capacity, triton.cdiv(boundary, IDS), triton.cdiv(capacity, IDS)
     blocks = low + high
@@ -63,7 +63,7 @@ def launch_joint_head(
 
 @triton.jit
 def _store_block(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
-    """Stores one row's logits of a block, up to id `end`, and what the block found in them."""
+    """Stores one row's logits of a block, up to id `end`, and their maximum, sum of exponentials and best id."""
     if STORE:
         tl.store(out + row * whole + ids, value, mask=ids < end)
     top = tl.max(value, axis=0)
@@ -94,7 +94,7 @@ def _hyper_block(
     at, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, plane,
     STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes block `at % high` of the hyper rows of row `at // high`; rows that are not installed are not read."""
+    """Computes block `at % high` of the hyper logits of row `at // high`; rows that are not installed are not read."""
     row = (at // high).to(tl.int64)
     slot = (at % high) * IDS + tl.arange(0, IDS)
     lines = row * capacity + slot

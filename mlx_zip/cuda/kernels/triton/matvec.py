@@ -1,7 +1,7 @@
 """The Triton kernel of products with one vector per sequence.
 
-A product reads its matrix once, so memory bounds its time. Each program has a few whole rows: as few as one pair, so
-that there are enough programs for every multiprocessor and no second reduction is needed.
+A product reads its matrix once, so memory bandwidth bounds its time. Each program computes a few whole rows, at least
+two: so there are enough programs for every multiprocessor, and no second reduction is needed.
 """
 
 # Triton may be missing, and its decorators are not typed.
@@ -20,7 +20,7 @@ from mlx_zip.cuda.kernels.triton.tuning import Sizes, TunedKernel, is_interprete
 
 
 def _sizes(*choices: tuple[int, int, int, int]) -> list[Sizes]:
-    """Returns sizes of (rows, columns of a round, rounds in flight, warps)."""
+    """Returns sizes made from (rows, columns per iteration, iterations in flight, warps)."""
     return [({"LINES": c[0], "COLUMNS": c[1], "STAGES": c[2]}, c[3]) for c in choices]
 
 
@@ -63,7 +63,7 @@ def launch_matvec(
 
 @triton.jit
 def _rows_of_program(rows, GATE: tl.constexpr, LINES: tl.constexpr):
-    """Returns this program's rows of the matrix [LINES] int64, -1 beyond the last; gates and values take turns."""
+    """Returns this program's rows of the matrix [LINES] int64, -1 beyond the last; gate and value rows alternate."""
     lane = tl.arange(0, LINES)
     if GATE:
         row = tl.program_id(0) * (LINES // 2) + lane // 2
@@ -80,7 +80,7 @@ def _store_products(
     NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
     VECTORS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Stores [VECTORS, LINES] products with all that follows them; squares [VECTORS] are sums over x."""
+    """Stores products [VECTORS, LINES] after norm, bias, gate and residual; squares [VECTORS]: sums of x's squares."""
     if NORM:
         value *= tl.rsqrt(squares / width + eps)[:, None]
     if BIAS:

@@ -1,4 +1,4 @@
-"""The Triton kernel that unpacks a packed matrix, and the piece of kernels that reads columns of one row."""
+"""The Triton kernel that unpacks a packed matrix, and a device function that reads columns of one row."""
 
 # Triton may be missing, and its decorators are not typed.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false

@@ -43,7 +43,7 @@ def dense_sums(
 def one_plus_levels(packed, BITS: tl.constexpr):
     """Returns 1 + level / 2**BITS, float32 [A, B, 32 / BITS], of words [A, B, 1].
 
-    A level is moved to where a float has its fraction: three operations a weight, where a conversion takes more.
+    A level is shifted into the fraction bits of a float: three operations per weight, fewer than a conversion takes.
     """
     place = tl.arange(0, 32 // BITS) * BITS
     up = tl.maximum(23 - BITS - place, 0)[None, None, :]
@@ -60,14 +60,14 @@ def packed_sums(
 ):  # fmt: skip
     """Returns W x [LINES] of packed rows `lines` (int64) and one vector, and the sum of x's squares.
 
-    Everything is [words, lines], as the words are loaded, and x is loaded anew for each place in a word: so no value
-    moves between threads, and sums are chains of multiplications with an addition. The bits of a level are used as a
-    float as they lie, that is level * 2**(place - 149), and x is scaled to it: two operations a weight. Moving and
-    converting each level would take many more.
+    All values have the layout [words, lines] in which the words are loaded, and x is loaded anew for each level of a
+    word. So no value moves between threads, and sums are chains of fused multiply-adds. The bits of a level, which
+    begin at bit b, are used as a float without a shift: that float is level * 2**(b - 149), and x is scaled to match.
+    This takes two operations per weight; shifting and converting each level would take many more.
     """
     PER: tl.constexpr = 32 // BITS  # weights in a word
     WORDS: tl.constexpr = COLUMNS // PER
-    LOW: tl.constexpr = 23 // BITS  # levels of a word that lie within a float's fraction; the others are moved there
+    LOW: tl.constexpr = 23 // BITS  # levels of a word that lie within a float's fraction; the others are shifted there
     DOWN: tl.constexpr = 32 - LOW * BITS
     scaled, shifted = tl.zeros((WORDS, LINES), tl.float32), tl.zeros((WORDS, LINES), tl.float32)
     squares = tl.zeros((WORDS, 1), tl.float32)

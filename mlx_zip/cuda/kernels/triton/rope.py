@@ -79,7 +79,7 @@ def _rope_and_cache_kernel(
 
 @triton.jit
 def _cos_sin(positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE: tl.constexpr):
-    """Returns what a column and its partner are multiplied by, [BLOCK] each."""
+    """Returns the factors of each column and of its partner, [BLOCK] each: the cosine, and the signed sine."""
     pair = tl.where(column < half, column, partner)
     end, row = half, at * 0
     if CHOOSE:

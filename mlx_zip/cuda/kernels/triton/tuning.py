@@ -1,7 +1,7 @@
-"""Block sizes of kernels: measured once per shape on a GPU, the first of the list elsewhere.
+"""Chooses block sizes of kernels: by timing, once per shape, on a GPU; elsewhere the first of a list.
 
-Triton's own measuring takes 0.2 seconds for each choice and one compilation after the other. Here all choices are
-compiled at the same time and measured by turns, so that a GPU whose clock still rises favours none.
+Triton's own autotuner takes 0.2 seconds per choice and compiles one choice after the other. Here all choices are
+compiled in parallel and timed in turns, so that a GPU whose clock is still rising favours none.
 """
 
 # Triton may be missing.
@@ -25,10 +25,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 log = logging.getLogger(__name__)
 Sizes = tuple[Mapping[str, int], int]  # constants of the kernel, and warps of a program
-# whole messages of RuntimeErrors with which the compiler's passes give a choice up; those of a launch have other ones
+# full messages of RuntimeErrors that mean that the compiler failed for a choice; errors of a launch have others
 COMPILER_GAVE_UP = ("PassManager::run failed", "failed to translate module to LLVM IR")
-ROUNDS = 15  # launches of each choice that are measured
-FLUSHED = 128 << 20  # bytes that are written before each launch, so that nothing of it is in the GPU's cache
+ROUNDS = 15  # timed launches of each choice
+FLUSHED = 128 << 20  # bytes that are written before each launch, so that none of its inputs are in the GPU's cache
 COMPILERS = 8  # choices that are compiled at the same time
 _measuring_lock = RLock()
 
@@ -39,10 +39,10 @@ def is_interpreted() -> bool:
 
 
 class TunedKernel:
-    """A jitted kernel of which every launch takes the fastest of several sizes. A kernel must not read what it writes.
+    """A jitted kernel that is launched with the fastest of several sizes. The kernel must not read what it writes.
 
-    Sizes are measured at the first launch for a key, which waits for the GPU; inside of a graph's capture the first
-    sizes are taken and nothing is measured.
+    The first launch for a key times all sizes, which waits for the GPU. While a graph is captured, nothing is timed,
+    and a key that has no sizes yet takes the first of them.
     """
 
     def __init__(self, kernel: Any, choices: Sequence[Sizes]) -> None:
@@ -57,7 +57,7 @@ class TunedKernel:
         self.kernel[grid](*args, **constants, **sizes[0], num_warps=sizes[1])
 
     def _choose(self, key: Hashable, grid: Any, *args: Any, **constants: Any) -> Sizes:
-        """Returns the sizes for a key, measured with these arguments where that can be done."""
+        """Returns the sizes for a key, timed with these arguments if `can_measure`."""
         if not can_measure():
             return default_sizes(self.choices)
 
@@ -74,27 +74,27 @@ class TunedKernel:
 
 
 def can_measure() -> bool:
-    """Returns whether kernels run on a GPU that is not just noting work for a graph."""
+    """Returns whether launches can be timed: kernels run on a GPU, and the current stream captures no graph."""
     return not is_interpreted() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
 
 def default_sizes(choices: Sequence[Sizes]) -> Sizes:
-    """Returns what is taken where nothing can be measured: the first choice."""
+    """Returns the sizes for launches that cannot be timed: the first choice."""
     return choices[0]
 
 
 @contextmanager
 def _compile_in_parallel() -> Any:
-    """Compiles at the same time what is compiled inside; errors show when the kernel is launched."""
+    """Compiles the kernels of the block in parallel; compile errors are raised when a kernel is launched."""
     with ThreadPoolExecutor(COMPILERS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         yield
 
 
 def find_fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
-    """Returns the choice whose launch takes the shortest time in the median, among those that run on this GPU.
+    """Returns the choice with the shortest median time of a launch, among those that run on this GPU.
 
-    One that does not compile, or that the GPU has no room for, is left out, and the log says so. If all are left out,
-    the first one is returned: launching it says why.
+    A choice that does not compile or needs more resources than the GPU has is left out, with a warning in the log. If
+    all are left out, the first choice is returned: launching it raises the reason.
     """
     fitting = [sizes for sizes in choices if _can_launch(sizes, launch)]
     if len(fitting) < 2:
