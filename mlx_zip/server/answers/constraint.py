@@ -1,4 +1,4 @@
-"""What an answer may consist of: schemas and forced calls as a `Constraint` for the engine."""
+"""Constraints on answers: JSON schemas and forced tool calls, as a `Constraint` for the engine."""
 
 from __future__ import annotations
 

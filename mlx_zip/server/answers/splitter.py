@@ -1,4 +1,4 @@
-"""What streamed text consists of: reasoning between the template's marks, text, and calls of tools."""
+"""Splits an answer's streamed text into reasoning between the template's marks, text, and tool calls."""
 
 from __future__ import annotations
 

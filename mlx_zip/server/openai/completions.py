@@ -42,7 +42,7 @@ from mlx_zip.text.token_facts import TokenTexts, count_characters
 MOST_PROMPTS = 64
 MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
-Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # at most as many as the model's context has
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # no maximum here: the model's context bounds it
 
 
 class CompletionBody(CompletionFields):
