@@ -1,4 +1,4 @@
-"""Errors as answers: the status, the message, and the JSON body of each dialect."""
+"""Errors as HTTP responses: the status, the message, and the JSON body of each dialect."""
 
 from __future__ import annotations
 

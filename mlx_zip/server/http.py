@@ -160,7 +160,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns an answer of JSON."""
+    """Returns a response with a value as JSON."""
     return Response(json_bytes(value), status, media_type="application/json", headers=dict(headers or {}))
 
 

@@ -63,7 +63,7 @@ def routes(core: Core) -> list[Route]:
         return json_response({"file": asked.file})
 
     async def load(request: Request) -> Response:
-        """Adds the session in a file."""
+        """Loads the session in a file."""
         asked = await read_body(request, core, LoadBody)
         return json_response(
             asdict(await _call_engine(core, core.engine.load_session, _session_file(core, asked.file)))

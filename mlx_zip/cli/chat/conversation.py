@@ -163,5 +163,5 @@ def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[in
 
 
 def _join_parts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
-    """Returns the texts of base ids with bars between them; spaces and line ends are shown by marks."""
+    """Returns the texts of base ids with bars between them; blanks and line ends become visible characters."""
     return " | ".join(texts[(one,)][0].translate(_VISIBLE) for one in base_ids)

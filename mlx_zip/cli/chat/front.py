@@ -69,7 +69,7 @@ class Front(ABC):
 
     @abstractmethod
     def say(self, line: str) -> None:
-        """Shows a line that is not the model's."""
+        """Shows a line from the chat itself, not from the model."""
 
     @abstractmethod
     def note(self, line: str) -> None:

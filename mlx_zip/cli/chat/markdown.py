@@ -87,7 +87,7 @@ class MarkdownStream:
         return line, bool(newline) or final
 
     def _write_whole_line(self, line: str) -> bool:
-        """Writes a line of a kind that is written as a whole; returns False for other lines."""
+        """Writes a line that must be complete first, such as a heading; returns False for a line of text."""
         if fence := _FENCE.fullmatch(line):
             self.screen.write_lines(style_text(line, _FAINT))
             coloured = self._coloured and not self._tint(2)

@@ -180,7 +180,7 @@ class TerminalFront(Front):
             self.note("nothing has answered the last message; /retry asks it")
 
     def say(self, line: str) -> None:
-        """Shows a line that is not the model's."""
+        """Shows a line from the chat itself, not from the model."""
         print(replace_controls(line), flush=True)
 
     def note(self, line: str) -> None:

@@ -187,7 +187,7 @@ def _open_listener(running: Any, port: int | None) -> Any:
 
 
 def _open_conversations(kept: Any, file: Any) -> Any:
-    """Returns the conversations in a file, None for memory. Raises `GenerationError` if the file cannot be used."""
+    """Returns the store of conversations in a file, None for memory. Raises `GenerationError` for an unusable file."""
     try:
         return kept.Store(file)
     except MlxZipError as error:

@@ -1,4 +1,4 @@
-"""`mlx_zip serve`: an HTTP server that OpenAI's and Anthropic's clients know."""
+"""`mlx_zip serve`: an HTTP server for clients of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 

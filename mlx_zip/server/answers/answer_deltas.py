@@ -1,4 +1,4 @@
-"""From an engine's events to an answer's deltas."""
+"""Turns an engine's events into an answer's deltas."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class AnswerDeltas:
         return [*self._feed_splitter(piece.text), *self._learned_deltas(event)]
 
     def _learned_deltas(self, event: Emitted) -> list[Delta]:
-        """Returns the delta of the entries that an id has installed, if such deltas are wanted."""
+        """Returns the delta of the entries that an id has installed; none without `Turn.show`."""
         if self._shown_tokens is None or not event.learned or self._ended is not None:
             return []
         return [LearnedEntries(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]

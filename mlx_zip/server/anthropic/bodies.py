@@ -252,12 +252,12 @@ class CountBody(Body):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that can be called."""
+        """The tools that the model can call; tools of other types are left out."""
         return [tool.tool for tool in self.tools if isinstance(tool, CustomTool)]
 
     @property
     def choice(self) -> str:
-        """The choice of tools as a `Turn` takes it."""
+        """The value of `Turn.tool_choice`."""
         choice = self.tool_choice
         return {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
 

@@ -68,7 +68,7 @@ def routes(core: Core) -> list[Route]:
     """Returns the routes of chat completions."""
 
     async def chat_completions(request: Request) -> Response:
-        """Answers a conversation, as OpenAI's chat completions do; with mlx_zip.tokens, answers have them there too."""
+        """Answers a conversation, as OpenAI's chat completions do; mlx_zip.tokens: true adds the answer's tokens."""
         asked = await read_body(request, core, ChatBody)
         turns = asked.turns(core)
         if asked.stream:
@@ -323,7 +323,7 @@ class ChatBody(CompletionFields):
     mlx_zip: VendorFields = Field(default_factory=VendorFields)
 
     def check(self, core: Core) -> None:
-        """Raises `RequestError` for another model, and `BodyError` for fields that do not fit one another."""
+        """Raises `RequestError` for an unknown model, and `BodyError` for fields that do not fit together."""
         super().check(core)
         if self.top_logprobs is not None and not self.logprobs:
             raise BodyError("this field needs logprobs: true", "top_logprobs")

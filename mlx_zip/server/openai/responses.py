@@ -57,7 +57,7 @@ def routes(core: Core) -> list[Route]:
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def one_response(request: Request) -> Response:
-        """Returns a response that is stored or being written, or forgets it, which ends one that is being written."""
+        """Returns or deletes a response, stored or still being written; deleting ends one that is being written."""
         name = request.path_params["name"]
         if request.method == "DELETE":
             await _delete_response(store, running, name)
@@ -76,7 +76,7 @@ def routes(core: Core) -> list[Route]:
         return json_response(await running[name].cancel())
 
     async def input_items(request: Request) -> Response:
-        """Lists what a response answers, the last first unless asked otherwise."""
+        """Lists the items that a response answers, the last first unless `order` is asc."""
         name = request.path_params["name"]
         items = running[name].items if name in running else store.get(name).items
         return json_response(_items_page(items, request.query_params))

@@ -317,7 +317,7 @@ class ResponseBody(Body):
 
     @property
     def choice(self) -> str:
-        """The choice of tools as a `Turn` takes it."""
+        """The value of `Turn.tool_choice`."""
         if isinstance(self.tool_choice, str):
             return self.tool_choice
         return self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else self.tool_choice.mode

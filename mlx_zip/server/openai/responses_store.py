@@ -134,9 +134,7 @@ class ResponseFiles:
             log.warning("responses are kept in memory only: %s %s", folder, why)
 
     def read(self, most_bytes: int) -> Iterator[tuple[bytes, Any]]:
-        """Yields the JSON of each response, as bytes and as a value, oldest first. most_bytes: larger files are
-        skipped.
-        """
+        """Yields the JSON of each response, as bytes and as a value, oldest first. Skips files above `most_bytes`."""
         for path in self._response_paths():
             try:
                 if not path.is_file():  # reading a pipe never ends
@@ -185,7 +183,7 @@ class ResponseFiles:
 
 
 def _check_stored(value: Any, name: str) -> None:
-    """Raises `ValueError`, `LookupError` or `TypeError` for what is no stored response of this name."""
+    """Raises `ValueError`, `LookupError` or `TypeError` unless a value is the stored response with this id."""
     output = value["response"]["output"]
     if value["response"]["id"] != name:
         raise ValueError("it holds another response than its name says")
