@@ -103,7 +103,7 @@ def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
 
 
 def _run_parsed(name: str, args: argparse.Namespace) -> int | None:
-    """Runs a command; engines that are not MLX's choose their device by themselves, and --engine auto chooses later."""
+    """Runs a command; first chooses MLX's device, unless --engine is auto or names another library than MLX."""
     if getattr(args, "engine", MLX) == MLX:
         choose_device()
     return import_module(COMMANDS[name][0]).run(args)

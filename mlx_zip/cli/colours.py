@@ -14,19 +14,19 @@ def should_colour(choice: str, out: TextIO) -> bool:
 
 
 def colour_code(length: int) -> str:
-    """Returns the SGR code for the text of an id of so many base tokens, "" for one."""
+    """Returns the SGR code for the text of an id of `length` base tokens, "" for one base token."""
     return COLOURS.get(length, LONGER) if length > 1 else ""
 
 
 def colour_text(text: str, length: int) -> str:
-    """Returns text in the colour of an id of so many base tokens; newlines stay uncoloured."""
+    """Returns text in the colour of an id of `length` base tokens; newlines stay uncoloured."""
     if not text or not (colour := colour_code(length)):
         return text
     return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def legend() -> str:
-    """Returns the line that says, in the colours themselves, what they mean."""
+    """Returns a line that explains the colours, each in its own colour."""
     named = [f"\x1b[{colour}m{n}\x1b[0m" for n, colour in COLOURS.items()]
     named.append(f"\x1b[{LONGER}m{max(COLOURS) + 1} or more\x1b[0m")
     return f"coloured text took one step for {', '.join(named)} base tokens"

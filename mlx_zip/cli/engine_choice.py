@@ -21,10 +21,10 @@ from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
 AUTO, MLX, TORCH, CUDA, VLLM = "auto", "mlx", "torch", "cuda", "vllm"
 ENGINE_NAMES = (AUTO, MLX, TORCH, CUDA)
-SERVING_NAMES = (*ENGINE_NAMES, VLLM)  # of the commands that stand on an engine's interface
+SERVING_NAMES = (*ENGINE_NAMES, VLLM)  # of the commands that use the `Engine` interface
 LIBRARIES = ("torch", "triton")
-SMALL_MB = 32  # of weights: for a smaller model PyTorch takes longer to be imported than MLX to answer
-_ON_TORCH = {  # flags that PyTorch has no use for, and what to do
+SMALL_MB = 32  # of weights; with a smaller model, MLX has answered before PyTorch is imported
+_ON_TORCH = {  # flags that are refused with PyTorch: reason, or what to do instead
     "adapter_path": "merge the adapter with mlx_zip convert",
     "max_kv_size": "its KV caches do not rotate",
     "kv_bits": "its KV caches are not quantized",
@@ -37,7 +37,7 @@ _ON_TORCH = {  # flags that PyTorch has no use for, and what to do
     "row_cache_bytes": "its rows are kept in memory only",
     "keep_cache": "its turns are read anew",
 }
-_ON_VLLM = {  # flags that vLLM has no use for, and what to do
+_ON_VLLM = {  # flags that are refused with vLLM: reason, or what to do instead
     **{name: _ON_TORCH[name] for name in ("adapter_path", "row_cache", "row_cache_bytes")},
     **dict.fromkeys(("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"), "vLLM has the keys and values"),
     **dict.fromkeys(("draft", "draft_model", "draft_exact"), "with hypertokens vLLM proposes no ids"),
@@ -60,8 +60,8 @@ _NEUTRAL_VALUES = {
     "prompt_cache_bytes": (4 << 30,),
     "session_disk_bytes": (16 << 30,),
     "prefill_step_size": (2048,),
-}  # values that ask for nothing
-_VLLM_OPTIONS = (  # of `open_chosen_engine`, that vLLM's engine takes
+}  # values with which a refused flag is accepted
+_VLLM_OPTIONS = (  # options of `open_chosen_engine` that vLLM's engine takes
     "canonical",
     "codebook_size",
     "max_prompt_tokens",
@@ -72,7 +72,7 @@ _VLLM_OPTIONS = (  # of `open_chosen_engine`, that vLLM's engine takes
     "trust_remote_code",
     "vllm_args",
 )
-_NOT_IN_VLLM_ARGS = {  # arguments of vLLM that mlx_zip sets, and the flag that does so
+_NOT_IN_VLLM_ARGS = {  # arguments of vLLM that mlx_zip sets: where their values come from
     "model": "--model",
     "max_num_seqs": "--decode-concurrency",
     "trust_remote_code": "--trust-remote-code",
@@ -101,11 +101,11 @@ def is_torch(args: argparse.Namespace) -> bool:
 
 
 def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
-    """Replaces --engine auto in `args` by mlx or torch. Prints a line if the choice is not what a user would expect.
+    """Replaces --engine auto in `args` by mlx or torch. Prints the reason if the choice is not what a user would
+    expect.
 
-    models: folders, hub ids or bundled models, downloaded if need be; None for one that is in a file. group: the
-    machines of this run, None for one. Raises `ModelError` if there is no such model, `ConfigError` for a device that
-    MLX does not have.
+    models: folders, hub ids or bundled models, downloaded if necessary; None is skipped. group: the machines of this
+    run, None for one. Raises `ModelError` for an unknown model, `ConfigError` for a device that MLX does not have.
     """
     if args.engine != AUTO:
         return
@@ -117,7 +117,7 @@ def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> 
 
 
 def _pick_engine(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:
-    """Returns the installed engine to take for what is asked, and what to say of it, None for nothing."""
+    """Returns the engine to use, and the reason to print, None for none."""
     if find_spec("torch") is None or group is not None or RANK_VARIABLE in os.environ:
         return MLX, None
     if find_spec("mlx") is None:
@@ -140,14 +140,14 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _refused_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the given flags that the engine has no use for; for auto those that PyTorch has none for."""
+    """Yields the given flags that the engine refuses; for auto, those that PyTorch refuses."""
     for name in REFUSED.get(args.engine, _ON_TORCH):
         if (given := getattr(args, name, None)) is not None and given not in _NEUTRAL_VALUES.get(name, ()):
             yield name
 
 
 def check_engine_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for a flag that cannot be used with the engine, and on several machines but with MLX."""
+    """Raises `GenerationError` for a flag that the engine refuses, and for several machines without MLX."""
     if args.engine != VLLM and getattr(args, "vllm_args", None) is not None:
         raise GenerationError(f"--vllm-args cannot be used with --engine {args.engine}: name --engine vllm")
     if args.engine not in REFUSED:
@@ -170,7 +170,7 @@ def machines_of_run(args: argparse.Namespace) -> Any:
 
 
 def open_row_store(args: argparse.Namespace) -> Any:
-    """Returns a context with the store of rows that flags ask for; with None if the engine has its own."""
+    """Returns a context manager that yields the row store that flags ask for, or None if the engine has its own."""
     from mlx_zip.cli import row_cache
 
     return nullcontext() if args.engine in REFUSED else row_cache.open_store(args)
@@ -196,15 +196,15 @@ def open_vllm_engine(name: Any, **options: Any) -> Any:
         return open_vllm_engine(name, keep_sessions=options["sessions"] is not None, **chosen)
     except MlxZipError:
         raise
-    except (RuntimeError, ValueError) as error:  # of vLLM: for arguments and for devices
+    except (RuntimeError, ValueError) as error:  # vLLM raises these for wrong arguments and devices
         raise EngineError(f"vLLM does not start: {' '.join(str(error).split())}") from error
 
 
 def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
     """Returns the engine of a model on PyTorch. engine: torch, or cuda, which needs a card.
 
-    options: those of `open_cuda_engine`, and those that MLX alone has. Raises `InstallationError` if its libraries are
-    not installed, and `ModelError` if there is no card for it.
+    options: those of `open_cuda_engine`, and those of MLX alone, which are dropped. Raises `InstallationError` if a
+    library is not installed, and `ModelError` if a card is needed and none is usable.
     """
     module = import_torch_module("engine", engine)
     for alone in (

@@ -45,10 +45,10 @@ PASSED_FLAGS = (
 
 
 class _OpenedModel(NamedTuple):
-    """A model that is ready. name: as it was asked for. answer: returns the responses to a prompt.
+    """A loaded model. name: as the user gave it. answer: returns the responses to a prompt.
 
-    hyper: whether it has hypertokens. continues: whether a saved prompt cache precedes the prompt. store: its rows,
-    None for no counts. record: further fields for --json.
+    hyper: whether it has hypertokens. continues: whether a saved prompt cache precedes the prompt. store: its
+    `RowStore`, None to report no row counts. record: further fields for --json.
     """
 
     name: str
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, group: Any) -> int:
-    """Generates a text and prints it, as `run`. group: the machines of this run, None for one."""
+    """Generates a text and prints it; returns what `run` returns. group: the machines of this run, None for one."""
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     add_eos_tokens(opened.tokenizer, args.extra_eos_token)

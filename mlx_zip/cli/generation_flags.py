@@ -159,13 +159,13 @@ def add_adapter_flag(add: Any) -> None:
 
 
 def add_sampling_flag(add: Any, name: str, kind: type, default: float | None, text: str) -> None:
-    """Declares one of `SAMPLING_FLAGS`. default, text: those there, or a command's own."""
+    """Declares one of `SAMPLING_FLAGS`. default, text: those of `SAMPLING_FLAGS`, or the command's own."""
     shown = f" (default: {default:g})" if default is not None else ""
     add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
 
 
 def add_canonical_flag(add: Any, default: str = "as in the model's config.json") -> None:
-    """Declares --canonical and --no-canonical. default: what holds without either, in words."""
+    """Declares --canonical and --no-canonical. default: the default in words."""
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,

@@ -1,7 +1,7 @@
 """Ends this process if another machine of its run ends: MLX's ring may wait for ever for a machine that is gone.
 
-The first machine has a connection with each of the others, on which nothing is sent. The system closes it when one of
-the two processes ends, however that happens.
+The first machine has a connection to each of the others, on which nothing is sent. The operating system closes the
+connection when either process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from contextlib import contextmanager, suppress
 from mlx_zip.errors import MachineError
 from mlx_zip.models.machines import Group, bytes_of_first_machine
 
-GRACE_S = 5.0  # for ending in the usual way, with what MLX itself notices
+GRACE_S = 5.0  # time for the process to end by itself, for example with an error of MLX
 CONNECT_S = 20.0
 ENDED = 2  # exit status
-HOSTS = "MLX_HOSTFILE"  # where mlx.launch says what addresses the ring has
+HOSTS = "MLX_HOSTFILE"  # environment variable of mlx.launch: file with the ring's addresses
 _TOKEN_BYTES = 16
 
 
 @contextmanager
 def watch_machines(group: Group | None) -> Iterator[None]:
-    """Inside, the process ends with status 2 and one line soon after another machine of the run has ended.
+    """Until the block ends, ends this process with status 2 and one line soon after another machine of the run ends.
 
-    All machines must come here. Does nothing without a group, and for backends other than the ring. Raises
+    All machines must call this. Does nothing without a group, and for backends other than the ring. Raises
     `MachineError` if the machines cannot connect.
     """
     over = threading.Event()
@@ -48,7 +48,7 @@ def watch_machines(group: Group | None) -> Iterator[None]:
 
 
 def _end_with_link(link: socket.socket, over: threading.Event) -> None:
-    """Ends the process after the other end of a connection is gone, unless `over` is set soon."""
+    """Waits until a connection is closed; then ends the process unless `over` is set within `GRACE_S` seconds."""
     with suppress(OSError):  # closed by this process, or reset by the other machine
         link.recv(1)
     if not over.wait(GRACE_S):
@@ -57,7 +57,7 @@ def _end_with_link(link: socket.socket, over: threading.Event) -> None:
 
 
 def _connect_machines(group: Group) -> list[socket.socket]:
-    """Returns this machine's connections: with all others on the first one, with the first one on the others."""
+    """Returns this machine's connections: the first machine's to all others, any other machine's to the first."""
     if group.rank() > 0:
         place = bytes_of_first_machine(group, b"")
         return [_connect_to_first(*json.loads(place))] if place else []
@@ -73,7 +73,7 @@ def _connect_machines(group: Group) -> list[socket.socket]:
 
 
 def _accept_links(listener: socket.socket, token: str, count: int) -> list[socket.socket]:
-    """Returns `count` connections that began with the token; others are closed. Raises `OSError` after a while."""
+    """Accepts `count` connections that begin with the token, and closes others. Raises `OSError` on a timeout."""
     links: list[socket.socket] = []
     while len(links) < count:
         link = listener.accept()[0]

@@ -134,7 +134,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that set the codec; without them a zip2zip model's own is used."""
+    """Declares the flags that set the codec; their defaults are those of --model, if that is a zip2zip model."""
     add = parser.add_argument
     add(
         "--merge-size", type=int, help="maximum base ids per hypertoken; 1: no hypertokens (default: the model's, or 3)"
@@ -230,7 +230,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 def format_summary(out: str, index: dict[str, Any]) -> str:
-    """Returns a few lines on what was prepared. out: the folder. index: what `prepare` returned."""
+    """Returns a few lines on what was prepared. out: the folder. index: what `prepare_data` returned."""
     totals, skipped = index["totals"], index["skipped"]
     per_id = totals["base_ids"] / totals["ids"]
     lines = [

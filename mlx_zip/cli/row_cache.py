@@ -85,7 +85,7 @@ def open_store(args: argparse.Namespace) -> Any:
 
 
 def _row_cache_folder(given: str | None) -> Path | None:
-    """Returns the folder of stored rows, None for "off". given: the flag's value, None to ask the environment."""
+    """Returns the folder of stored rows, None for "off". given: the flag's value, None for that of `ENVIRONMENT`."""
     from mlx_zip.files import expand_home
 
     name = os.environ.get(ENVIRONMENT, OFF) if given is None else given

@@ -177,9 +177,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The values of a YAML file and of flags by our names, where flags take precedence by whichever name."""
+    """Returns the values of a YAML file and of flags, under our names. A flag takes precedence under either name."""
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
-    for name in ("fine_tune_type", "optimizer"):  # by which other names of mlx-lm are read
+    for name in ("fine_tune_type", "optimizer"):  # other names of mlx-lm depend on these
         iters |= {name: given[name]} if given.get(name) is not None else {}
     return {**translate_names({**file_values, **iters}), **translate_names(given)}
 
@@ -233,7 +233,7 @@ def _read_config(path: str | None) -> dict[str, Any]:
 def _check_value(path: str, name: str, value: Any) -> Any:
     """Returns one value of the YAML file, checked. Raises `TrainingError` for one of another type than the flag's.
 
-    YAML reads 3e-4, without a decimal point, as text, and `on` as true: both are put right.
+    YAML reads 3e-4, without a decimal point, as text, and `on` as true: both are corrected.
     """
     if any("\0" in one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)):
         raise TrainingError(f"--config {path}: {name} must not hold a null character")

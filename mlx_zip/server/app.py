@@ -1,4 +1,4 @@
-"""The server as an ASGI app: all routes, what every error becomes, and the description of the routes."""
+"""The server as an ASGI app: all routes, the responses to errors, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
 
 
 def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
-    """Returns the app that serves an engine, with `core.options`. The app does not close the engine.
+    """Returns the app that serves the core's engine with `core.options`. At the end it closes `core`, not the engine.
 
-    more: further routes, which are guarded and described as the others are.
+    more: further routes, with the same access checks and in the same OpenAPI document.
     """
     options = core.options
     metrics = Metrics(core)
@@ -76,7 +76,7 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
         },
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False  # a redirect is no JSON, and clients drop the body
+    app.router.redirect_slashes = False  # a redirect is not JSON, and clients that follow it drop the request's body
     return app
 
 
@@ -113,7 +113,7 @@ def _general_routes(core: Core) -> list[Route]:
 
 
 def _codex_model(name: str, context: int | None) -> dict[str, Any]:
-    """Returns what Codex reads of a model: all fields that it must find, and the context's length."""
+    """Returns the model's entry for Codex: all fields that Codex requires, and the context length in tokens."""
     nothing = ("description", "availability_nux", "upgrade", "default_verbosity", "apply_patch_tool_type")
     no = ("supports_reasoning_summaries", "support_verbosity")
     return {
@@ -161,7 +161,7 @@ async def _client_gone_response(request: Request, error: Any) -> Response:
     return Response(status_code=499)
 
 
-# ---- the description of all routes (OpenAPI 3.1), made from their classes of bodies
+# ---- the OpenAPI 3.1 document of all routes; its schemas come from the pydantic classes of request bodies
 
 _JSON = {"application/json": {"schema": {"type": "object"}}}
 _TEXT = {"schema": {"type": "string"}}
@@ -170,7 +170,7 @@ _ERROR = {
     "description": "An error, in the words of the route's dialect",
     "content": {"application/json": {"schema": _ERROR_SCHEMA}},
 }
-_ANSWERS = {  # by the attribute `answer` of an endpoint
+_ANSWERS = {  # OpenAPI response, by the endpoint's attribute `answer`
     "json": {"description": "The answer", "content": _JSON},
     "stream": {
         "description": "The answer; with stream: true as server-sent events",
@@ -181,7 +181,7 @@ _ANSWERS = {  # by the attribute `answer` of an endpoint
 
 
 def _openapi_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Returns the description of routes. An endpoint's attribute `body` is the pydantic class of its body."""
+    """Returns the OpenAPI document of routes. An endpoint's attribute `body` is the pydantic class of its body."""
     found = [route for route in routes if isinstance(route, Route)]
     bodies = list(dict.fromkeys(body for route in found if (body := getattr(route.endpoint, "body", None))))
     refs, schema = models_json_schema(

@@ -14,7 +14,7 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import Body, BodyError, Many, PackNames, as_turn_pack, at_most_fields
 
-PENALTY_WINDOW = 256  # base tokens that a penalty looks at unless the request says how many
+PENALTY_WINDOW = 256  # default number of recent base tokens that a penalty looks at
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it
 _RESERVED_OPTIONS = frozenset(
     {
@@ -47,7 +47,7 @@ class StreamOptions(Body):
 
 
 class CompletionFields(Body):
-    """The fields that both kinds of completions have. Those from `top_k` on are not OpenAI's but mlx-lm's or ours."""
+    """Fields of both chat completions and completions. Those from `top_k` on are not OpenAI's but mlx-lm's or ours."""
 
     harmless = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 
@@ -91,7 +91,7 @@ class CompletionFields(Body):
 
     @property
     def chosen_pack(self) -> str | tuple[str, ...] | None:
-        """The packs as a `Turn` has them."""
+        """The value of `Turn.pack`."""
         return as_turn_pack(self.pack)
 
     @property
@@ -100,7 +100,7 @@ class CompletionFields(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, choice: int = 0) -> dict[str, Any]:
-        """Returns the fields of `Sampling` that the request sets. choice: of `n`; each has a seed of its own."""
+        """Returns the fields of `Sampling` that the request sets. choice: index below `n`, added to the seed."""
         names = ("top_p", "min_p", "xtc_probability", "xtc_threshold")
         found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         for kind in ("repetition", "presence", "frequency"):
@@ -117,7 +117,7 @@ class CompletionFields(Body):
         return found
 
     def check(self, core: Core) -> None:
-        """Raises `RequestError` for another model, and `BodyError` for fields that do not fit together."""
+        """Raises `RequestError` for an unknown model, and `BodyError` for fields that do not fit together."""
         check_model(core, self.model)
         if self.stream_options is not None and not self.stream:
             raise BodyError("only a stream can have this field", "stream_options")
@@ -127,35 +127,35 @@ class CompletionFields(Body):
 
 
 def check_model(core: Core, name: str) -> None:
-    """Raises `RequestError` with status 404 unless a name is the served model's, or "default_model" as in mlx-lm."""
+    """Raises `RequestError` with status 404 unless `name` is the served model or "default_model", as in mlx-lm."""
     if name not in (core.model, "default_model"):
         message = f"there is no model {name!r}; this server has {core.model!r} alone"
         raise RequestError(404, message, "model_not_found", "model")
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns chat_template_kwargs. Raises `BodyError` for names that are no arguments of a template."""
+    """Returns the arguments in chat_template_kwargs. Raises `BodyError` for names that a request must not set."""
     if taken := sorted(given.keys() & _RESERVED_OPTIONS):
         raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
     return dict(given)
 
 
 def answer_max_tokens(core: Core, given: int | None, tools: bool = False) -> int:
-    """Returns how many base tokens an answer may have, -1 for what is left of the context.
+    """Returns the maximum number of base tokens of an answer; -1: the rest of the context.
 
-    given: the request's own number. tools: whether the request has tools, or is one for Responses.
+    given: the request's own maximum. tools: whether the request has tools, or is one for OpenAI's Responses.
     """
     if given is not None:
         return given
-    long = tools and core.engine.info.context is not None  # without a limit an answer might never end
+    long = tools and core.engine.info.context is not None  # without either an answer might not end
     return core.options.max_tokens_with_tools if long else core.options.max_tokens
 
 
 def usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
-    """Returns the usage of an answer in base tokens, those of a hypertoken counted one by one.
+    """Returns the usage of an answer, counted in base tokens.
 
-    Accepted prediction tokens are those of the answer that a draft had proposed, from the request's prediction or any
-    other source. Rejected ones were proposed too and are not in the answer; they are no completion tokens.
+    Accepted prediction tokens: tokens of the answer that a draft had proposed, from the request's prediction or
+    elsewhere. Rejected prediction tokens: proposed tokens that are not in the answer; they are no completion tokens.
     """
     return {
         "prompt_tokens": counts.prompt_tokens,
@@ -184,5 +184,5 @@ def _token_logprob_json(text: str, data: bytes, logprob: float) -> dict[str, Any
 
 
 def new_id(prefix: str) -> str:
-    """Returns a new id, as "resp_5f3a..."."""
+    """Returns a new random id such as "resp_5f3a..."."""
     return f"{prefix}_{secrets.token_hex(24)}"

@@ -1,6 +1,6 @@
-"""The core of the server: a `Turn` is asked, `Delta`s answer it, whatever dialect the client speaks.
+"""The core of the server: answers a `Turn` with `Delta`s, whatever dialect the client speaks.
 
-`Cores` are those of a main model and of the models that it is compared with; `NamedPacks` is what requests can choose.
+`Cores`: of the main model and the model it is compared with. `NamedPacks`: the packs that requests can choose.
 """
 
 from __future__ import annotations
@@ -37,36 +37,35 @@ Some = TypeVar("Some")
 _THREAD_COUNT = 4
 _LONG_CHARACTERS = (
     1 << 18
-)  # characters of a turn that waits for its turn among the long ones, so that short ones do not wait
+)  # turns with more characters are encoded one by one in a thread of their own, so that shorter ones do not wait
 _UNSHORTENED_ROLES = ("system", "user", "tool")  # roles of messages that chat templates never shorten
-_MOST_REPORTED = 100  # tools that the log names
+_MOST_REPORTED = 100  # number of left-out tools that the log names
 
 
 class AnswerStop:
-    """Ends one answer: its deltas then end without a `Done`. For one event loop."""
+    """Ends one answer when called: the answer's deltas then end without a `Done`. Call it from the event loop only."""
 
     def __init__(self) -> None:
         self.asked = False
         self._inbox: asyncio.Queue[Event | None] | None = None
 
     def attach(self, inbox: asyncio.Queue[Event | None]) -> None:
-        """Makes this stop end the answer whose events come from a queue."""
+        """Sets the queue of events of the answer to end. Ends the answer if this stop was called before."""
         self._inbox = inbox
         if self.asked:
             self()
 
     def __call__(self) -> None:
-        """Ends the answer soon."""
+        """Ends the answer after the events that are already in its queue."""
         self.asked = True
         if self._inbox is not None:
             self._inbox.put_nowait(None)
 
 
 class Core:
-    """Answers turns with an engine. All methods are for one event loop; the engine may run anywhere.
+    """Answers turns with an engine. All methods are for one event loop; the engine may run in other threads.
 
-    model: name of the model in answers. created: when the server started, seconds since 1970. tokens: the texts of its
-    tokens.
+    model: name of the model in answers. created: when the server started, seconds since 1970. tokens: texts of ids.
     """
 
     def __init__(self, engine: Engine, options: Options | None = None) -> None:
@@ -74,8 +73,8 @@ class Core:
         self.model = self.options.model or engine.info.name
         self.created = int(time.time())
         self.on_close: list[Callable[[], None]] = []  # called when the server ends
-        self.on_purge: list[Callable[[], int]] = []  # each forgets what is kept of answers, and returns how many
-        self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
+        self.on_purge: list[Callable[[], int]] = []  # each deletes kept answers and returns their number
+        self.on_done: list[Callable[[Done], None]] = []  # called with the `Done` of each answer
         self.tokens = TokenTexts(engine.tokenizer)
         self._reported: set[str] = set()
         self._packs = NamedPacks(self.options.packs, self.options.pack)
@@ -83,14 +82,14 @@ class Core:
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="mlx_zip-server")
         self._long_prompts_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
         self._scoring_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-scored-prompts")
-        self._scoring_count = 0  # prompts that are read by it or wait for it, and for which a client waits
+        self._scoring_count = 0  # prompts that this pool reads or has queued and for which a client still waits
 
     async def answer(self, turn: Turn, stop: AnswerStop | None = None) -> AsyncGenerator[Delta, None]:
-        """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called before.
+        """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called.
 
-        The first one is `Waiting(0, 0)` and comes as soon as the engine has taken the request. Raises, before it, what
-        `Engine.submit` and the chat template raise, and later the error of a request that failed. Ending the loop
-        early, or cancelling the task, ends the engine's request at once.
+        The first delta is `Waiting(0, 0)`; it comes as soon as the engine has accepted the request. Before it, raises
+        what `Engine.submit` and the chat template raise; after it, the error of a request that failed. Closing the
+        generator, or cancelling the task, cancels the engine's request at once.
         """
         inbox: asyncio.Queue[Event | None] = asyncio.Queue()
         self._log_left_out_tools(turn.left_out)
@@ -113,8 +112,8 @@ class Core:
     async def answers(self, turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields the deltas of several answers as they come, each with the index of its turn.
 
-        All turns are submitted before the first delta is yielded. An error of one ends all. Raises `GenerationError`
-        for more turns than the engine takes at a time.
+        All turns are submitted before the first delta is yielded. An error of one answer ends all of them. Raises
+        `GenerationError` for more turns than the engine takes at a time.
         """
         most = self.engine.info.max_requests
         if most is not None and len(turns) > most:
@@ -137,14 +136,14 @@ class Core:
                     yield pair
 
     async def prompt_ids(self, turn: Turn) -> list[int]:
-        """Returns the base ids of a turn's prompt; given up if the task is cancelled. Raises `GenerationError`."""
+        """Returns the base ids of a turn's prompt; stops if the task is cancelled. Raises `GenerationError`."""
         return await self._await_encoding(turn, partial(self._encode_prompt, turn), lambda ids: None)
 
     async def score_prompt(self, turn: Turn, base_ids: Sequence[int]) -> list[PromptId]:
-        """Returns the ids that a turn's prompt is read as, and how likely they are; given up if the task is cancelled.
+        """Returns the ids that the model reads a turn's prompt as, with log-probabilities.
 
-        base_ids: the prompt. Such prompts are read one after the other. Raises what `Engine.prompt_ids` raises, and
-        `EngineBusyError` if as many wait already as the engine takes requests.
+        base_ids: the prompt. Scores one prompt at a time; stops if the task is cancelled. Raises what
+        `Engine.prompt_ids` raises, and `EngineBusyError` if as many prompts wait as the engine takes requests.
         """
         most = self.engine.info.max_requests
         if most is not None and self._scoring_count >= most:
@@ -167,7 +166,7 @@ class Core:
             self._scoring_count -= 1
 
     async def check_body_size(self, size: int, prompts: int) -> None:
-        """Raises `PromptTooLongError` if a body of `size` bytes for up to `prompts` prompts is too large for them."""
+        """Raises `PromptTooLongError` if a body of `size` bytes with up to `prompts` prompts has too long a one."""
         if prompts:
             await self.run_in_thread(self._texts.check_request_size, size, prompts)
 
@@ -176,22 +175,22 @@ class Core:
         return await self.run_in_thread(self._packs.pack_infos, self.engine)
 
     async def ceiling(self) -> Ceiling | None:
-        """Returns what the machine allows the model; see `Engine.ceiling`."""
+        """Returns the speed limit that the machine sets for the model; see `Engine.ceiling`."""
         return await self.run_in_thread(self.engine.ceiling)
 
     async def run_in_thread(self, work: Callable[..., Some], *args: Any) -> Some:
-        """Returns what a function returns that would block the event loop; it runs in a thread."""
+        """Calls a blocking function in a thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     def close(self) -> None:
-        """Ends the threads. The engine is closed by whom it belongs to."""
+        """Calls `on_close`, and ends the threads. Does not close the engine."""
         for call in self.on_close:
             call()
         for pool in (self._pool, self._long_prompts_pool, self._scoring_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_submission(self, turn: Turn, prompt_ids: Sequence[int], prediction: Sequence[int]) -> Submission:
-        """Returns what the engine is asked for a turn. prompt_ids, prediction: base ids of these texts."""
+        """Returns a turn's request to the engine. prompt_ids, prediction: base ids of prompt and prediction."""
         return Submission(
             base_ids=prompt_ids,
             max_tokens=turn.max_tokens,
@@ -219,7 +218,7 @@ class Core:
         return encode_prompt(tokenizer, chat, answers=self.engine.answers(), encode=encode)
 
     def _encode_prediction(self, text: str, check: Check) -> list[int]:
-        """Returns the base ids of a prediction. Raises `GenerationError` for too many, and what `check` raises."""
+        """Returns the base ids of a prediction. Raises `GenerationError` if it is too long, and what `check` raises."""
         check_unicode("prediction", text)
         try:
             return LongEncoding(self._texts, check)(self.engine.tokenizer, text)
@@ -228,9 +227,9 @@ class Core:
             raise prediction_error(self._texts.most) from error
 
     async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, Splitter]:
-        """Submits a turn; if the task is cancelled meanwhile, the request is ended as soon as it is known.
+        """Submits a turn; if the task is cancelled meanwhile, cancels the request as soon as its ticket is known.
 
-        Returns the request's ticket, and what finds reasoning and calls of tools in the answer.
+        Returns the ticket, and the `Splitter` of the answer's text.
         """
 
         def submit(check: Check) -> tuple[Ticket, Splitter]:
@@ -248,11 +247,10 @@ class Core:
         undo: Callable[[Some], None],
         pool: ThreadPoolExecutor | None = None,
     ) -> Some:
-        """Returns what a function returns that encodes a turn's prompt; it runs in a thread.
+        """Calls `work`, which encodes a turn's prompt, in a thread, and returns its result.
 
-        work: called with a function that raises when nobody waits for the prompt any more, because the task was
-        cancelled or the engine ends. undo: called with the result if the task was cancelled before it came. pool: whose
-        thread; None for one by the prompt's length.
+        work: called with a function that raises `EngineStoppedError` once the task is cancelled or the engine has
+        ended. undo: called with the result if the task was cancelled before. pool: None for one by the prompt's length.
         """
         gone = threading.Event()
 
@@ -323,7 +321,7 @@ def _deliver_to(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
 
 
 async def _merge_streams(running: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yields what several iterators yield, as it comes, each with the iterator's index."""
+    """Yields the deltas of several answers as they come, each with the answer's index."""
     waiting = {asyncio.ensure_future(anext(deltas)): i for i, deltas in enumerate(running)}
     try:
         while waiting:
@@ -341,7 +339,7 @@ async def _merge_streams(running: Sequence[AsyncGenerator[Delta, None]]) -> Asyn
 
 
 class Cores:
-    """Cores by the names of models, for one event loop. main: of `engines.main`."""
+    """The cores of several models by name, for one event loop. main: the core of `engines.main`."""
 
     def __init__(self, engines: Engines, main: Core) -> None:
         self.engines, self.main = engines, main
@@ -349,9 +347,9 @@ class Cores:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Core]:
-        """Yields the core of a model, which is opened if it is not open, and stays open inside.
+        """Opens a model if it is not open, and yields its core. The model stays open until the block ends.
 
-        Waits and raises as `Engines.acquire` does. A main model is there at once.
+        Waits and raises as `Engines.acquire` does. The main model is always open.
         """
         if name in (self.main.model, self.main.engine.info.name):
             yield self.main
@@ -363,7 +361,7 @@ class Cores:
             self.engines.release(engine)
 
     async def _acquire_engine(self, name: str) -> Engine:
-        """Returns the engine of a model. If the task is cancelled meanwhile, it is given back when it comes."""
+        """Returns the engine of a model. If the task is cancelled meanwhile, releases the engine once it has opened."""
         loop = asyncio.get_running_loop()
         waiting: Any = loop.run_in_executor(None, self.engines.acquire, name)
         try:
@@ -377,7 +375,7 @@ class Cores:
             self.engines.release(waiting.result())
 
     def _core_of(self, name: str, engine: Engine) -> Core:
-        """Returns the core of an engine; it has the main core's settings but packs, which are of the main model."""
+        """Returns the core of an engine, with the main core's settings except packs, which belong to the main model."""
         if self._other is None or self._other.engine is not engine:
             if self._other is not None:
                 self._other.close()
@@ -385,7 +383,7 @@ class Cores:
         return self._other
 
     def close(self) -> None:
-        """Closes the other model, and ends its threads."""
+        """Closes the other model that is open, and ends its core's threads."""
         self.engines.close()
         if self._other is not None:
             self._other.close()
@@ -398,7 +396,7 @@ _MOST_MERGED_PACKS = 16
 
 @dataclass(frozen=True)
 class PackInfo:
-    """A pack that can be chosen. entries: how many it has. reason: why the model cannot use it, None if it can."""
+    """A pack that requests can name. entries: how many it has. reason: why the model cannot use it, None if it can."""
 
     name: str
     entries: int
@@ -406,7 +404,7 @@ class PackInfo:
 
 
 class NamedPacks:
-    """Packs by name, for any thread. packs: name -> pack, a path or a `Pack`. default: for requests that name none."""
+    """Packs by name, for any thread. packs: name -> path or `Pack`. default: pack of requests that name none."""
 
     def __init__(self, packs: Mapping[str, Any], default: Any = None) -> None:
         self._packs, self._default = packs, default
@@ -433,7 +431,7 @@ class NamedPacks:
             raise GenerationError(f"pack: {' and '.join(names)}: {error}") from error
 
     def pack_infos(self, engine: Engine) -> list[PackInfo]:
-        """Returns what packs there are, and whether requests of an engine can begin with them."""
+        """Returns all packs; for each, says whether requests to `engine` can begin with it."""
         return [self._pack_info(name, pack, engine) for name, pack in self._packs.items()]
 
     def _pack_info(self, name: str, pack: Any, engine: Engine) -> PackInfo:

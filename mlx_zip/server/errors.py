@@ -1,4 +1,4 @@
-"""Errors as answers: the status, the message, and the JSON body of each dialect."""
+"""Errors as HTTP responses: the status, the message, and the JSON body of each dialect."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ MOST_QUOTED = 1000  # characters of an error's message and field, which may quot
 
 
 class RequestError(MlxZipError):
-    """A request that is answered with an error. code: a short name of the error. param: the field at fault.
-
-    headers: of the answer.
+    """An error that is sent as an HTTP response. code: short name of the error. param: the field at fault. headers:
+    further headers of the response.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class RequestError(MlxZipError):
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
     def body(self, dialect: str = OPENAI) -> dict[str, Any]:
-        """Returns the error as the JSON object of a dialect, also for an event of a stream."""
+        """Returns the error as the JSON object of a dialect, for the body of a response or for an event of a stream."""
         server, message, param = self.status >= 500, str(self)[:MOST_QUOTED], (self.param or "")[:MOST_QUOTED]
         if dialect == ANTHROPIC:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if server else "invalid_request_error")
@@ -66,7 +65,7 @@ class RequestError(MlxZipError):
         return {"error": {"message": message, "type": kind, "param": param or None, "code": self.code}}
 
     def response(self, dialect: str = OPENAI) -> Response:
-        """Returns the error as an answer."""
+        """Returns the error as an HTTP response."""
         body, headers = self.body(dialect), dict(self.headers)
         if dialect == ANTHROPIC:
             headers["request-id"] = body["request_id"]
@@ -74,7 +73,7 @@ class RequestError(MlxZipError):
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """Returns what a client reads of an exception. An unexpected one is logged, and its message is not passed on."""
+    """Returns an exception as a client sees it. An unexpected one is logged, and its message is not passed on."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, HTTPException):
@@ -103,11 +102,11 @@ def _route_error(error: HTTPException) -> RequestError:
 
 
 def dialect_of(path: str) -> str:
-    """Returns the dialect of the errors of a path."""
+    """Returns the dialect in which errors of a path are written."""
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
 
 def json_bytes(value: Any) -> bytes:
-    """Returns a value as JSON in UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, is escaped as JSON does."""
+    """Returns a value as JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes a JSON escape."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8", "backslashreplace")

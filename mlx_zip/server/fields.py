@@ -1,9 +1,9 @@
-"""What bodies of requests have in common: typed fields, fields without effect, and refusals that name a field.
+"""What all request bodies share: typed fields, fields without effect, and errors that name the field at fault.
 
 Unknown fields are refused, because a field that is ignored in silence is a wrong answer that looks right. Fields that
-clients send by habit are accepted if they change nothing; the guide lists them. Earlier messages are different: clients
-send back what they were answered, with fields of theirs that no list could keep up with, and none of those says what to
-answer next. A tool that cannot be run is left out only where the model need not call any, and is named in the answer.
+clients send by habit are accepted if they change nothing; the guide lists them. In earlier messages all unknown fields
+are ignored: clients send answers back with many fields of their own, none of which affects the next answer. A tool that
+cannot be run is left out only where the model need not call any, and is named in the answer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mlx_zip.errors import GenerationError
 Some = TypeVar("Some", bound=BaseModel)
 Item = TypeVar("Item")
 MOST_IN_LIST = 10_000
-Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is reported
+Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # reports one wrong item only
 
 
 def _check_are_names(given: Any) -> Any:
-    """Refuses what is neither a name nor a list, which of the alternatives only one would say."""
+    """Refuses what is neither a name nor a list; pydantic's own error would mention only one of the two."""
     if not isinstance(given, str | list):
         raise ValueError("this must be the name of a pack, or a list of names")
     return given
@@ -66,12 +66,12 @@ class BodyError(GenerationError):
 
 
 class Body(BaseModel):
-    """An object in a body: types are exact, an unknown field is refused, null stands for a field that is left out.
+    """A JSON object in a request. Types are exact, unknown fields are refused, and null counts as a missing field.
 
-    Lists are `Many`, and maps are `at_most_fields`, so that a body full of faults costs no more than one with a few.
+    Lists are `Many` and maps are `at_most_fields`, so checking a body full of faults costs no more than one with a few.
 
-    harmless: fields that are accepted with any value and have no effect. lenient: whether unknown ones are too.
-    most_prompts: how many prompts it may have.
+    harmless: fields that are accepted with any value and have no effect. lenient: whether all unknown fields are, too.
+    most_prompts: maximum number of prompts, from which the body's maximum size follows; 0: not checked.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -83,7 +83,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_fields(cls, given: Any) -> Any:
-        """Leaves out harmless fields, fields that are null, and unknown fields after the first one, or all of them."""
+        """Drops null and harmless fields, and unknown ones: all if `lenient`, else all but the first."""
         if not isinstance(given, Mapping):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -96,7 +96,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Returns the JSON schema of what is accepted: also null in place of a field, and the harmless fields."""
+        """Returns the JSON schema of what is accepted: optional fields may be null, and harmless fields are listed."""
         reference = handler(core)
         described = handler.resolve_ref_schema(reference)
         required = described.get("required", ())
@@ -111,15 +111,15 @@ class Body(BaseModel):
 
 
 class LenientBody(Body):
-    """A part of a conversation. Clients send back what they were answered with fields of their own, which have no
-    effect.
+    """A part of a conversation. Unknown fields are ignored, because clients add their own to the answers they send
+    back.
     """
 
     lenient = True
 
 
 class OtherTool(LenientBody):
-    """A tool that this server cannot run: models call functions, and clients run them."""
+    """A tool of a type that this server does not support. It supports functions only, which the client runs."""
 
     type: str
     name: Any = None
@@ -134,7 +134,7 @@ KNOWN, OTHER = "tool[known]", "tool[other]"  # brackets keep these tags out of t
 
 
 def tool_discriminator(kind: str) -> Callable[[Any], str]:
-    """Returns what tells the tools of a type, or without a type, from `OtherTool`s, as a discriminator."""
+    """Returns a pydantic discriminator: `KNOWN` for tools of type `kind` or without a type, `OTHER` for all others."""
 
     def tag(given: Any) -> str:
         found = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
@@ -144,7 +144,7 @@ def tool_discriminator(kind: str) -> Callable[[Any], str]:
 
 
 def at_most_fields(count: int) -> BeforeValidator:
-    """Returns what refuses a map of more than `count` fields before it looks at them."""
+    """Returns a validator that refuses a map of more than `count` fields before it validates any of them."""
 
     def checked(given: Any) -> Any:
         if isinstance(given, Mapping) and len(given) > count:
@@ -184,12 +184,12 @@ def parse_body(kind: type[Some], given: Any) -> Some:
 
 
 def _match_quality(found: tuple[list[str], Any]) -> tuple[int, bool]:
-    """Returns how well an alternative fits a value: how deep inside its fault is, and whether the value's type fits."""
+    """Returns how well an alternative of a union fits: the depth of its fault, and whether the value's type fits."""
     return len(found[0]), not found[1]["type"].endswith("_type")
 
 
 def parse_arguments(text: str, param: str) -> dict[str, Any]:
-    """Returns the JSON object in a text. Raises `BodyError` with the text's place if there is none."""
+    """Returns the JSON object in a text. Raises `BodyError` if there is none. param: path of the text in the body."""
     try:
         value = from_json(text)
     except ValueError as error:
@@ -200,7 +200,7 @@ def parse_arguments(text: str, param: str) -> dict[str, Any]:
 
 
 def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None:
-    """Raises `BodyError` for two tools of one name, and for a choice of a tool that is not there."""
+    """Raises `BodyError` for two tools of the same name, and for a choice that no tool fits."""
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise BodyError(f"there are two tools named {twice[0]!r}", param)
     if choice == "required" and not names:
@@ -212,7 +212,7 @@ def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None
 def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
     """Returns the labels of the tools that this server cannot run; the model is not told of them.
 
-    Raises `BodyError` for such a tool if a call is forced: which tool is meant is then for the client to say.
+    Raises `BodyError` for such a tool if a call is forced, because the client may mean that tool.
     """
     others = [(i, tool) for i, tool in enumerate(tools) if isinstance(tool, OtherTool)]
     if others and choice not in ("auto", "none"):
@@ -222,14 +222,14 @@ def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
 
 
 def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
-    """Returns the names of packs as a `Turn` has them."""
+    """Returns names of packs as `Turn.pack` takes them."""
     return tuple(given) if isinstance(given, list) else given
 
 
 def join_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the messages with the system messages at their beginning joined: most chat templates take only one.
 
-    Lines about billing are left out: they change with every request, so that no prompt would begin as one before.
+    Billing lines are removed: they change with every request, so no prompt would begin like an earlier one.
     """
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     texts = [_BILLING_LINE.sub("", message["content"]) for message in messages[:count]]
@@ -238,7 +238,7 @@ def join_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[
 
 
 def thinking_options(effort: str | None) -> dict[str, Any]:
-    """Returns the options by which chat templates know how much a model shall reason."""
+    """Returns the chat template's options that set how much a model reasons."""
     if effort is None:
         return {}
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
@@ -259,7 +259,7 @@ def _describe_fault(fault: Any) -> str:
 
 
 def _field_path(place: Sequence[str | int], given: Any) -> list[str]:
-    """Returns a field's path, as ["input", "0", "content"], without the names that pydantic gives members of a union.
+    """Returns a field's path, such as ["input", "0", "content"], without pydantic's names for members of a union.
 
     place: the path with those names. given: the whole body.
     """
@@ -281,5 +281,5 @@ def _is_union_name(step: str) -> bool:
 
 
 def _ends_or_divides(rest: Sequence[str | int]) -> bool:
-    """Returns whether a path ends, or goes on inside a value: then the step before is a field, also if it is a type."""
+    """Returns whether nothing, an index or a union follows: then the step before is a field, even if it is a type."""
     return not rest or isinstance(rest[0], int) or _is_union_name(rest[0])

@@ -1,4 +1,4 @@
-"""Who may come in: names of the host, keys, origins of browsers."""
+"""Access checks: Host header, API key, and the origin of requests from browsers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FindRefusal = Callable[[Options, str, Headers], RequestError | None]
 
 
 class Guard:
-    """Lets a request pass to the app unless it is refused, and answers with the refusal otherwise.
+    """Middleware that answers refused requests itself, and passes all others on to the app.
 
     refuse: `host_or_origin_refusal` or `key_refusal`; called with the options, a request's path and its headers.
     """
@@ -24,7 +24,7 @@ class Guard:
         self._app, self._options, self._refuse = app, options, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request that may not come in, or passes it on."""
+        """Answers a refused request, or passes the request on."""
         if scope["type"] == "http":
             refusal = self._refuse(self._options, scope["path"], Headers(scope=scope))
             if refusal is not None:
@@ -35,13 +35,13 @@ class Guard:
 
 
 def host_or_origin_refusal(options: Options, path: str, headers: Headers) -> RequestError | None:
-    """Returns why a request from where it comes may not come in: 400 for a length that is given in two ways, 403 for a
-    wrong Host header or origin; None if it may.
+    """Returns the refusal of a request, None if there is none: 400 for both Content-Length and Transfer-Encoding, 403
+    for a wrong Host header or origin.
 
-    The check of the Host header keeps web pages from reaching a server on this machine through a name that they have
-    pointed at it (DNS rebinding).
+    The check of the Host header keeps web pages from reaching a server on this machine through a host name that
+    resolves to it (DNS rebinding).
     """
-    if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see another body (smuggling)
+    if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see another body: smuggling
         message = "a request has Content-Length or Transfer-Encoding, not both"
         return RequestError(400, message, "invalid_http", headers={"Connection": "close"})
     if options.hosts is not None and host_name(headers.get("host", "")) not in options.hosts:
@@ -54,7 +54,7 @@ def host_or_origin_refusal(options: Options, path: str, headers: Headers) -> Req
 
 
 def key_refusal(options: Options, path: str, headers: Headers) -> RequestError | None:
-    """Returns why a request may not come in with the key that it has or lacks (401), None if it may."""
+    """Returns the refusal (401) of a request whose API key is missing or wrong, None if the request may pass."""
     if options.api_key is None or _is_open_path(options, path) or _has_key(options.api_key, headers):
         return None
     message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
@@ -68,12 +68,12 @@ def _is_allowed_origin(options: Options, headers: Headers) -> bool:
 
 
 def _is_open_path(options: Options, path: str) -> bool:
-    """Returns whether a path needs no key. A path is taken as it stands: `..` in it has no meaning."""
+    """Returns whether a path needs no key. `..` in the path is not resolved."""
     return any(path == one or (one.endswith("*") and path.startswith(one[:-1])) for one in options.open_paths)
 
 
 def _has_key(key: str, headers: Headers) -> bool:
-    """Returns whether the headers have the key; takes the same time for any wrong one."""
+    """Returns whether the headers hold the key. The comparison takes the same time for any wrong key."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return hmac.compare_digest(given.encode("latin-1", "replace"), key.encode())

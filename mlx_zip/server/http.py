@@ -1,4 +1,4 @@
-"""What all routes share: reading a JSON body within bounds, answers that end when their client goes, event streams."""
+"""What all routes share: JSON bodies of limited size, answers that end when the client disconnects, event streams."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mlx_zip.server.fields import Body, parse_body
 Some = TypeVar("Some")
 Kind = TypeVar("Kind", bound=Body)
 _CLOSE = {"Connection": "close"}
-_DISCARDED_S = 2.0  # how long what is left of a body that is too large is read, so that its sender reads the answer
-_LARGE = 1 << 18  # bytes of a body that is parsed in a thread
+_DISCARDED_S = 2.0  # the rest of a too large body is read for so long, so that its sender reads the answer
+_LARGE = 1 << 18  # bytes from which on a body is parsed in a thread
 
 
 class ClientGone(Exception):
@@ -31,11 +31,11 @@ class ClientGone(Exception):
 
 
 async def read_body(request: Request, core: Core, kind: type[Kind], most: int | None = None) -> Kind:
-    """Returns a request's body as an object of a class. most: bytes, None for the server's bound.
+    """Returns a request's body as an object of a class. most: maximum bytes, None for `max_body_bytes` of the options.
 
     Raises `RequestError` with status 415 for another content type, 413 for a body that is too large, 408 for one that
-    comes too slowly, and 400 for one that is no JSON; `PromptTooLongError` for one that is too large for its prompt;
-    `BodyError` for what the class refuses; `ClientGone`.
+    arrives too slowly, and 400 for one that is not JSON; `PromptTooLongError` for one that is too large for its prompt;
+    `BodyError` for what the class refuses; `ClientGone` if the client disconnects.
     """
     _check_content_type(request)
     options = core.options
@@ -59,7 +59,7 @@ async def read_body(request: Request, core: Core, kind: type[Kind], most: int | 
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises `RequestError` unless the body says that it is JSON in UTF-8."""
+    """Raises `RequestError` unless the headers announce uncompressed JSON in UTF-8."""
     kind, _, parameters = request.headers.get("content-type", "").partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
     if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8", "us-ascii"):
@@ -76,7 +76,7 @@ async def _read_bytes(request: Request, most: int) -> bytes:
     waits = request.headers.get("expect", "").lower() == "100-continue"
     large = length.isdecimal() and (len(length) > 18 or int(length) > most)
     body = bytearray()
-    if not (large and waits):  # who asks first has sent nothing yet
+    if not (large and waits):  # a client that waits for 100 Continue has sent nothing yet
         chunks = aiter(request.stream())
         if not large:
             async for chunk in chunks:
@@ -101,7 +101,7 @@ async def _discard(chunks: AsyncIterator[bytes]) -> None:
 
 
 def parse_json(body: bytes, max_depth: int) -> Any:
-    """Returns the value of JSON text. Raises `RequestError` if it is none, or nested deeper than `max_depth`."""
+    """Returns the value of JSON text. Raises `RequestError` if it is not JSON, or nested deeper than `max_depth`."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=refuse_json_constant, parse_float=_parse_finite)
     except UnicodeDecodeError as error:
@@ -160,12 +160,12 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns an answer of JSON."""
+    """Returns a response with a value as JSON."""
     return Response(json_bytes(value), status, media_type="application/json", headers=dict(headers or {}))
 
 
 def with_body_class(endpoint: Any, body: type | None) -> Any:
-    """Returns the endpoint, with the pydantic class of its body for the description of the routes."""
+    """Stores the pydantic class of an endpoint's body in it, for the OpenAPI document; returns the endpoint."""
     endpoint.body = body
     return endpoint
 
@@ -177,11 +177,10 @@ async def stream_response(
     dialect: str = OPENAI,
     on_error: Callable[[RequestError], bytes] | None = None,
 ) -> Response:
-    """Returns an answer that streams frames of server-sent events (`event_bytes`) as they come.
+    """Returns a response that streams frames of server-sent events (`event_bytes`) as they come.
 
-    The first frame is awaited before, so that an error until then has a status of its own. A later error becomes an
-    event (`on_error`'s frame, or the dialect's error object), and the stream ends. The frames are closed when the
-    client goes.
+    Waits for the first frame, so that an error before it gets a status of its own. A later error becomes the stream's
+    last event (`on_error`'s frame, or the dialect's error object). The frames are closed when the client disconnects.
     """
     first = await run_unless_client_gone(request, _first_frame(frames))
     return EventSourceResponse(
@@ -207,7 +206,7 @@ async def _frames_until_error(
         try:
             async for frame in frames:
                 yield frame
-        except Exception as error:  # whatever it is, the client reads of it
+        except Exception as error:  # the client is told of any error
             yield on_error(as_request_error(error))
 
 

@@ -22,7 +22,7 @@ SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """The figures of one server. count: middleware that counts requests by route and status."""
+    """Prometheus figures of one server: the engine's, requests by route and status, and durations of answers."""
 
     def __init__(self, core: Core) -> None:
         self._registry = CollectorRegistry()
@@ -52,7 +52,7 @@ class Metrics:
         return Route("/metrics", metrics)
 
     def count_request(self, scope: Scope, status: int) -> None:
-        """Counts a request. Unknown paths count as one route, so that nobody can make names of figures."""
+        """Counts a request. All unknown paths count as the route "other", so that clients cannot create labels."""
         found = scope.get("app")
         routes = [one for one in getattr(found, "routes", ()) if one.matches(scope)[0] is not Match.NONE]
         self._requests.labels(routes[0].path if routes else "other", str(status)).inc()
@@ -76,7 +76,7 @@ class RequestCounter:
 
 
 class _EngineCollector:
-    """The engine's figures as they are when somebody asks."""
+    """Reads the engine's figures whenever Prometheus asks for them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -14,20 +14,20 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 class Options:
     """Settings of a server.
 
-    model: name of the model in answers, "" for the engine's own name. max_tokens: base tokens of an answer that asks
-    for no number. max_tokens_with_tools: likewise, for requests with tools and for Responses; -1 for what is left of
-    the context. sampling: fields of `Sampling` that hold for requests that do not set them. template_options: arguments
-    of the chat template, likewise. pack: what codebooks begin with unless a request says otherwise, None for the
-    model's own. packs: packs that a request can choose, by name. api_key: None lets everybody in. open_paths: paths
-    that need no key; one that ends in * stands for all that begin so. allowed_origins: web origins that browsers may
-    call from besides the server's own, "*" for all. hosts: names that a Host header may have, None for any.
-    max_body_bytes: bound of a request's body. max_depth: how deep its JSON may be nested. body_timeout_s: time in which
-    a body must arrive. stall_timeout_s: time after which a client that reads nothing is dropped. ping_s: time between
-    comments in a stream without other news. session_files: folder for saved sessions, None for none. drain_s: time that
-    answers under way have when the server stops. max_responses, max_responses_bytes: how many of OpenAI's Responses are
-    stored for later requests, and how many bytes of memory they may take. responses_folder: where they are kept over
-    restarts, None for in memory only. show_text: whether reports show what was
-    written where a prompt differs from a kept conversation; otherwise letters and digits are hidden.
+    model: name of the model in answers, "" for the engine's own name. max_tokens: maximum base tokens of an answer
+    whose request sets none. max_tokens_with_tools: the same maximum for requests with tools and for OpenAI's Responses;
+    -1: the rest of the context. sampling: defaults for fields of `Sampling`. template_options: default arguments of the
+    chat template. pack: pack that codebooks begin with unless a request names one, None for the model's own. packs:
+    name -> pack that requests can choose. api_key: None lets everybody in. open_paths: paths that need no key; one that
+    ends in * stands for all paths with that prefix. allowed_origins: web origins that browsers may call from besides
+    the server's own, "*" for all. hosts: allowed names in the Host header, None for any. max_body_bytes: maximum size
+    of a request's body. max_depth: maximum nesting of its JSON. body_timeout_s: time within which a body must arrive.
+    stall_timeout_s: time after which a client that reads nothing is disconnected. ping_s: time between comments in a
+    stream that has nothing else to send. session_files: folder for saved sessions, None for none. drain_s: time that
+    answers in flight have to end when the server stops. max_responses, max_responses_bytes: maximum number and memory
+    of stored OpenAI Responses. responses_folder: where stored responses are kept over restarts, None for in memory
+    only. show_text: whether reports of where a prompt differs from a kept conversation show the text; otherwise letters
+    and digits are masked.
     """
 
     model: str = ""

@@ -29,16 +29,16 @@ from mlx_zip.server.errors import RequestError, dialect_of, json_bytes
 from mlx_zip.server.options import Options
 
 log = logging.getLogger(__name__)
-AFTER_DRAIN_S = 5.0  # for what the answers that were cut off still send
+AFTER_DRAIN_S = 5.0  # for the last events of answers that were cut off
 AFTER_FAULT_S = 2.0
-AT_ONCE_S = 1.0  # for the same after a second SIGINT
+AT_ONCE_S = 1.0  # for these events after a second SIGINT
 
 
 class Server(uvicorn.Server):
-    """Serves a core on sockets. fault: what ended the engine's thread, None as long as it runs.
+    """Serves a core on sockets. fault: the exception that ended the engine's thread, None while the thread runs.
 
-    On SIGTERM, SIGINT and SIGHUP no new connections are accepted, answers under way have `drain_s` seconds, and the
-    engine is closed. A second SIGINT ends at once. app: what answers, None for the server's own routes.
+    On SIGTERM, SIGINT and SIGHUP no new connections are accepted, answers in flight have `drain_s` seconds to end, and
+    the engine is closed. A second SIGINT ends at once. app: the ASGI app to run, None for the server's own routes.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Server(uvicorn.Server):
         core.engine.on_death(self._stop_after_fault)
 
     def _stop_after_fault(self, fault: BaseException) -> None:
-        """Ends the server because the engine's thread has ended; called in that thread."""
+        """Stops the server because the engine's thread has ended; called in that thread."""
         self.fault = fault
         self.config.timeout_graceful_shutdown = int(AFTER_FAULT_S)
         self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Has SIGHUP, which a terminal that is closed sends, end the server as SIGTERM does, unless it is ignored."""
+        """Lets SIGHUP, sent when a terminal closes, end the server as SIGTERM does, unless SIGHUP is ignored."""
         with super().capture_signals():
             main = threading.current_thread() is threading.main_thread()
             before = signal.getsignal(signal.SIGHUP)
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
                     signal.signal(signal.SIGHUP, before)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen, and calls `on_start`."""
+        """Starts to listen, and calls `on_start`."""
         await super().startup(sockets)
         self._on_start()
 
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.02)
 
     async def _end_at_once(self) -> None:
-        """Ends answers under way with an error, and the connections of clients that do not read it."""
+        """Ends answers in flight with an error, and aborts connections still busy after `AT_ONCE_S` seconds."""
         threading.Thread(target=self._core.engine.close, daemon=True).start()
         last = time.monotonic() + AT_ONCE_S
         while self.server_state.tasks and time.monotonic() < last:
@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket of an address, on a free port for port 0; it does not listen yet. Raises `OSError`."""
+    """Returns a socket bound to an address, not yet listening. Port 0 takes a free port. Raises `OSError`."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind, protocol)
     try:
@@ -126,9 +126,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(engine: Engine, options: Options, listener: socket.socket, log_level: str) -> BaseException | None:
-    """Serves until a signal comes, which is then raised again; prints one line with the address when it begins.
+    """Prints one line with the address, and serves until a signal comes, which is then raised again.
 
-    Returns what ended the engine's thread if that is why the server has stopped.
+    Returns the exception that ended the engine's thread if the server stopped because of it, else None.
     """
     host, port = listener.getsockname()[:2]
     core = Core(engine, options)
@@ -146,12 +146,12 @@ def serve(engine: Engine, options: Options, listener: socket.socket, log_level: 
     return server.fault
 
 
-# ---- a connection, with bounds for clients that are slow, half gone or talk nonsense
+# ---- a connection, with limits for clients that are slow, have closed one side or send invalid HTTP
 
-MOST_BEGUN = 100  # bytes that are kept of what may be no HTTP
+MOST_BEGUN = 100  # bytes kept of a request's beginning, which may not be HTTP
 MOST_AHEAD = 64 << 10  # bytes of further requests that are read while one is answered
-HALF_CLOSED_S = 0.25  # in which a client that has closed its sending side still gets an answer
-LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # how long, and how much of a refused request, is read behind its answer
+HALF_CLOSED_S = 0.25  # time in which a client that has closed its sending side still gets an answer
+LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # limits of reading a refused request on after its answer
 
 
 def _connection_class(options: Options) -> type[H11Protocol]:
@@ -159,7 +159,7 @@ def _connection_class(options: Options) -> type[H11Protocol]:
 
 
 class _Connection(H11Protocol):
-    """A connection. head_s: time for the head of a request. stall_s: time in which a client must read something."""
+    """A connection. head_s: time in which a request's head must arrive. stall_s: time in which a client must read."""
 
     head_s = stall_s = 60.0
     _head_timer: asyncio.TimerHandle | None = None
@@ -167,14 +167,14 @@ class _Connection(H11Protocol):
     _linger_timer: asyncio.TimerHandle | None = None
     _has_eof = False  # whether the client has closed its sending side
     _lingered = 0  # bytes read since the answer to a refused request
-    _begun = b""  # how the head of a request begins, as far as an error's dialect depends on it
+    _begun = b""  # first bytes of a request's head, which tell an error's dialect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _LingeringTransport(transport, self)))
         self._update_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes; the clock runs while a head is incomplete."""
+        """Takes bytes that arrived, and starts or stops the head timer. Drops bytes that follow a refused request."""
         if self._linger_timer is not None:
             self._lingered += len(data)
             if self._lingered > LINGER_BYTES:
@@ -187,13 +187,13 @@ class _Connection(H11Protocol):
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Keeps reading while a request is answered; otherwise a client that leaves would go unnoticed."""
+        """Keeps reading while a request is answered; otherwise a client that disconnects would go unnoticed."""
         is_paused = self.flow.read_paused and not self._is_waiting_for_head and self.conn.their_state is h11.DONE
         if is_paused and len(self.conn.trailing_data[0]) < MOST_AHEAD:
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Goes on with the next request, of which bytes may have come already."""
+        """Goes on with the next request, whose first bytes may already be there."""
         self._begun = self.conn.trailing_data[0][:MOST_BEGUN]
         super().on_response_complete()
 
@@ -202,7 +202,7 @@ class _Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _update_head_timer(self) -> None:
-        """Starts the clock if no request is under way, and stops it otherwise."""
+        """Starts the timer if the connection waits for a request's head, and stops it otherwise."""
         waits = self._is_waiting_for_head
         if waits and self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.head_s, self.transport.abort)
@@ -211,23 +211,23 @@ class _Connection(H11Protocol):
 
     @property
     def has_unread(self) -> bool:
-        """Whether the client may have sent, or may go on to send, what was not read."""
+        """Whether the client may have sent, or may still send, bytes that were not read."""
         if self._has_eof:
             return False
         partly = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
         return partly or bool(self.conn.trailing_data[0])
 
     def linger(self) -> None:
-        """Reads on for a while and keeps nothing, so that the client reads its answer, and closes the connection.
+        """Reads and drops input for up to `LINGER_S` seconds, then closes the connection.
 
-        A connection that is closed with unread input is reset, and the client may lose what was sent to it.
+        Closing a connection with unread input resets it, and the client may lose the answer that was sent.
         """
         self._head_timer = _cancel_timer(self._head_timer)
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
         self.flow.resume_reading()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Lets an answer that comes at once be sent. Then the client has left: most close both sides together."""
+        """Closes the connection, after `HALF_CLOSED_S` if an answer is in flight: most clients close both sides."""
         self._has_eof = True
         if self._is_waiting_for_head or self._linger_timer is not None:
             return None
@@ -235,7 +235,7 @@ class _Connection(H11Protocol):
         return True
 
     def pause_writing(self) -> None:
-        """Starts the clock of a client that does not read."""
+        """Starts the timer that disconnects a client that does not read."""
         super().pause_writing()
         self._stall_timer = self._stall_timer or self.loop.call_later(self.stall_s, self.transport.abort)
 
@@ -249,7 +249,7 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP with an error as JSON, unless another answer is already on its way."""
+        """Answers invalid HTTP with an error as JSON, unless another answer has already begun."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -265,7 +265,7 @@ class _Connection(H11Protocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Says nothing: some clients offer HTTP/2 with every request, and are answered as if they did not."""
+        """Logs nothing: some clients offer HTTP/2 with every request, and are answered over HTTP/1.1."""
 
     def _request_path(self) -> str:
         if not self._is_waiting_for_head:
@@ -275,13 +275,13 @@ class _Connection(H11Protocol):
 
 
 class _LingeringTransport:
-    """The transport of a connection. To close it while input is unread is to stop writing, and to read on."""
+    """A connection's transport. While input is unread, `close` only ends writing, and the connection reads on."""
 
     def __init__(self, transport: asyncio.Transport, connection: _Connection) -> None:
         self._transport, self._connection, self._closing = transport, connection, False
 
     def close(self) -> None:
-        """Closes the connection, once its client has read what was sent or a while has passed."""
+        """Closes at once if no input is unread; otherwise ends writing and lets the connection linger."""
         if self._closing or self._transport.is_closing():
             return
         if not self._connection.has_unread:

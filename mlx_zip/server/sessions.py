@@ -25,14 +25,14 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\.safetensors")
 
 
 class SaveBody(Body):
-    """A session and the name of its file in the folder that the server was started with."""
+    """A session, and the name of a file in the folder of --session-files."""
 
     session: Annotated[str, Field(min_length=1)]
     file: str
 
 
 class LoadBody(Body):
-    """The name of a file in the folder that the server was started with."""
+    """The name of a file in the folder of --session-files."""
 
     file: str
 
@@ -63,7 +63,7 @@ def routes(core: Core) -> list[Route]:
         return json_response({"file": asked.file})
 
     async def load(request: Request) -> Response:
-        """Adds the session in a file."""
+        """Loads the session in a file."""
         asked = await read_body(request, core, LoadBody)
         return json_response(
             asdict(await _call_engine(core, core.engine.load_session, _session_file(core, asked.file)))
@@ -79,9 +79,9 @@ def routes(core: Core) -> list[Route]:
 
 
 async def _call_engine(core: Core, work: Callable[..., Some], *args: Any) -> Some:
-    """Returns what an engine's method returns.
+    """Calls an engine's method in a thread, and returns its result.
 
-    Its `EngineError` becomes status 404 for a session that is not there, else 400, unless the engine has stopped.
+    Passes on `EngineStoppedError`; `UnknownSessionError` becomes status 404, any other `EngineError` 400.
     """
     try:
         return await core.run_in_thread(work, *args)
@@ -94,7 +94,7 @@ async def _call_engine(core: Core, work: Callable[..., Some], *args: Any) -> Som
 
 
 def _session_file(core: Core, name: str) -> Path:
-    """Returns the path of a file of sessions. Raises `RequestError` for another folder's, and without a folder."""
+    """Returns a session file's path. Raises `RequestError` without --session-files and for a name not allowed."""
     folder = core.options.session_files
     if folder is None:
         raise RequestError(403, "sessions are not saved to files: start the server with --session-files DIR", "session")

@@ -1,4 +1,4 @@
-"""The field `mlx_zip` of requests and answers: what other servers have no field for."""
+"""The field `mlx_zip` of requests and answers, for what the dialects have no field for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VendorFields(Body):
 
 
 def vendor_figures(counts: Counts) -> dict[str, Any]:
-    """Returns the figures of one answer, as JSON. Steps and ids are emitted or proposed ones; times are seconds."""
+    """Returns the figures of one answer as JSON; their meanings and units are those of `Counts`."""
     names = ("steps", "hypertokens", "prompt_ids", "entries", "codebook_size", "kv_bytes_saved", "proposed", "accepted")
     times = ("queued_s", "first_id_s", "total_s")
     figures = {name: getattr(counts, name) for name in names}
@@ -36,15 +36,15 @@ def _rates_json(counts: Counts) -> dict[str, float]:
 
 
 def vendor_notes(done: Done) -> dict[str, Any]:
-    """Returns what else the field says of an answer: tools left out, and where its prompt differs from a kept one."""
+    """Returns further parts of the field: tools left out, and where the prompt differs from a kept conversation."""
     left_out = {"tools_left_out": list(done.left_out)} if done.left_out else {}
     return left_out | ({} if done.differs is None else {"prompt_differs": asdict(done.differs)})
 
 
 def token_json(token: ShownToken) -> dict[str, Any]:
-    """Returns a shown token as JSON: "t" text, "id", and of a hypertoken "p" parts, "o" origin and "a" its place.
+    """Returns a shown token as JSON: "t" text, "id"; for a hypertoken also "p" parts, "o" origin, "a" `ShownToken.at`.
 
-    A token that a draft had proposed also has "d": true, and one that goes on from an earlier piece of text "c": true.
+    "d": true marks a token that a draft had proposed, "c": true one that continues an earlier piece's token.
     """
     found: dict[str, Any] = {"t": token.text, "id": token.id}
     if token.origin:
@@ -53,7 +53,7 @@ def token_json(token: ShownToken) -> dict[str, Any]:
 
 
 def live_json(counts: Counts) -> dict[str, Any]:
-    """Returns an answer's figures for a live line. seconds: since the request came; the rate is since the first id."""
+    """Returns an answer's figures so far. seconds: since the request arrived. base_tokens_per_s: since the first id."""
     names = (
         "base_tokens",
         "steps",
@@ -74,7 +74,7 @@ def live_json(counts: Counts) -> dict[str, Any]:
 
 
 def sum_counts(counts: Sequence[Counts]) -> Counts:
-    """Returns the figures of several answers together: sums, but the largest of times and codebooks."""
+    """Returns the figures of several answers together: maxima of times, entries and codebook sizes, else sums."""
     added = ("prompt_tokens", "cached_tokens", "prompt_ids", "base_tokens", "steps", "hypertokens", "kv_bytes_saved")
     added += ("proposed", "accepted", "proposed_tokens", "accepted_tokens")
     largest = ("entries", "codebook_size", "queued_s", "first_id_s", "total_s")

@@ -108,7 +108,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _make_settings(args: argparse.Namespace) -> Any:
-    """Returns what answers are asked for with. Raises `GenerationError` for sampling flags out of range."""
+    """Returns the settings of the chat's answers. Raises `GenerationError` for sampling flags out of range."""
     from mlx_zip.sampling.options import Sampling
 
     sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if name != "seed"}
@@ -123,7 +123,7 @@ def _make_settings(args: argparse.Namespace) -> Any:
 
 
 def _choose_front(args: argparse.Namespace) -> Any:
-    """Returns the terminal, or what reads and prints lines if standard input or output is no terminal."""
+    """Returns a `TerminalFront`, or a `LineFront` if standard input or output is not a terminal."""
     _import_chat_module("markdown")  # so that both kinds of front need the same libraries
     terminal = _import_chat_module("terminal")
     for out in (sys.stdout, sys.stderr):

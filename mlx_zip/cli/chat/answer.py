@@ -32,9 +32,9 @@ class Answer:
 
 
 class AnswerText:
-    """An answer under way. show: called with each piece of text and the base tokens of the id that completed it.
+    """An answer in flight. show: called with each piece of text and the base tokens of the id that completed it.
 
-    text, base_ids, uses: the answer so far, base_ids without the eos; uses: its hypertokens.
+    text, base_ids, uses: the answer so far: its text, its base ids without the eos, and its uses of hypertokens.
     """
 
     def __init__(self, tokenizer: Any, show: Callable[[str, int], None]) -> None:
@@ -81,10 +81,10 @@ def stream_answer(
 ) -> Answer:
     """Submits a request, shows its text, and returns the answer when it has ended.
 
-    arrived: where the engine's events go; None in it stops the answer, which then holds what was shown. It may be put
-    there by a signal handler, before this call too. show: see `AnswerText`. reading: called with the ids of the prompt
-    read so far, and all. The engine notes the answer's base ids, for later prompts that hold its text. Raises what
-    `Engine.submit` raises, and the error of a request that failed.
+    arrived: queue of the engine's events. None in the queue stops the answer, which then holds what was shown; a signal
+    handler may put it there, even before this call. show: see `AnswerText`. reading: called with the number of prompt
+    ids read so far, and of all. The engine notes the answer's base ids, for later prompts that hold its text. Raises
+    what `Engine.submit` raises, and the error of a request that failed.
     """
     answering = AnswerText(engine.tokenizer, show)
     ticket = engine.submit(submission, arrived.put)
@@ -114,10 +114,10 @@ def stream_answer(
 
 @contextmanager
 def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> Iterator[Callable[[str, int], None]]:
-    """Gives what an answer's pieces of text are fed to, each with the length of its id in base tokens.
+    """Yields a function that takes an answer's pieces of text, each with the base tokens of its id.
 
-    view: gets the answer's text and reasoning without the marks. prompt_ids: base ids of the prompt, at whose end the
-    reasoning may have begun already.
+    view: shows the answer's text and reasoning, without the marks. prompt_ids: base ids of the prompt; its end shows
+    whether the reasoning has begun.
     """
     if (marks := thinking_marks(tokenizer)) is None:
         yield view.feed
@@ -131,7 +131,7 @@ def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> It
 
 
 class _ReasoningSplitter:
-    """Gives a view reasoning and text. start, end: the marks. begun: whether the reasoning has begun already.
+    """Feeds a view reasoning and text. start, end: the marks. begun: whether the reasoning has begun already.
 
     White space next to the marks is dropped.
     """

@@ -16,7 +16,7 @@ from mlx_zip.errors import EngineStoppedError, GenerationError, MlxZipError, Pro
 def run(program: Program) -> int:
     """Chats until the user ends it; returns 0, or 1 if the engine has stopped.
 
-    A person can still save the conversation then; without one, the chat ends at once.
+    After that an interactive chat goes on, so that the conversation can be saved; any other chat ends at once.
     """
     while not program.ended and (text := program.front.read()) is not None:
         try:
@@ -42,13 +42,12 @@ def _handle_message(program: Program, text: str) -> None:
 
 
 def _error_message(error: MlxZipError) -> str:
-    """Returns an error's message, with what to do if the conversation is too long."""
     more = "; /reset begins a new conversation" if isinstance(error, PromptTooLongError) else ""
     return f"{error}{more}"
 
 
 class Command(NamedTuple):
-    """What a command takes, does in words, and does. takes_path: whether its argument is the name of a file."""
+    """A command of the chat. argument, purpose: for /help. run: runs it. takes_path: whether it takes a file name."""
 
     argument: str
     purpose: str
@@ -57,10 +56,10 @@ class Command(NamedTuple):
 
 
 def find_command(text: str) -> tuple[Command, str] | None:
-    """Returns the command that a message is, and its argument; None if the message is for the model.
+    """Returns the command in a message, and its argument; None if the message is for the model.
 
-    Two slashes at the beginning stand for one, which is no command's. Raises `GenerationError` with the
-    commands that were probably meant.
+    A message that begins with two slashes is for the model. Raises `GenerationError` for an unknown command, with the
+    nearest known ones.
     """
     if not text.startswith("/") or text.startswith("//"):
         return None

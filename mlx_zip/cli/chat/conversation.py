@@ -24,11 +24,11 @@ _VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥"})
 
 @dataclass
 class Conversation:
-    """What was said. system: the system message. messages: those of the user and of the assistant, in turns.
+    """A conversation. system: the system message. messages: those of the user and of the assistant, in turns.
 
-    asked: the user's last message. answered: whether it has an answer; if not, it is not among the messages. saved:
-    files that hold this conversation already. uses: the hypertokens of each answer, the last answer's last; those of
-    answers that were loaded from a file are not known.
+    asked: the user's last message. answered: whether `asked` has an answer; if not, `asked` is not in `messages`.
+    saved: files that hold this conversation. uses: the uses of hypertokens in each answer, in order; answers that were
+    loaded from a file are not counted.
     """
 
     system: str | None = None
@@ -41,14 +41,14 @@ class Conversation:
     def prompt_ids(self, engine: Any, text: str, options: Mapping[str, Any]) -> list[int]:
         """Returns the base ids of the conversation with one more message of the user.
 
-        Answers that the engine has noted are represented by the ids that were emitted, so that a kept session is found.
-        options: further arguments of the chat template. Raises `GenerationError`.
+        Answers that the engine has noted keep the base ids that were emitted, so that the prompt continues a kept
+        session. options: further arguments of the chat template. Raises `GenerationError`.
         """
         chat = Chat([*self.messages, {"role": "user", "content": text}], self.system, options=options)
         return encode_prompt(engine.tokenizer, chat, answers=engine.answers())
 
     def ask(self, question: str) -> None:
-        """Notes the user's next message, which is added with its answer."""
+        """Sets the user's next message; `add` adds it to the messages, together with its answer."""
         self.asked, self.answered = question, False
 
     def add(self, answer: str, uses: Sequence[HypertokenUse] = ()) -> None:
@@ -65,10 +65,10 @@ class Conversation:
         return replace(self, messages=self.messages[:-2], uses=self.uses[:-1], answered=False)
 
     def save(self, name: str) -> Path:
-        """Writes the conversation to a .jsonl file, whole or not at all, and returns the file's path.
+        """Writes the conversation to a .jsonl file atomically, and returns the file's path.
 
-        The file has one line, {"messages": [...]}, as training data have. A file is replaced only if it holds this
-        conversation. Raises `DataError`.
+        The file has one line, {"messages": [...]}, as in training data. An existing file is replaced only if it holds
+        this conversation. Raises `DataError`.
         """
         path = _conversation_path(name)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -86,7 +86,7 @@ class Conversation:
 
     @classmethod
     def load(cls, name: str) -> Conversation:
-        """Returns the conversation in a .jsonl file. Raises `DataError` naming what it cannot go on with."""
+        """Returns the conversation in a .jsonl file. Raises `DataError` for a file without a usable one."""
         path = _conversation_path(name)
         try:
             if source_kind(str(path)) != "json":
@@ -129,17 +129,17 @@ def _conversation_path(name: str) -> Path:
 
 
 class HypertokenUse(NamedTuple):
-    """One use of a hypertoken. base_ids: its parts. learned: where, "pack", "prompt" or "answer"."""
+    """One use of a hypertoken. base_ids: its parts. origin: where it was learned: "pack", "prompt" or "answer"."""
 
     base_ids: tuple[int, ...]
     origin: str
 
 
 def vocabulary_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[str]:
-    """Yields a heading, and a line for each of the hypertokens used most: its uses, where it was learned, its parts.
+    """Yields a heading, and one line for each of the most used hypertokens: uses, where it was learned, and its parts.
 
-    uses: of all answers, the first one first. Of two hypertokens with as many uses the longer one comes first, then the
-    one used first. A hypertoken that was learned in several places is shown with the place of its last use.
+    uses: of all answers, in order. Of hypertokens with equally many uses, the longest comes first, then the one used
+    first. A hypertoken that was learned in several places is shown with the place of its last use.
     """
     found = _count_uses(uses)
     if not found:
@@ -163,5 +163,5 @@ def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[in
 
 
 def _join_parts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
-    """Returns the texts of base ids with bars between them; spaces and line ends are shown by marks."""
+    """Returns the texts of base ids with bars between them; blanks and line ends become visible characters."""
     return " | ".join(texts[(one,)][0].translate(_VISIBLE) for one in base_ids)

@@ -1,4 +1,4 @@
-"""Where a chat's messages come from and its answers go to; and the front without a terminal, which reads lines."""
+"""The interface between a chat and its user; and the front that reads lines, for use without a terminal."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class View(Protocol):
         ...
 
     def feed_reasoning(self, text: str) -> None:
-        """Shows a piece of the model's reasoning; called only if a person reads the answer."""
+        """Shows a piece of the model's reasoning; called only for an interactive front."""
         ...
 
     def show_prefill(self, read: int, total: int) -> None:
-        """Shows how many ids of the prompt have been read, and of how many."""
+        """Shows that `read` of the prompt's `total` ids have been read."""
         ...
 
 
 class Front(ABC):
-    """Where messages come from and answers go to; a context, in which a chat runs.
+    """Reads a chat's messages and shows its answers; a context manager, inside which the chat runs.
 
-    colours: whether hypertokens are coloured. is_interactive: whether a person answers. key_help: lines for /help on
-    what keys do.
+    colours: whether hypertokens are coloured. is_interactive: whether a person chats. key_help: lines of /help about
+    keys.
     """
 
     colours: bool
@@ -69,11 +69,11 @@ class Front(ABC):
 
     @abstractmethod
     def say(self, line: str) -> None:
-        """Shows a line that is not the model's."""
+        """Shows a line from the chat itself, not from the model."""
 
     @abstractmethod
     def note(self, line: str) -> None:
-        """Shows a line that could be missed."""
+        """Shows a line of little importance."""
 
     def fail(self, line: str) -> None:
         """Shows an error as one line on standard error."""
@@ -82,7 +82,7 @@ class Front(ABC):
 
 @contextmanager
 def call_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Has Ctrl-C call `stop`, and raise nothing, until the block ends."""
+    """Until the block ends, Ctrl-C calls `stop` and raises nothing; no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -94,7 +94,7 @@ def call_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class PlainView:
-    """Writes an answer's text at once, as it is but for control characters. coloured: whether lengths are coloured."""
+    """Writes an answer's text at once, control characters replaced. coloured: whether hypertokens are coloured."""
 
     def __init__(self, out: TextIO, coloured: bool) -> None:
         self._out, self._coloured, self._last = out, coloured, "\n"
@@ -121,7 +121,7 @@ class PlainView:
 
 
 class LineFront(Front):
-    """Reads messages from standard input, one per line. colours, coloured: as in `PlainView`.
+    """Reads messages from standard input, one per line. coloured: as in `PlainView`.
 
     Raises `GenerationError` if standard input is closed.
     """

@@ -1,7 +1,7 @@
-"""Markdown for a terminal, piece by piece as it arrives: what is finished is written, and nothing is written twice.
+"""Renders Markdown on a terminal while it arrives: writes finished parts, and never changes what was written.
 
-A word is written when it is complete; a phrase between marks (**, `, [) when the closing mark is there; a line of code
-when the line is; a table when its last row is. Line breaks stay as they are.
+A word is written when it is complete, a phrase between marks (**, `, [) with its closing mark, a line of code with its
+end, and a table after its last row. Line breaks stay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.markdown import Markdown
 
 from mlx_zip.cli.chat.screen import Screen, last_break_length, replace_controls, style_text
 
-_MOST_HELD = 400  # characters in which a closing mark must come
+_MOST_HELD = 400  # characters within which a closing mark must come
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _SPECIAL = re.compile(r"[*_`~\[\]\\&<!]")
 _OPEN = re.compile(r"(?<!\w)_(?=\S)|\*(?=\S)|`|~~(?=\S)|\[[^\]]*$|\]\([^)]*$")  # in text: a mark that may yet be closed
@@ -31,24 +31,24 @@ _HEADING = re.compile(r"(#{1,6}) (.*)")
 _RULE = re.compile(r" {0,3}([-*_])(?: *\1){2,} *")
 _LEAD = re.compile(r"( *)((?:> ?)*)( *)(?:([-*+]|\d{1,9}[.)]) +)?")
 _WHOLE = re.compile(r" *(?:```|~~~)|#{1,6} |\|")  # beginnings of lines that are written as a whole
-_UNDECIDED = re.compile(r"`{0,2}|~{0,2}|#{0,6}|(?:[-*_] *)*|(?:> *)*(?:[-*+]|\d{1,9}[.)]?)?")  # a line so far
+_UNDECIDED = re.compile(r"`{0,2}|~{0,2}|#{0,6}|(?:[-*_] *)*|(?:> *)*(?:[-*+]|\d{1,9}[.)]?)?")  # a line of unknown kind
 _SGR = re.compile(r"\x1b\[[\d;]*m")
 _STRONG = "1"
 _STYLES = {"strong_open": _STRONG, "em_open": "3", "s_open": "9", "link_open": "4"}
 _CODE, _FAINT = "94", "2"
 _LONGEST_COLOURED = 2000  # characters of a line that is coloured
-_SEEN = 60  # lines before a line that tell what it is in, for example a long string
+_SEEN = 60  # earlier lines that the highlighter sees: a line may be in the middle of a long string
 
 
 class MarkdownStream:
-    """Writes one answer to a screen. tint: the SGR code for text of a hypertoken of so many base tokens, "" for none.
+    """Writes one answer to a screen. tint: returns the SGR code for an id of so many base tokens, "" for none.
 
     coloured: whether colours may be used at all, for code too.
     """
 
     def __init__(self, screen: Screen, tint: Callable[[int], str], coloured: bool = True) -> None:
         self.screen, self._tint, self._coloured = screen, tint, coloured
-        self._text = self._lengths = ""  # what is not written yet, and for each character its length in base tokens
+        self._text = self._lengths = ""  # text not written yet; for each character chr(base tokens of its id)
         self._state = self._at_line_start
         self._code: _Highlighter | None = None
         self._table: list[str] = []
@@ -70,7 +70,7 @@ class MarkdownStream:
         self.screen.end_line()
         self.screen.flush()
 
-    # States. Each looks at the text that is left, and returns whether there is more to look at.
+    # States. Each writes what is finished, and returns whether the next state can run on the rest.
 
     def _at_line_start(self, final: bool) -> bool:
         line, whole = self._next_line(final)
@@ -87,7 +87,7 @@ class MarkdownStream:
         return line, bool(newline) or final
 
     def _write_whole_line(self, line: str) -> bool:
-        """Writes a line of a kind that is written as a whole; returns False for other lines."""
+        """Writes a line that must be complete first, such as a heading; returns False for a line of text."""
         if fence := _FENCE.fullmatch(line):
             self.screen.write_lines(style_text(line, _FAINT))
             coloured = self._coloured and not self._tint(2)
@@ -183,7 +183,7 @@ class MarkdownStream:
     # Text of one line.
 
     def _write(self, piece: str, lengths: str, styles: Sequence[str], tokens: Sequence[Token]) -> None:
-        """Writes a piece of a line whose marks are all closed. styles: SGR codes for all of it. tokens: its parts."""
+        """Writes a piece of a line whose marks are all closed. styles: SGR codes of it. tokens: its inline tokens."""
         at, styles, links = 0, list(styles), [("", 0)]
         for token in tokens:
             if token.nesting > 0:
@@ -194,7 +194,7 @@ class MarkdownStream:
                 if token.type == "link_close" and (link := links.pop())[0] not in piece[link[1] : at]:
                     self.screen.put_text(f" ({link[0]})", _FAINT)
             elif token.content:
-                found = piece.find(token.content, at)  # not there if it was spelt another way, as &amp;
+                found = piece.find(token.content, at)  # -1 if the source spells it otherwise, as &amp;
                 at = found + len(token.content) if found >= 0 else at
                 code = [_CODE] if token.type == "code_inline" and self._coloured else []
                 self._put_text(token.content, lengths[found:at] if found >= 0 else "", [*styles, *code])
@@ -202,7 +202,7 @@ class MarkdownStream:
             self.screen.put_text(" ")
 
     def _put_text(self, text: str, lengths: str, styles: Sequence[str]) -> None:
-        """Adds text in the tints of its characters. marks: their lengths; may be longer, and shorter for no tint."""
+        """Adds text, tinted by character. lengths: as `_lengths`; characters beyond its end get no tint."""
         at = 0
         while at < len(text):
             end = at + 1
@@ -247,7 +247,7 @@ class _Highlighter:
         return len(bare) >= len(self._fence) and not bare.strip(self._fence[0])
 
     def highlight_line(self, line: str) -> str | None:
-        """Returns the block's next line in colours, None if that is not to be coloured."""
+        """Returns the block's next line in colours, None if the line must not be coloured."""
         if self._lexer is None or len(line) > _LONGEST_COLOURED:
             return None
         self._lines = [*self._lines[-_SEEN:], line]
@@ -256,7 +256,7 @@ class _Highlighter:
 
 
 def _find_lexer(language: str) -> Any:
-    """Returns what cuts code of a language into tokens, None if the language is not known."""
+    """Returns the pygments lexer of a language, None if there is none."""
     name = language.split(" ")[0].split("{")[0]
     try:
         return get_lexer_by_name(name, stripnl=False, ensurenl=True) if name else None

@@ -1,4 +1,4 @@
-"""A chat: its conversation, what the model is asked, and the figures and words about its answers."""
+"""A chat: its conversation, its requests to the engine, and its reports on answers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 @dataclass(frozen=True)
 class Settings:
-    """What answers are asked for with. max_tokens: base tokens of an answer. sampling: fields of `Sampling`.
+    """Settings of a chat's answers. max_tokens: maximum base tokens of an answer. sampling: fields of `Sampling`.
 
-    seed: of the first answer; None for other random numbers in every chat. template_options: arguments of the chat
-    template.
+    seed: of the first answer, plus 1 for each further one; None: other random numbers in every chat. template_options:
+    arguments of the chat template.
     """
 
     max_tokens: int = 256
@@ -36,10 +36,10 @@ class Settings:
 
 
 class Program:
-    """A chat with an engine's model. front: where messages come from and answers go to.
+    """A chat with an engine's model. front: reads messages and shows answers.
 
-    talk: the conversation. pack: what codebooks begin with, None for what the model was loaded with; pack_names: of its
-    files. own_pack: whether the model was loaded with its own.
+    talk: the conversation. pack: pack that codebooks begin with, None for the one that the model was loaded with.
+    pack_names: its files. own_pack: whether the model was loaded with its own pack.
     """
 
     def __init__(self, engine: Engine, settings: Settings, front: Front, talk: Conversation) -> None:
@@ -51,9 +51,9 @@ class Program:
         self._asked = 0  # answers asked for so far
 
     def ask(self, question: str, temp: float | None = None) -> None:
-        """Asks the model and shows its answer; both are added to the conversation, a stopped answer too.
+        """Sends a question to the model, shows the answer, and adds both to the conversation, even if it was stopped.
 
-        Nothing is added without an answer. temp: in place of that of the settings. Raises `MlxZipError`.
+        Adds nothing if there is no text. temp: sampling temperature, None for the settings'. Raises `MlxZipError`.
         """
         arrived = Arrived()
         self.conversation.ask(question)
@@ -72,7 +72,7 @@ class Program:
         self._report_end(answer)
 
     def retry(self, temp: float | None) -> None:
-        """Asks the last message again, in place of its answer. Without a new answer the old one stays."""
+        """Asks the last message again and replaces its answer. Without a new answer the old one stays."""
         before = self.conversation
         assert before.asked is not None
         self.conversation = before.before_answer()
@@ -83,12 +83,12 @@ class Program:
                 self.conversation = before
 
     def check_system(self, system: str | None) -> None:
-        """Raises `GenerationError` for a system message that the model's chat template cannot render; None is none."""
+        """Raises `GenerationError` for a system message that the model's chat template cannot render."""
         if system is not None:
             check_system_message(self.engine.tokenizer, system, self.settings.template_options)
 
     def choose_pack(self, names: Sequence[str]) -> None:
-        """Has codebooks begin with the packs in these files, from the next answer on. Raises `MlxZipError`."""
+        """From the next answer on, codebooks begin with the packs in these files. Raises `MlxZipError`."""
         if not self.engine.info.codebook_size:
             raise GenerationError("/pack: this model has no hypertokens, so nothing could use a pack")
         if list(names) == [OWN]:
@@ -120,7 +120,7 @@ class Program:
         return f"codebooks begin with {len(self.pack):,} entries of {', '.join(self.pack_names)}"
 
     def _make_submission(self, question: str, temp: float | None) -> Submission:
-        """Returns what the engine is asked. Raises `GenerationError`."""
+        """Returns the request to the engine. Raises `GenerationError`."""
         settings = self.settings
         seed = None if settings.seed is None else (settings.seed + self._asked) % 2**64
         self._asked += 1

@@ -1,4 +1,4 @@
-"""What a terminal is sent: harmless text, in words that are wrapped at its width.
+"""Writes text to a terminal without harmful characters, and wraps its words at the terminal's width.
 
 Control characters are shown and never executed. What was written is never changed, so nothing flickers.
 """
@@ -42,7 +42,7 @@ def replace_controls(text: str) -> str:
 def repair_surrogates(text: str) -> str:
     """Returns typed text as valid Unicode: bytes that were not UTF-8 become the replacement character.
 
-    A terminal's reader keeps such bytes as halves of surrogate pairs. Bytes that form a character together become it.
+    Python reads such bytes from a terminal as lone surrogates. Bytes that form a character together become it.
     """
     if not _HALVES.search(text):
         return text
@@ -56,14 +56,14 @@ def last_break_length(text: str) -> int:
 
 
 def style_text(text: str, codes: str) -> str:
-    """Returns text with terminal attributes (SGR codes such as "1;36"), as it is without codes."""
+    """Returns text with terminal attributes (SGR codes such as "1;36"); "" for codes changes nothing."""
     return f"\x1b[{codes}m{text}\x1b[0m" if codes and text else text
 
 
 class Screen:
-    """A terminal that is written to from the left margin on. out: its text stream.
+    """A terminal, with the cursor at the left margin at first. out: its text stream.
 
-    Text is collected, and written by `flush`.
+    Text is collected until `flush` writes it.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -84,7 +84,7 @@ class Screen:
         return min(found or 80, _WIDEST)
 
     def begin_line(self, text: str, hang: str) -> None:
-        """Begins a line with text such as a bullet. hang: what the lines begin with that it is wrapped to."""
+        """Begins a line with text such as a bullet. hang: what each further line begins with if the line wraps."""
         self._write(text)
         self._hang, self._margin = hang, cell_len(hang)
 

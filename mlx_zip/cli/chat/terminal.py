@@ -42,7 +42,7 @@ MOST_CHARACTERS = 1 << 14  # of a message that is kept in it
 
 
 class TerminalView:
-    """Shows one answer. render: what its text is fed to."""
+    """Shows one answer. render: renderer that the text is fed to."""
 
     def __init__(self, render: Any) -> None:
         self._render, self._begun, self._status = render, time.monotonic(), False
@@ -56,14 +56,14 @@ class TerminalView:
         self._render.feed(text, length)
 
     def feed_reasoning(self, text: str) -> None:
-        """Shows a piece of the model's reasoning, faintly and as it is."""
+        """Shows a piece of the model's reasoning in faint letters, without rendering it."""
         self._clear_status()
         self._thinking = self._answering = True
         sys.stdout.write(style_text(replace_controls(text), _FAINT))
         sys.stdout.flush()
 
     def show_prefill(self, read: int, total: int) -> None:
-        """Shows, in a line that goes away, how much of a long prompt has been read; nothing within an answer."""
+        """Shows in a temporary line how much of a long prompt has been read; does nothing once the answer has begun."""
         if not self._answering and read < total and time.monotonic() - self._begun >= _PATIENCE_S:
             sys.stdout.write(f"\r\x1b[K{style_text(f'reading: {read:,} of {total:,} ids', _FAINT)}")
             sys.stdout.flush()
@@ -87,7 +87,7 @@ class TerminalView:
 
 
 class TerminalFront(Front):
-    """A terminal. history: file of typed lines, None to keep none. plain: whether answers are shown as they are.
+    """A terminal. history: file of typed messages, None to keep none. plain: whether answers are not rendered.
 
     may_colour: whether colours may be used at all.
     """
@@ -103,8 +103,8 @@ class TerminalFront(Front):
     def __init__(self, history: Path | None, plain: bool, may_colour: bool) -> None:
         self._plain, self._may_colour = plain, may_colour
         self.colours = may_colour
-        self._pastes: dict[str, str] = {}  # kept: Up brings back a message, and it is sent with its pastes again
-        self._answered = False  # since the last prompt
+        self._pastes: dict[str, str] = {}  # placeholder -> pasted text; kept for messages that are sent again
+        self._answered = False  # whether an answer was shown since the last prompt
         self._opened = contextlib.ExitStack()
         self._session: PromptSession[str] = PromptSession(
             history=InMemoryHistory() if history is None else TypedHistory(history, self.fail),
@@ -118,7 +118,7 @@ class TerminalFront(Front):
         )
 
     def __enter__(self) -> TerminalFront:
-        """Has keys wait for the next prompt, without being shown, and Ctrl-C end nothing."""
+        """Keeps keys that are typed between prompts for the next prompt, unseen; Ctrl-C ends nothing."""
         self._opened.enter_context(call_on_interrupt(lambda: None))
         self._opened.enter_context(_hide_typed_keys())
         return self
@@ -180,11 +180,11 @@ class TerminalFront(Front):
             self.note("nothing has answered the last message; /retry asks it")
 
     def say(self, line: str) -> None:
-        """Shows a line that is not the model's."""
+        """Shows a line from the chat itself, not from the model."""
         print(replace_controls(line), flush=True)
 
     def note(self, line: str) -> None:
-        """Shows a line that could be missed, faintly."""
+        """Shows a line of little importance in faint letters."""
         print(style_text(replace_controls(line), _FAINT), flush=True)
 
     def _make_renderer(self, out: Any) -> Any:
@@ -212,7 +212,7 @@ class TerminalFront(Front):
         return bindings
 
     def _shown_paste(self, text: str) -> str:
-        """Returns what is shown for a paste: itself, or a long one's size, in place of which it is sent."""
+        """Returns what the prompt shows for a pasted text: the text, or a placeholder with the size of a long one."""
         if len(text) <= _MOST_SHOWN:
             return text
         shown = f"[paste {len(self._pastes) + 1}: {len(text):,} characters]"
@@ -227,7 +227,7 @@ class _CommandCompleter(Completer):
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """Yields what may stand at the cursor."""
+        """Yields the completions at the cursor."""
         text = document.text_before_cursor
         if not text.startswith("/") or "\n" in text:
             return
@@ -243,7 +243,7 @@ class _CommandCompleter(Completer):
 
 @contextmanager
 def _hide_typed_keys() -> Iterator[None]:
-    """Keeps typed keys as they are and unseen between prompts, until the block ends; the next prompt reads them."""
+    """Until the block ends, keys typed between prompts are not shown; the next prompt reads them as they are."""
     handle = sys.stdin.fileno()
     before = termios.tcgetattr(handle)
     quiet = [*before]
@@ -308,7 +308,7 @@ class TypedHistory(History):
             partial.write_text("".join(line + "\n" for line in lines[len(lines) // 2 :]), encoding="utf-8")
 
     def _try_with_file(self, work: Callable[[], None]) -> None:
-        """Does something with the file. After the first failure the file is left alone."""
+        """Calls `work`, which uses the file. After the first failure it is not called again."""
         if not self._works:
             return
         try:

@@ -1,1 +1,1 @@
-"""Commands that stand on an engine: the server, the chat app, the settings of agents; and how they open one."""
+"""The commands serve, app and agent, and how the commands that need an engine open one."""

@@ -22,16 +22,16 @@ from mlx_zip.errors import DataError, GenerationError, failure_reason
 from mlx_zip.files import atomic_file, check_regular_file, expand_home
 
 NAME = "mlx_zip"
-MOST_OUTPUT = 8192  # base tokens of an answer that agents ask for
+MOST_OUTPUT = 8192  # maximum base tokens per answer that agents may ask for
 SMALL_CONTEXT = 32_768
 WAIT_S = 10.0
 BACKUP_SUFFIX = ".before-mlx_zip"
-_SET_ONCE = "master_key"  # a value that stays if there is one
+_SET_ONCE = "master_key"  # key of a value that is kept if the file has one
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A running server. url: without /v1. key: its API key, "" for none. context: positions, None for no limit."""
+    """A running server. url: without /v1. key: its API key, "" for none. context: in positions, None for no limit."""
 
     url: str
     key: str
@@ -46,7 +46,7 @@ class RunningServer:
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What an agent needs. files: settings by file. start: how to start it then."""
+    """An agent's settings. files: file -> settings in it. start: command that then starts the agent."""
 
     files: Mapping[Path, Any]
     start: str
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         texts = {path: _read_settings(path) for path in client.files}
         merged = {
             path: _merge_into_text(path, text, client.files[path]) for path, text in texts.items()
-        }  # all, or none is written
+        }  # all are merged before one is written
         for path, text in merged.items():
             print(_write_settings(path, texts[path], text))
     else:
@@ -90,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask_server(url: str) -> RunningServer:
-    """Returns what a running server says of itself. Raises `GenerationError` if none answers there."""
+    """Returns the name and context of the model that a server runs. Raises `GenerationError` if no server answers."""
     url, key = url.rstrip("/").removesuffix("/v1"), os.environ.get(API_KEY, "")
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or 'none'}"})
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is near
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server needs no proxy
         with opener.open(request, timeout=WAIT_S) as answer:
             model = json.load(answer)["data"][0]
         return RunningServer(url, key, model["id"], model.get("context_length"))
@@ -144,8 +144,8 @@ def _opencode_settings(server: RunningServer) -> AgentSettings:
 
 
 def _aider_settings(server: RunningServer) -> AgentSettings:
-    """Returns the settings of aider. It has no reminder, which would move to each new message, as the next one's prefix
-    would end before it.
+    """Returns aider's settings. They switch off its reminder, which always moves to the newest message: the next prompt
+    would share only the text before it.
     """
     name, home = f"openai/{server.model}", expand_home("~")
     of_server = {"openai-api-base": f"{server.url}/v1", "openai-api-key": server.key or "none"}
@@ -161,7 +161,7 @@ def _aider_settings(server: RunningServer) -> AgentSettings:
 
 
 def _litellm_settings(server: RunningServer) -> AgentSettings:
-    """Returns the settings of litellm's proxy, which asks for a key of its own."""
+    """Returns the settings of litellm's proxy, which demands a key of its own from its clients."""
     path = Path("litellm.yaml").absolute()
     key = f"os.environ/{API_KEY}" if server.key else "none"
     length = {} if server.context is None else {"max_input_tokens": server.context}
@@ -228,7 +228,7 @@ def _back_up(path: Path, text: str) -> Path:
 
 
 def _merge_into_text(path: Path, text: str, settings: Any) -> str:
-    """Returns a file's text with settings in it. Raises `DataError` for a text that is not of the file's form."""
+    """Returns a file's text with settings in it. Raises `DataError` for a text that is not in the file's format."""
     old = _parse_settings(path, text)
     if path.suffix == ".toml":
         return _merge_toml(path, text, old, settings)
@@ -258,7 +258,7 @@ def _parse_settings(path: Path, text: str) -> Any:
 
 
 def _merge_values(old: Any, new: Any) -> Any:
-    """Returns values with others set in them: maps are merged, and items of lists that have the same name replaced."""
+    """Returns `old` updated by `new`: maps are merged, and list items of the same name are replaced."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         changed = {key: value for key, value in new.items() if key not in old or key != _SET_ONCE}
         return {
@@ -292,7 +292,7 @@ def _merge_toml(path: Path, text: str, old: Mapping[str, Any], settings: Mapping
 
 
 def _remove_from_toml(text: str, keys: Mapping[str, Any], table: str) -> str:
-    """Returns TOML without some values outside of tables, and without a table."""
+    """Returns TOML without the top-level values of `keys`, and without one table."""
     kept, inside = [], ""
     for line in text.splitlines():
         if header := re.match(r"\s*\[+([^\[\]]+)\]+\s*(#.*)?$", line):

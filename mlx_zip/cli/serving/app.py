@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
-    """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
+    """Opens the model and serves the app; returns the exception that ended the engine's thread, None after a signal."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
     choose_engine(args, name)
@@ -134,7 +134,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
 
 
 def _window_folder() -> Path | None:
-    """Returns the folder of what the window keeps, such as a draft; None, with a note, if it cannot be used."""
+    """Returns the folder for the window's own data, such as unsent text; None, with a note, if it cannot be used."""
     folder = data_folder() / "window"
     problem = make_private(folder)
     if problem is not None:
@@ -143,7 +143,7 @@ def _window_folder() -> Path | None:
 
 
 def _offered_models(main: str) -> dict[str, str]:
-    """Returns the models that the page offers beside a bundled one: those that nothing has to be fetched for."""
+    """Returns the models that the page offers besides a bundled main model; none needs a download."""
     if main not in named.KNOWN:
         return {}
     offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.offline_model_names() else [named.DEFAULT]
@@ -151,7 +151,7 @@ def _offered_models(main: str) -> dict[str, str]:
 
 
 def _open_other_model(args: argparse.Namespace, name: str) -> Any:
-    """Returns the engine of a model beside the main one; it keeps no conversations. Raises `MlxZipError`.
+    """Returns the engine of a model other than the main one; it keeps no sessions. Raises `MlxZipError`.
 
     args: the flags as they were given, so --engine may be auto.
     """
@@ -187,7 +187,7 @@ def _open_listener(running: Any, port: int | None) -> Any:
 
 
 def _open_conversations(kept: Any, file: Any) -> Any:
-    """Returns the conversations in a file, None for memory. Raises `GenerationError` if the file cannot be used."""
+    """Returns the store of conversations in a file, None for memory. Raises `GenerationError` for an unusable file."""
     try:
         return kept.Store(file)
     except MlxZipError as error:

@@ -1,4 +1,4 @@
-"""How the commands that stand on an engine open one: `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app`."""
+"""How `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app` open an engine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
         "kv_bits": args.kv_bits,
         "kv_group_size": args.kv_group_size,
         "quantized_kv_start": args.quantized_kv_start,
-        "max_kv_size": getattr(args, "max_kv_size", None),  # the server's flags have no such one
+        "max_kv_size": getattr(args, "max_kv_size", None),  # serve and app have no such flag
         "draft": args.draft,
         "draft_model": args.draft_model,
         "num_draft_tokens": args.num_draft_tokens,
@@ -105,7 +105,7 @@ def session_folder(args: argparse.Namespace) -> Path | None:
 
 
 def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
-    """Returns what a request's codebook begins with: the packs of --pack, None for what the model was loaded with.
+    """Returns the pack that codebooks begin with: --pack's, None for the one that the model was loaded with.
 
     plain: whether the model has no hypertokens of its own. Raises `MlxZipError` for packs that do not fit the model.
     """

@@ -1,4 +1,4 @@
-"""`mlx_zip serve`: an HTTP server that OpenAI's and Anthropic's clients know."""
+"""`mlx_zip serve`: an HTTP server for clients of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> int:
-    """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
+    """Serves, on the first or only machine; returns what `run` returns. running: `mlx_zip.server.running`."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     options = _server_options(args, name)
     with _bind_listener(running, args.host, args.port, options["api_key"]) as listener:
@@ -82,9 +82,9 @@ def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> 
 
 
 def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
-    """Does what the first machine's engine sends until that ends; returns 0. Raises `MlxZipError` if it is lost.
+    """Does the work that the first machine's engine sends; returns 0 at its end. Raises `MlxZipError` if it is lost.
 
-    Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
+    Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers in flight can end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
@@ -126,7 +126,7 @@ def _import_server_module(name: str) -> Any:
 
 
 def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
-    """Returns a socket of the address, bound before minutes go into loading. Raises `GenerationError`.
+    """Returns a socket bound to the address: an error comes before the model is loaded. Raises `GenerationError`.
 
     Warns if other machines can reach it and there is no key.
     """
@@ -142,7 +142,7 @@ def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
 
 
 def _server_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Returns the fields of the server's `Options` that flags set, but packs."""
+    """Returns the fields of the server's `Options` that flags set, except packs."""
     key, hosts = _api_key(args), _allowed_hosts(args)
     return {
         "model": name,

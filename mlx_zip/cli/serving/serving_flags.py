@@ -25,7 +25,7 @@ REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
     "pipeline": "a model on several machines is split inside its layers, not between them",
     "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
 }
-# flags of requests that do not say otherwise: (type, default, help)
+# flags with defaults for requests: (type, default, help)
 DEFAULT_SAMPLING_FLAGS = {name: SAMPLING_FLAGS[name] for name in ("temp", "top_p", "top_k", "min_p")}
 
 
@@ -151,7 +151,7 @@ def add_keep_wired_flag(add: Any) -> None:
 
 
 def check_keep_wired(seconds: float) -> None:
-    """Raises `GenerationError` for a time of --keep-wired that cannot be."""
+    """Raises `GenerationError` for a --keep-wired out of range."""
     if not 0 <= seconds < MOST_S:
         raise GenerationError(f"--keep-wired must be from 0 to below {MOST_S}, got {seconds:g}")
 

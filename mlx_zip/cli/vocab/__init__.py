@@ -1,4 +1,4 @@
-"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is named here, imported when asked for."""
+"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is imported only when the method is used."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
     plot, vocabulary, base = checked_plot_path(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
-        pieces = vocabulary.front.pieces  # one that is not in PIECES stands in the base's own file
+        pieces = vocabulary.front.pieces  # one that is not in PIECES comes from the base's own file
         base = read_base(open_first_stage(args.tokenizer), pieces if pieces in PIECES else None)
         vocabulary.check_base(base)
     record = _vocabulary_record(vocabulary, base)
@@ -311,7 +311,7 @@ def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
 
 
 def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
-    """Returns what an adapted tokenizer keeps as a record for --json. base: the tokenizer adapted; None: not known."""
+    """Returns what an adapted tokenizer keeps as a record for --json. base: the tokenizer adapted, None if unknown."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
         "base": vocabulary.name,
@@ -331,7 +331,7 @@ def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
 
 
 def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
-    """Returns the bytes of texts, and tokens and utility of the adapted tokenizer and, unless None, of the base.
+    """Returns the bytes of texts, and the tokens and utility of the adapted tokenizer and of `base`, if that is given.
 
     Utility is 1 - tokens per byte (arXiv 2601.21665).
     """

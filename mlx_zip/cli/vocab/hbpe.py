@@ -132,7 +132,7 @@ def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
-    """Draws the number of patches of each length if there is a path. record: as of `_describe_table`."""
+    """Draws the number of patches of each length if there is a path. record: from `_describe_table`."""
     if path is not None:
         lengths = {str(length): count for length, count in record["patch_lengths"].items()}
         draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))

@@ -80,7 +80,7 @@ class Texts:
     _seen: bytes = b""  # digest of what was read the first time
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        """Yields every sample, in order. Raises `DataError` naming file and line, or files that have changed since."""
+        """Yields every sample, in order. Raises `DataError` naming file and line, or the files if they have changed."""
         split: Callable[[str], Sequence[Any]] = make_encoder(self.tokenizer) if self.tokenizer else str.split
         parts: list[str] = []
         for text, ends in self._documents():
@@ -135,7 +135,7 @@ class Texts:
 
 
 def read_tokenizer_units(name: str | None) -> tuple[Any, Any]:
-    """Returns the tokenizer that `name` names, and its ids as units; (None, None) for None, which means words."""
+    """Returns the tokenizer that `name` names, and its ids as units; (None, None) without a name: units are words."""
     if name is None:
         return None, None
     from mlx_zip.text.tokenizers import load_tokenizer
@@ -178,7 +178,7 @@ def read_dictionary_tokenizer(units: Any, args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def ids_writer(path: Path | None) -> Iterator[Callable[[Any], None]]:
-    """Context manager: gives a function that writes samples of ids to `path`, one JSON list per line.
+    """Yields a function that writes samples of ids to `path`, one JSON list per line.
 
     The file appears when everything is written. With path None the function does nothing.
     """

@@ -180,7 +180,7 @@ def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator
 
 
 def _write_pruned_ids(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
-    """Reads the texts once more, writes their ids to --encoded and sets the totals, both of the pruned dictionary.
+    """Reads the texts again, writes the ids that the pruned dictionary gives them to --encoded, and sets its totals.
 
     dictionary: the unpruned one. learn: number of samples that it learned from (None: all).
     """

@@ -212,7 +212,7 @@ def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
 
 
 def _write_tuned_pack(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
-    """Writes the tuned pack and prints what it gains. found: what `tune` returned. texts: to train, to validate on."""
+    """Writes the tuned pack and prints what it gains. found: of `tune_pack`. texts: to train, to validate on."""
     from mlx_zip.packs.pack import Pack, save_pack
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 

@@ -1,1 +1,1 @@
-"""What one answer is made of, in every dialect: a turn, its deltas, reasoning, calls of tools, and grammars."""
+"""The parts of one answer that all dialects share: the turn, its deltas, reasoning, tool calls, and grammars."""

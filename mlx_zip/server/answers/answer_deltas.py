@@ -1,4 +1,4 @@
-"""From an engine's events to an answer's deltas."""
+"""Turns an engine's events into an answer's deltas."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _LETTER, _DIGIT = re.compile(r"[^\W\d_]|[^\x00-\x7f]"), re.compile(r"[0-9]")
 
 
 def mask_letters_and_digits(text: str) -> str:
-    """Returns a text with an x for each letter, and for all beyond ASCII, and a 0 for each digit."""
+    """Returns a text with x for every letter and every character beyond ASCII, and 0 for every digit."""
     return _DIGIT.sub("0", _LETTER.sub("x", text))
 
 
 class AnswerDeltas:
-    """The state of one answer, which is fed with the engine's events.
+    """The state of one answer, which turns the engine's events into deltas.
 
-    tokens: for log-probabilities and shown tokens. splitter: finds reasoning and calls of tools in the text. cancel:
-    ends the engine's request, called when a stop string has ended the text. hide: makes texts of prompts fit to be
-    reported. text, base_ids: the answer so far, base_ids
-    without the eos. `whole` is True at the end if a later prompt that holds the text may get these base ids for it.
+    tokens: texts of ids, for log-probabilities and shown tokens. splitter: finds reasoning and tool calls in the text.
+    cancel: cancels the engine's request; called when a stop string has ended the text. hide: masks texts of prompts
+    before they are reported. text, base_ids: the answer so far, base_ids without the eos. whole: False until the end;
+    then whether a later prompt that holds the text may use these base ids for it.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class AnswerDeltas:
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._hide = hide
         self._ended: str | None = None  # why the text has ended, while the engine may still run
-        self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
-        self._last: list[TokenLogprob] = []  # of an eos alone
+        self._held: list[TokenLogprob] = []  # log-probabilities of tokens whose text is held back
+        self._last: list[TokenLogprob] = []  # log-probabilities of ids that are an eos alone
         self._steps = self._hypertokens = self._accepted = self._accepted_tokens = 0
         self._unfed_base_tokens = 0  # base tokens since the splitter was last fed
         self._texts: list[str] = []
@@ -122,7 +122,7 @@ class AnswerDeltas:
         return [*self._feed_splitter(piece.text), *self._learned_deltas(event)]
 
     def _learned_deltas(self, event: Emitted) -> list[Delta]:
-        """Returns the delta of the entries that an id has installed, if such deltas are wanted."""
+        """Returns the delta of the entries that an id has installed; none without `Turn.show`."""
         if self._shown_tokens is None or not event.learned or self._ended is not None:
             return []
         return [LearnedEntries(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
@@ -181,7 +181,7 @@ class AnswerDeltas:
 
 
 def _logprobs_before_stop(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Returns those of the tokens that begin within a text, without those of the stop string that follows it."""
+    """Returns the log-probabilities of tokens that begin within `text`, without those of the stop string after it."""
     kept, length = [], 0
     for logprob in logprobs:
         if length >= len(text):
@@ -198,7 +198,7 @@ _TokenFields = tuple[int, tuple[str, ...], str, int, bool]  # fields of `ShownTo
 
 @dataclass(eq=False)
 class _PlacedToken:
-    """A token and the characters of the answer that it gave: from `begin` up to `end`. shown: whether a text has it."""
+    """A token and its characters in the answer, from `begin` up to `end`. shown: whether an earlier piece has it."""
 
     fields: _TokenFields
     begin: int
@@ -207,10 +207,10 @@ class _PlacedToken:
 
 
 class ShownTokens:
-    """The tokens of one answer, placed by the characters that they gave, until a piece of text takes them.
+    """The tokens of one answer, with their places in the text, until a piece of text takes them.
 
-    Characters are counted from the answer's beginning, with those of reasoning and of calls of tools. A token whose
-    characters come in two pieces is in both.
+    Places are counted in characters from the answer's beginning, reasoning and tool calls included. A token whose
+    characters are in two pieces of text is returned for both.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -220,7 +220,7 @@ class ShownTokens:
         self._end = 0
 
     def add(self, event: Emitted, base_ids: Sequence[int], characters: int) -> None:
-        """Adds an emitted id. base_ids: its base ids in the text. characters: all that there are of the answer now."""
+        """Adds an emitted id. base_ids: its base ids without the eos. characters: length of the answer so far."""
         if not base_ids:
             self.extend(characters)
             return
@@ -229,7 +229,7 @@ class ShownTokens:
         self._waiting.append(self._last)
 
     def extend(self, characters: int) -> None:
-        """Gives characters that come at the answer's end, for bytes of an incomplete one, to the last token."""
+        """Gives the last token the characters that replace incomplete UTF-8 at the end. characters: as in `add`."""
         last, begin, self._end = self._last, self._end, characters
         if last is None or characters == begin:
             return
@@ -239,7 +239,7 @@ class ShownTokens:
         last.end = characters
 
     def take_tokens(self, begin: int, text: str) -> tuple[ShownToken, ...]:
-        """Returns the tokens of the text that begins with character `begin`, and forgets those of what precedes it."""
+        """Returns the tokens of `text`, which begins at character `begin`, and drops the tokens of earlier text."""
         end, found = begin + len(text), []
         while self._waiting and (placed := self._waiting[0]).begin < end:
             if placed.end > begin or placed.begin >= begin:

@@ -1,4 +1,4 @@
-"""What an answer may consist of: schemas and forced calls as a `Constraint` for the engine."""
+"""Constraints on answers: JSON schemas and forced tool calls, as a `Constraint` for the engine."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _ANNOTATIONS = frozenset({"title", "description", "$schema", "$id", "$comment"})
 def make_constraint(
     tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), vocab_size: int | None = None
 ) -> GrammarConstraint | None:
-    """Returns what the answer to a turn may consist of, None if that is any text.
+    """Returns the constraint on the answer to a turn, None if any text is allowed.
 
-    A schema, calls that are required, and tools that are strict ask for a constraint. It begins after the reasoning.
-    prompt_ids: base ids of the prompt; its end shows whether the reasoning has begun. vocab_size: base ids of the
-    model, None for the tokenizer's. Raises `GenerationError` for a schema that cannot be followed, calls in a format
-    that cannot be forced, and a prefill that does not fit; `InstallationError` without llguidance.
+    There is one for a schema, for required calls and for strict tools; it begins after the reasoning. prompt_ids: base
+    ids of the prompt; its end shows whether the reasoning has begun. vocab_size: number of the model's base ids, None
+    for the tokenizer's. Raises `GenerationError` for a schema that cannot be followed, calls in a format that cannot be
+    forced, and a prefill that does not fit; `InstallationError` without llguidance.
     """
     body = _body_rules(tokenizer, turn)
     if body is None:
@@ -67,7 +67,7 @@ def _start_rules(tokenizer: Any, reasons: ReasoningStart) -> list[str]:
 
 
 def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
-    """Returns the rule `body`, what follows the reasoning, with the rules it needs; None for any text."""
+    """Returns the rule `body`, for what follows the reasoning, with the rules it needs; None if any text is allowed."""
     tools = turn.tools if turn.tool_choice != "none" else ()
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_rule(turn.schema)}"
@@ -89,8 +89,7 @@ def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
 
 
 def _schema_rules(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bool) -> list[str]:
-    """Returns the rules for an answer by a schema; with tools, a call in the model's format, or several, may come
-    instead.
+    """Returns the rules for an answer that follows a schema or, with tools, is a call. several: allows several calls.
     """
     if not tools:
         return ["body: answer", schema]
@@ -124,14 +123,14 @@ def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], severa
 
 
 def _after_start_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], most: int) -> list[str]:
-    """Returns the rule `after_start`, what follows a start mark, with the rules it needs. most: calls in a group."""
+    """Returns the rule `after_start`, for what follows a start mark, and the rules it needs. most: calls in a group."""
     choices = " | ".join(f"call_{i}" for i in range(len(tools)))
     calls = [rule for i, tool in enumerate(tools) for rule in _call_rules(tokenizer, form, tool, f"call_{i}")]
     return [f"after_start: {_after_start_rule(tokenizer, form, most)}", f"call: {choices}", *calls]
 
 
 def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
-    """Returns the rule for what follows a start mark. most: calls in a group."""
+    """Returns the rule for what follows a start mark. most: maximum calls in a group."""
     if form.kind == "tags":
         return f'"\\n" call "\\n" {mark_rule(tokenizer, form.end)}'
     if form.kind == "list":
@@ -149,7 +148,7 @@ def _groups_calls(form: ToolFormat) -> bool:
 
 
 def _lead_rule(form: ToolFormat) -> str:
-    """Returns the rule for what stands before a call whose arguments have marks, "" for nothing and other formats."""
+    """Returns the rule for the text before a call in a format with marked arguments, "" if there is none."""
     return marked_calls.lead_rule(form.kind) if form.kind in marked_calls.FORMATS else ""
 
 
@@ -160,7 +159,7 @@ def _repeat_rule(rule: str, most: int) -> str:
 def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
     """Returns the rule called `name` for a call of a tool, without marks, and the rules that it needs.
 
-    Tools that are not strict may have keywords ignored; their objects have no properties but those that are listed.
+    For tools that are not strict, unknown keywords are ignored, and objects with listed properties get no others.
     """
     if form.kind in marked_calls.FORMATS:
         return marked_calls.call_rules(tokenizer, form.kind, form.end, tool, name)
@@ -172,9 +171,9 @@ def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list
 
 
 def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments, which are an object. Raises `GenerationError` for another type.
+    """Returns the schema of a tool's arguments. Raises `GenerationError` if its type is not object.
 
-    A tool that is not strict has no arguments if its schema lists none and says nothing of others.
+    A tool that is not strict and whose schema lists no properties, and does not mention others, takes no arguments.
     """
     parameters = dict(tool.parameters)
     said = {**_EMPTY_OBJECT, **{key: value for key, value in parameters.items() if key not in _ANNOTATIONS}}
@@ -186,7 +185,7 @@ def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def _free_text_rules(tokenizer: Any, form: ToolFormat, several: bool) -> list[str]:
-    """Returns the rule `body`, text in which calls may stand, with the rules it needs but for those of the calls."""
+    """Returns the rule `body`, for text that may hold calls, with the rules it needs except those of the calls."""
     if not form.start:
         return ["body: calls | TEXT?", "TEXT: /[ \\t\\n]*[^ \\t\\n{\\[](.|\\n)*/"]
     one = "before after_start"

@@ -1,6 +1,6 @@
-"""Grammars for calls whose arguments stand between marks of their own, as in XML, and not in one JSON object.
+"""Grammars for tool calls that write each argument between marks, as in XML, instead of all in one JSON object.
 
-A text stands between its marks as it is; other values are JSON. Each format is read by mlx-lm's parser of its name.
+String arguments are written as they are, other values as JSON. A format has the name of mlx-lm's parser that reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_zip.server.answers.turn import Tool
 from mlx_zip.text.grammar import grammar_vocabulary, json_rule, literal_rule, mark_rule, terminal_without_mark
 from mlx_zip.text.tokenizers import single_token_id
 
-MOST_LENGTH = 10_000  # characters of a text that a schema bounds
+MOST_LENGTH = 10_000  # maximum of a schema's minLength and maxLength
 _NAME = re.compile(r"[^\s<>\"'&]+")
 _MARK = re.compile(r"(</?[a-z_]+>)")
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -26,11 +26,11 @@ _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalPrope
 
 @dataclass(frozen=True)
 class MarkedFormat:
-    """The texts of a call between the marks around it, in their order.
+    """The texts of a call between its start mark and its end mark, in order.
 
-    lead: before the first call. begin: before the tool's name. named: after it. key, value, close: before and after an
-    argument's name, and after its value. end: after the last argument. avoid: what a text must not hold. grouped:
-    whether several calls stand between one pair of marks.
+    lead: before the first call. begin, named: before and after the tool's name. key, value, close: before and after an
+    argument's name, and after its value. end: after the last argument. avoid: what a string argument must not contain.
+    grouped: whether several calls stand between one pair of marks.
     """
 
     lead: str
@@ -89,14 +89,14 @@ def call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> li
 
 
 def lead_rule(kind: str) -> str:
-    """Returns the rule for what stands between the mark before the calls and the first call, "" for nothing."""
+    """Returns the rule for the text between the start mark and the first call, "" if there is none."""
     return literal_rule(FORMATS[kind].lead) if FORMATS[kind].lead else ""
 
 
 def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments. Raises `GenerationError` for one that says more than names and types.
+    """Returns the schema of a tool's arguments. Raises `GenerationError` if it cannot be forced in a marked format.
 
-    Of tools that are not strict, other keywords are ignored.
+    Keywords beyond names and types are ignored for tools that are not strict, and cannot be forced for strict ones.
     """
     schema = tool.parameters
     properties = schema.get("properties", {})
@@ -130,9 +130,9 @@ def _unforceable_error(tool: Tool, reason: str) -> GenerationError:
 def _text_rules(
     tokenizer: Any, form: MarkedFormat, end: str, tool: Tool, schema: Mapping[str, Any], argument: str
 ) -> list[str]:
-    """Returns the rule for a text and the mark that closes it, with the rules it needs.
+    """Returns the rule for a string argument and the mark that closes it, with the rules it needs.
 
-    A text begins and ends without white space, which parsers drop, and is not "null", which they read as no value.
+    The string has no white space at its ends, which parsers drop, and is not "null", which they read as no value.
     """
     rule, terminal = f"{argument}_text", f"{argument}_body".upper()
     if (choices := _enum_texts(schema)) is not None:
@@ -163,6 +163,6 @@ def _length_pattern(tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _literal_with_marks(tokenizer: Any, text: str) -> str:
-    """Returns the rule for a text in which marks that are tokens are written as these, "" for no text."""
+    """Returns the rule for a fixed text, in which marks that are single tokens are written as these; "" for no text."""
     parts = [part for part in _MARK.split(text) if part]
     return " ".join(mark_rule(tokenizer, part) if _MARK.fullmatch(part) else literal_rule(part) for part in parts)

@@ -1,4 +1,4 @@
-"""What streamed text consists of: reasoning between the template's marks, text, and calls of tools."""
+"""Splits an answer's streamed text into reasoning between the template's marks, text, and tool calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mlx_zip.text.stream import partial_mark_length
 from mlx_zip.text.tokenizers import thinking_marks
 
 MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
-MOST_SPACE = 64  # characters of white space that are dropped at a mark, and so held back
+MOST_SPACE = 64  # maximum characters of white space that are dropped at a mark, and so held back
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 _CALL_BEGINNINGS = ('{"name":', '{"type":', '{"function":', '[{"name":', '[{"type":', "<|python_tag|>")
-_BEGINNING_CHARACTERS = 256  # characters, within which one of those must be found
+_BEGINNING_CHARACTERS = 256  # a call's beginning must be found within so many characters
 _TAIL_IDS = 64  # base ids of the prompt's end in which a mark is looked for
 
 
@@ -27,7 +27,7 @@ _TAIL_IDS = 64  # base ids of the prompt's end in which a mark is looked for
 class ReasoningStart(Enum):
     """Where an answer stands in a model's reasoning when it begins.
 
-    NO: no reasoning will come. BEGUN: the prompt ends with the start mark. MAYBE: the answer may begin with it.
+    NO: no reasoning will come. BEGUN: the prompt ends with the start mark. MAYBE: the answer may begin with the mark.
     """
 
     NO = "no"
@@ -38,10 +38,9 @@ class ReasoningStart(Enum):
 def reasoning_start(
     tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), prefilled: bool = True
 ) -> ReasoningStart:
-    """Returns where the answer stands. prompt_ids: the prompt, of which only the end is looked at.
+    """Returns where an answer stands in the reasoning. prompt_ids: base ids of the prompt; only the end is read.
 
-    prefilled: whether the answer goes on after `turn.prefill`, which the prompt ends with; False to say where the
-    prefill itself begins.
+    prefilled: True for the state after `turn.prefill`, with which the prompt ends; False for the state before it.
     """
     marks = thinking_marks(tokenizer)
     if marks is None or turn.prompt is not None:
@@ -96,12 +95,12 @@ class Splitter:
         self._held, self._at = "", 0  # text that is not given out yet, and the characters before it
         self._looked = self._body = 0  # in a call: where to look for its end, and where its text begins
         self._quoted = False  # whether `_looked` is within a string of JSON
-        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (first character, of whose token)
+        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (first character, of its tokens)
 
     def feed(self, text: str, logprobs: Sequence[TokenLogprob] = (), base_tokens: int = 0) -> list[Delta]:
-        """Takes the next piece of text, and returns what can be given out.
+        """Takes the next piece of text, and returns the deltas that are certain.
 
-        logprobs: of the tokens that the piece came from. base_tokens: how many they are, for `reasoning_tokens`.
+        logprobs: of the piece's tokens. base_tokens: their number of base tokens, for `reasoning_tokens`.
         """
         if self._state == self._in_reasoning:
             self.reasoning_tokens += base_tokens
@@ -111,15 +110,15 @@ class Splitter:
         return self._run_states(final=False)
 
     def finish(self, reason: str = "stop") -> list[Delta]:
-        """Returns what was held back. reason: why the answer ended, as in `Done`; a call may lack its end mark.
+        """Returns the deltas of the text that was held back. reason: why the answer ended, as in `Done`.
 
-        At a limit ("length"), what is held of a call that was cut off is dropped, so that its marks are no text.
+        A last call may lack its end mark. At a limit ("length") a call that was cut off is dropped, with its marks.
         """
         self._cut = reason == "length"
         return self._run_states(final=True)
 
     def _run_states(self, final: bool) -> list[Delta]:
-        """Lets the states look at the held text until they need more, and returns the deltas."""
+        """Runs the states on the held text until they need more text, and returns the deltas."""
         while self._state(final):
             pass
         deltas, self._deltas = self._deltas, []
@@ -130,7 +129,7 @@ class Splitter:
         self._state, self._skip = state, skip
         return True
 
-    # States. Each looks at the held text, gives out what it can, and returns whether there is more to look at.
+    # States. Each adds the deltas that are certain, and returns whether the next state can run on the held text.
 
     def _before_reasoning(self, final: bool) -> bool:
         """The answer begins, perhaps with reasoning."""
@@ -156,7 +155,7 @@ class Splitter:
         return self._enter_state(self._before_text, skip=True)
 
     def _before_text(self, final: bool) -> bool:
-        """The text begins: without marks of calls, the whole of it may be a call."""
+        """The text begins. In a format without a start mark, the whole text may be a call."""
         if self._format is None or self._format.start:
             return self._enter_state(self._in_text, self._skip)
         may_be = _may_begin_call(self._held)
@@ -182,7 +181,7 @@ class Splitter:
         return self._enter_call(self._held.find(start) + len(start))
 
     def _enter_call(self, body: int) -> bool:
-        """Goes into a call, which is held with its mark and the space before. body: characters before its text."""
+        """Enters a call; its mark and the space before stay held. body: held characters before the call's text."""
         self._body = self._looked = body
         self._quoted = False
         return self._enter_state(self._in_call)
@@ -213,7 +212,7 @@ class Splitter:
         return -1
 
     def _is_in_json_string(self, end: int) -> bool:
-        """Returns whether this place of the held text is within a string of JSON, and looks further on from there."""
+        """Returns whether `end` is within a JSON string of the held text; moves `_looked` forward."""
         while (found := _QUOTES.search(self._held, self._looked, end + 1)) and found.start() < end:
             self._quoted ^= found[0] == '"'
             self._looked = found.end()
@@ -222,7 +221,7 @@ class Splitter:
         return self._quoted
 
     def _give_call(self, form: ToolFormat, body: str, n: int) -> None:
-        """Gives out the call in `body`, or the n held characters as text if that is no call."""
+        """Adds the calls in `body`, or n held characters as text if there are none; drops a call that was cut off."""
         calls = [] if self._has_all_calls else form.parse_calls(body, self._turn.tools)
         if not calls and self._cut:
             self._drop_cut_call()

@@ -1,6 +1,6 @@
-"""How a model writes calls of tools, and what its text means: (name, arguments) of each call.
+"""The formats in which models write tool calls: their marks, and parsers that return a call's name and arguments.
 
-mlx-lm's wrapper of a tokenizer has its marks and its parser. Without one, the format is read off the chat template:
+mlx-lm's wrapper of a tokenizer has the model's marks and parser. Otherwise the format is read off the chat template:
 JSON between tags (Hermes, Qwen), JSON after a mark (Mistral), or JSON as the whole answer (Llama 3 and others).
 """
 
@@ -27,10 +27,10 @@ _BETWEEN = re.compile(r"[\s;,]*")
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls. kind: its name. start, end: the marks around a call; "" where the answer's ends are.
+    """One way to write calls. kind: its name. start, end: the marks around a call, "" for none.
 
     parser: reads the text between the marks. arguments: the key of the arguments in JSON. is_json: whether the text
-    between the marks is JSON, so that an end mark within a string is text. can_force: whether a grammar is known.
+    between the marks is JSON, in which an end mark may stand within a string. can_force: whether a grammar is known.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class ToolFormat:
 def tool_format(tokenizer: Any) -> ToolFormat:
     """Returns the format of a tokenizer's model.
 
-    Raises `GenerationError` for a chat template without tools, and for a format that nothing here can read.
+    Raises `GenerationError` for a chat template without tools, and for a format that has no parser here.
     """
     template = chat_template(tokenizer)
     parser = getattr(tokenizer, "tool_parser", None)
@@ -107,16 +107,16 @@ def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def messages_for_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as a model's chat template takes them: content is text, and ids of calls have its form.
+    """Returns messages as a model's chat template takes them: content is text, and call ids have the template's form.
 
-    Mistral's templates take ids of 9 letters and digits only; other ids are replaced, the same ones by the same ones.
+    Mistral's templates take only ids of 9 letters and digits; any other id is replaced by a hash of it.
     """
     short = "[TOOL_CALLS]" in chat_template(tokenizer)
     return [_message_for_template(message, _mistral_call_id if short else str) for message in messages]
 
 
 def _message_for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
-    """Returns a message with content, and with other ids of calls."""
+    """Returns a message with "" for missing content. new_id: returns the new form of a call id."""
     changed = {"content": "", **message}
     if changed["content"] is None:
         changed["content"] = ""
@@ -137,7 +137,7 @@ def new_call_id() -> str:
 
 
 def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
-    """Returns what a parser found as a call. Raises `ValueError` if it has no name, or arguments that are no map."""
+    """Returns a parser's result as a call. Raises `ValueError` if it has no name, or arguments that are no map."""
     name, arguments = found["name"], found.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         raise ValueError("no call")
@@ -160,7 +160,7 @@ def _parse_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dic
 
 
 def _name_and_arguments(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the name and arguments of one call in JSON; arguments that are text are JSON again."""
+    """Returns the name and arguments of one call in JSON; arguments that are a string are parsed as JSON again."""
     inner = value.get("function")
     value = inner if isinstance(inner, Mapping) else value
     arguments = value["arguments"] if "arguments" in value else value.get("parameters", {})
@@ -168,7 +168,7 @@ def _name_and_arguments(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_headed_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the calls in text such as `name[ARGS]{...}`, or in a list of JSON. Raises `ValueError`."""
+    """Returns the calls in text such as `name[ARGS]{...}`, or in a JSON list. Raises `ValueError`."""
     if "[ARGS]" not in text:
         return _parse_json_calls(text, tools)
     found, at = [], 0

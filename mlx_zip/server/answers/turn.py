@@ -1,4 +1,4 @@
-"""What the dialects of the server have in common: a `Turn` is asked, and `Delta`s answer it.
+"""What the dialects of the server share: a `Turn` says which answer is wanted, and `Delta`s are the answer.
 
 A dialect turns a request's body into a `Turn`, and deltas into its own response, streamed or whole. A whole response is
 made of the same deltas as a streamed one, so both say the same.
@@ -29,15 +29,15 @@ class Turn:
 
     messages: the conversation, as chat templates take it ("role", "content" text; an assistant's "tool_calls" with
     {"id", "type": "function", "function": {"name", "arguments": map}} and "reasoning_content"; a tool's
-    "tool_call_id").
-    prompt: text or base ids, in place of messages, for plain completions. prefill: how the answer begins. tools,
-    tool_choice: "auto", "none", "required" or the name of the tool to call. left_out: labels of further tools that the
-    client has given and this server cannot run. parallel_tool_calls: whether more than one call may be made. schema:
-    JSON schema that the answer must follow; {} for any JSON object. max_tokens: base tokens.
-    sampling: fields of `Sampling`. stop: stop strings. logprobs: None, or how many likely tokens to report per token.
-    template_options: further arguments of the chat template. pack: name of a pack, or names of packs to merge in this
-    order; None for the model's own. show: whether texts come with their tokens, and `LearnedEntries` and `LiveCounts`
-    deltas come. prediction: text that the answer will probably have; it changes no answer.
+    "tool_call_id"). prompt: text or base ids, in place of messages, for plain completions. prefill: how the answer
+    begins. tools, tool_choice: "auto", "none", "required" or the name of the tool to call. left_out: labels of further
+    tools that the client has given and this server cannot run. parallel_tool_calls: whether more than one call may be
+    made. schema: JSON schema that the answer must follow; {} for any JSON object. max_tokens: maximum base tokens, -1
+    for the rest of the context. sampling: fields of `Sampling`. stop: stop strings. logprobs: how many likely tokens to
+    report per token, None for no log-probabilities. template_options: further arguments of the chat template. pack:
+    name of a pack, or names of packs to merge in this order; None for the model's own. show: whether `Text`s have their
+    tokens, and `LearnedEntries` and `LiveCounts` deltas are sent. prediction: likely text of the answer, used for
+    drafts; the answer stays the same.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -73,8 +73,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The prompt is being read: prompt ids read so far, and all. prompt_tokens, cached_tokens: as in `Counts`, if known
-    already. waits_for: name of the model whose answers must end first, "" for none.
+    """The prompt is being read. read, total: prompt ids read so far, and all. prompt_tokens, cached_tokens: as in
+    `Counts`, 0 if not known yet. waits_for: name of the model whose answers must end first, "" for none.
     """
 
     read: int
@@ -90,8 +90,8 @@ class ShownToken:
 
     parts: texts of a hypertoken's base ids, () for a base id. origin: where the hypertoken's entry was learned: "pack",
     "prompt" or "answer", "" for a base id. at: base tokens of prompt and answer that had been read when the entry was
-    installed, -1 for a pack's entry and for a base id. from_draft: whether the id had been proposed, so that it took no
-    pass of the model. continues: whether an earlier `Text` has the token's beginning.
+    installed, -1 for a pack's entry and for a base id. from_draft: whether a draft had proposed the id, so that it took
+    no pass of the model. continues: whether the token begins in an earlier `Text`.
     """
 
     text: str
@@ -140,16 +140,16 @@ class LearnedEntries:
 
 @dataclass(frozen=True)
 class LiveCounts:
-    """The answer's figures so far: at most ten times per second, and once before `Done`."""
+    """The answer's figures so far, sent at most ten times per second and once before `Done`."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
 class PromptDifference:
-    """Where a prompt first differs from the kept conversation that has most in common with it. at: base tokens before.
+    """Where a prompt first differs from the kept conversation that shares most with it. at: base tokens shared.
 
-    kept, now: the texts that come next there and in the prompt, shortened.
+    kept, now: what comes next in the conversation and in the prompt, shortened.
     """
 
     at: int
@@ -159,11 +159,11 @@ class PromptDifference:
 
 @dataclass(frozen=True)
 class Done:
-    """The end. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended it.
+    """The end of an answer. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended it.
 
-    reasoning_tokens: those of the base tokens that were reasoning. left_out: as in `Turn`. differs: None if the prompt
-    goes on from a kept conversation, or none begins as it does. unshown: log-probabilities, if they were asked for, of
-    the last tokens, which added no text: an eos, part of a character.
+    reasoning_tokens: base tokens of the reasoning. left_out: as in `Turn`. differs: None if the prompt continues a kept
+    conversation, or shares no beginning with one. unshown: log-probabilities, if they were asked for, of the last
+    tokens that added no text: an eos, part of a character.
     """
 
     reason: str

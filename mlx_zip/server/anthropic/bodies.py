@@ -26,7 +26,7 @@ from mlx_zip.server.fields import (
     tool_discriminator,
 )
 
-_TEXTS = ("content", "reasoning_content")  # of a message, lists of pieces while messages are made
+_TEXTS = ("content", "reasoning_content")  # fields of a message that are lists of pieces until `_join_pieces`
 
 
 class SystemText(LenientBody):
@@ -76,22 +76,22 @@ Block = Annotated[
 
 
 class Message(LenientBody):
-    """A message. Text is the same as one block of text."""
+    """A message. Content that is a string means one block of text."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
 
 def join_text_blocks(content: str | Sequence[SystemText]) -> str:
-    """Returns the text of a system prompt, or of what a tool returned; its blocks are paragraphs."""
+    """Returns the text of a system prompt or of a tool's result; blocks become paragraphs."""
     return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
 
 
 def template_messages(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns messages for chat templates, and how the answer begins if the last message is the model's.
+    """Returns messages for chat templates, and the answer's prefill: the last message if it is the model's, else None.
 
-    Messages of one role in a row are joined. Raises `BodyError` for a result without its call, for blocks that do not
-    fit the role, and for a beginning that holds more than text.
+    Messages of one role in a row are joined. Raises `BodyError` for a tool's result without its call, for blocks that
+    do not fit the role, and for a prefill that holds more than text.
     """
     messages: list[dict[str, Any]] = []
     calls: set[str] = set()
@@ -110,12 +110,12 @@ def template_messages(given: Sequence[Message]) -> tuple[list[dict[str, Any]], s
 
 
 def _join_pieces(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message with texts in place of their pieces: joined once, as adding to a long text copies it."""
+    """Returns a message with its pieces of text joined, all at once: each addition to a long text would copy it."""
     return {name: "".join(value) if name in _TEXTS else value for name, value in message.items()}
 
 
 def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any], place: str, calls: set[str]) -> None:
-    """Adds a message of the model. place: path of its blocks. calls: ids of the calls so far, extended by its calls."""
+    """Adds a message of the model. place: path of its blocks. calls: ids of all calls so far; new ones are added."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
     answer = messages[-1]
@@ -137,7 +137,7 @@ def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any],
 def _add_user_blocks(
     messages: list[dict[str, Any]], role: str, blocks: Sequence[Any], place: str, calls: set[str]
 ) -> None:
-    """Adds the text and the results that a message of the user or the system holds. place: path of its blocks."""
+    """Adds texts and tool results of a message of the user or the system. place: path of its blocks."""
     for i, block in enumerate(blocks):
         match block:
             case SystemText():
@@ -212,7 +212,7 @@ class Thinking(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by which chat templates know it; adaptive leaves it to the model."""
+        """The chat template's options; for "adaptive" none, which leaves the choice to the model."""
         budget = {} if self.budget_tokens is None else {"thinking_budget": self.budget_tokens}
         return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled", **budget}
 
@@ -232,7 +232,7 @@ class OutputConfig(Body):
 
 
 class CountBody(Body):
-    """A request to count tokens. Fields of `harmless` have no effect; others that are not here are refused."""
+    """A request to count tokens. Fields in `harmless` have no effect; unknown fields are refused."""
 
     harmless = frozenset(
         {"cache_control", "speed", "user_profile_id", "workspace_id", "betas", "context_management", "metadata"}
@@ -252,12 +252,12 @@ class CountBody(Body):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that can be called."""
+        """The tools that the model can call; tools of other types are left out."""
         return [tool.tool for tool in self.tools if isinstance(tool, CustomTool)]
 
     @property
     def choice(self) -> str:
-        """The choice of tools as a `Turn` takes it."""
+        """The value of `Turn.tool_choice`."""
         choice = self.tool_choice
         return {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
 
@@ -277,9 +277,9 @@ class MessagesBody(CountBody):
 
 
 def turn_of(body: CountBody) -> Turn:
-    """Returns the turn that a body asks for, or whose prompt's tokens it wants counted.
+    """Returns the turn that a body asks for, to be answered or to have its prompt's tokens counted.
 
-    Raises `BodyError` for blocks that do not follow each other, and for tools that contradict each other.
+    Raises `BodyError` for blocks in a wrong order, and for tools that contradict each other.
     """
     check_tools([tool.name for tool in body.callable_tools], body.choice)
     messages, prefill = template_messages(body.messages)

@@ -59,8 +59,6 @@ def routes(core: Core) -> list[Route]:
 
 
 class _MessageRequest:
-    """One request for a message."""
-
     def __init__(self, core: Core, body: MessagesBody) -> None:
         self._core, self._turn = core, turn_of(body)
         self._builder = MessageBuilder(body, core.model)
@@ -72,7 +70,7 @@ class _MessageRequest:
         return self._builder.message
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields the events, several at once where they come together."""
+        """Yields one frame per delta: its events, or a comment if it has none."""
         async with aclosing(self._core.answer(self._turn)) as deltas:
             async for delta in deltas:
                 events = self._builder.add(delta)
@@ -92,9 +90,9 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessageBuilder:
-    """Builds a message of deltas. `add` and `fail` return the events to send; `message` is the message so far.
+    """Builds a message from deltas. `add` and `fail` return the events to send; `message` is the message so far.
 
-    model: name to report. make_id: called with an id's prefix.
+    model: name to report. make_id: returns a new id with a given prefix.
     """
 
     def __init__(self, body: MessagesBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
@@ -112,7 +110,7 @@ class MessageBuilder:
         self._events: list[Json] = []
         self._began = False
         self._block: Json = {}  # the block that is being written, the last of the content; {} between blocks
-        self._pieces: list[str] = []  # of its text
+        self._pieces: list[str] = []  # pieces of the block's text
 
     def add(self, delta: Delta) -> list[Json]:
         """Returns the events of a delta."""
@@ -203,7 +201,7 @@ class MessageBuilder:
 
 
 def usage_json(counts: Counts, reasoning_tokens: int = 0) -> Json:
-    """Returns the usage, in base tokens. The prompt's tokens that were cached are not among the input tokens."""
+    """Returns the usage in base tokens. input_tokens does not count the prompt's cached tokens."""
     return {
         "input_tokens": counts.prompt_tokens - counts.cached_tokens,
         "cache_creation_input_tokens": 0,

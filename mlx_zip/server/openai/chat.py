@@ -68,7 +68,7 @@ def routes(core: Core) -> list[Route]:
     """Returns the routes of chat completions."""
 
     async def chat_completions(request: Request) -> Response:
-        """Answers a conversation, as OpenAI's chat completions do; with mlx_zip.tokens, answers have them there too."""
+        """Answers a conversation, as OpenAI's chat completions do; mlx_zip.tokens: true adds the answer's tokens."""
         asked = await read_body(request, core, ChatBody)
         turns = asked.turns(core)
         if asked.stream:
@@ -117,11 +117,10 @@ class _ChatStream:
         self._core, self._asked = core, asked
         self._head = completion_head(core, "chatcmpl", "chat.completion.chunk")
         self._end = {"usage": None} if asked.include_usage else {}
-        self._calls: dict[int, int] = {}  # choice -> number of its last call
+        self._calls: dict[int, int] = {}  # choice -> index of its last call
         self._done: dict[int, Done] = {}
 
     async def frames(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
-        """Yields the stream, frame by frame."""
         async with aclosing(self._core.answers(turns)) as answers:
             async for index, delta in answers:
                 if not isinstance(delta, LearnedEntries | LiveCounts):
@@ -203,7 +202,7 @@ class Message(LenientBody):
     reasoning_content: str | None = None
 
     def check_role_fields(self, place: str) -> None:
-        """Raises `BodyError` for fields that a message of this role must have or must not have. place: its path."""
+        """Raises `BodyError` for a missing field, and for one that this role cannot have. place: the message's path."""
         if self.role != "assistant" and "content" not in self.model_fields_set:
             raise BodyError(f"a message of the role {self.role} needs this field", f"{place}.content")
         for name in ("tool_calls", "reasoning_content", "refusal"):
@@ -271,7 +270,7 @@ class ChosenTool(Body):
 
 
 class NamedSchema(Body):
-    """A JSON schema. It holds whether `strict` is set or not."""
+    """A JSON schema. The answer follows it whether `strict` is set or not."""
 
     name: Name
     description: str = ""
@@ -305,7 +304,7 @@ class ChatBody(CompletionFields):
     """A request for a chat completion."""
 
     harmless = CompletionFields.harmless | {"verbosity", "context_management"}
-    most_prompts = 2  # a prediction is as long as a prompt at most
+    most_prompts = 2  # the prompt, and a prediction that is at most as long
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Size | None = None
@@ -324,7 +323,7 @@ class ChatBody(CompletionFields):
     mlx_zip: VendorFields = Field(default_factory=VendorFields)
 
     def check(self, core: Core) -> None:
-        """Raises `RequestError` for another model, and `BodyError` for fields that do not fit one another."""
+        """Raises `RequestError` for an unknown model, and `BodyError` for fields that do not fit together."""
         super().check(core)
         if self.top_logprobs is not None and not self.logprobs:
             raise BodyError("this field needs logprobs: true", "top_logprobs")
@@ -343,7 +342,7 @@ class ChatBody(CompletionFields):
         return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
 
     def turns(self, core: Core) -> list[Turn]:
-        """Returns what the request asks for, a turn for each of `n`. Raises `RequestError` and `BodyError`."""
+        """Returns one turn for each of the `n` answers. Raises `RequestError` and `BodyError`."""
         self.check(core)
         messages = join_system_messages(
             [one.as_template_message(f"messages.{i}") for i, one in enumerate(self.messages)]
@@ -351,7 +350,6 @@ class ChatBody(CompletionFields):
         return [self._make_turn(core, messages, choice) for choice in range(self.n)]
 
     def _make_turn(self, core: Core, messages: Sequence[Mapping[str, Any]], choice: int) -> Turn:
-        """Returns one turn. choice: which of `n`."""
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return Turn(
             messages=messages,

@@ -1,4 +1,4 @@
-"""Whole answers, gathered from deltas, and what their choices have in common."""
+"""Whole answers, gathered from deltas, and the fields and figures of all choices together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DONE_FRAME = b"data: [DONE]\n\n"
 
 
 class Choice:
-    """One answer as it comes. done: None until it has ended."""
+    """One answer while its deltas arrive. done: None until it has ended."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -63,12 +63,12 @@ async def gather_choices(core: Core, turns: Sequence[Turn]) -> list[Choice]:
 
 
 def choice_ends(choices: Sequence[Choice]) -> list[Done]:
-    """Returns the ends of whole answers."""
+    """Returns the `Done` of each choice that has ended."""
     return [choice.done for choice in choices if choice.done is not None]
 
 
 def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
-    """Returns the fields that an answer, or each chunk of a streamed one, begins with. prefix: of its new id."""
+    """Returns the first fields of an answer, or of each chunk of a streamed one. prefix: begins the new id."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -79,7 +79,7 @@ def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
 
 
 def total_counts(done: Sequence[Done], n: int) -> Counts:
-    """Returns the figures of all choices together. n: choices per prompt, whose base tokens count once."""
+    """Returns the figures of all choices together. n: choices per prompt; a prompt's tokens count once."""
     prompts = [one.counts for one in done[::n]]
     read, cached = sum(one.prompt_tokens for one in prompts), sum(one.cached_tokens for one in prompts)
     return replace(sum_counts([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)

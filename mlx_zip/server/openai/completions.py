@@ -42,7 +42,7 @@ from mlx_zip.text.token_facts import TokenTexts, count_characters
 MOST_PROMPTS = 64
 MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
-Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # as many as the model's context has
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # no maximum here: the model's context bounds it
 
 
 class CompletionBody(CompletionFields):
@@ -127,9 +127,9 @@ async def _whole_completion(core: Core, asked: CompletionBody, turns: Sequence[T
 
 
 async def _make_echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
-    """Returns the prompt of each turn as it comes back; [] if none is asked for. Raises `BodyError` for too many.
+    """Returns each turn's prompt to send back, [] without `echo`. Raises `BodyError` for too many log-probabilities.
 
-    Nothing is scored before all prompts are known to be few and short enough.
+    No prompt is scored before that is checked for all of them.
     """
     if not asked.echo:
         return []
@@ -150,7 +150,7 @@ def _choice_json(index: int, text: str, logprobs: Any, reason: str | None) -> di
 
 
 def _logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
-    """Returns the log-probabilities of a text in the form of completions. begin: characters of the text before it."""
+    """Returns the log-probabilities of a text in the form of completions. begin: offset of its first character."""
     offsets = [begin]
     for one in found:
         offsets.append(offsets[-1] + count_characters(one.bytes))
@@ -163,7 +163,7 @@ def _logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
 
 
 def _echo_logprobs_json(echo: Echo) -> dict[str, Any]:
-    """Returns the log-probabilities of a prompt that comes back, as `_logprobs_json` does."""
+    """Returns the log-probabilities of an echoed prompt, in the form of `_logprobs_json`."""
     at_least = lambda value: max(value, LEAST_LOGPROB)
     return {
         "tokens": [one.text for one in echo.tokens],
@@ -177,9 +177,9 @@ def _echo_logprobs_json(echo: Echo) -> dict[str, Any]:
 
 
 def _echo_and_answer_logprobs_json(echo: Echo, choice: Choice) -> dict[str, Any]:
-    """Returns the log-probabilities of a prompt that comes back and of all ids of its answer, as `_logprobs_json` does.
+    """Returns the log-probabilities of an echoed prompt and of all ids of its answer, in the form of `_logprobs_json`.
 
-    Clients cut the prompt's part off by its length, or take the last token off: an eos has to be there too.
+    Includes an eos, which has no text: some clients drop the last token, others cut the prompt off by its length.
     """
     unshown = () if choice.done is None else choice.done.unshown
     answer = _logprobs_json([*choice.logprobs, *unshown], len(echo.text))
@@ -221,19 +221,18 @@ async def _stream_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn
 
 # ---- prompts that come back with their answers, with log-probabilities if asked for
 #
-# Who asks for this counts base tokens, also where the model read a hypertoken. So a hypertoken's log-probability stands
-# with its last base token, and 0 with those before it: the sum over the tokens from any one on is the log-probability
-# of all ids that stand for some of them.
+# Clients that ask for this count base tokens, also where the model read a hypertoken. So a hypertoken's last base token
+# gets its log-probability, and the base tokens before get 0. The sum from any token to the last one is then the
+# log-probability of all ids that cover these tokens.
 
 _LogprobsByText = dict[str, float]
 
 
 @dataclass(frozen=True)
 class _EchoedToken:
-    """A base token of a prompt. logprob, likely: None where there is nothing before it that it could follow.
+    """A base token of a prompt. logprob, likely: None where nothing precedes the token.
 
-    characters: how many begin in the token. likely: log-probabilities of the likeliest tokens at its place, by their
-    texts.
+    characters: how many begin in the token. likely: text -> log-probability of the likeliest tokens at its place.
     """
 
     text: str
@@ -244,7 +243,7 @@ class _EchoedToken:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that comes back. count: its base tokens. tokens: () unless log-probabilities were asked for."""
+    """A prompt to send back with its answer. count: its base tokens. tokens: () without log-probabilities."""
 
     text: str
     count: int
@@ -252,7 +251,7 @@ class Echo:
 
     @property
     def offsets(self) -> list[int]:
-        """Where each token begins in the text; a token before it, as bos is, begins with the text."""
+        """Where each token begins in the text, in characters; 0 for a token such as bos that is not in the text."""
         begin = len(self.text) - sum(one.characters for one in self.tokens)
         found = []
         for one in self.tokens:
@@ -261,29 +260,29 @@ class Echo:
         return found
 
     def choice_without_answer(self) -> Choice:
-        """Returns the choice of a request for no more than the echo."""
+        """Returns the choice of a request that asks for the echo only."""
         choice = Choice()
         choice.done = Done("length", Counts(prompt_tokens=self.count))
         return choice
 
 
 async def _echo_turn(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:
-    """Returns a turn's prompt, whose base ids are `ids`, as it comes back. Raises what `Core.score_prompt` raises."""
+    """Returns a turn's prompt to send back. ids: its base ids. Raises what `Core.score_prompt` raises."""
     read = [] if turn.logprobs is None else await core.score_prompt(turn, ids)
     return await core.run_in_thread(_make_echo, core, turn.prompt, ids, read)
 
 
 def _make_echo(core: Core, prompt: str | Sequence[int], ids: Sequence[int], read: Sequence[PromptId]) -> Echo:
-    """Returns a prompt as it comes back; for a long one this takes seconds.
+    """Returns a prompt to send back; for a long one this takes seconds.
 
-    ids: its base ids. read: the ids that it was read as, [] unless log-probabilities were asked for.
+    ids: its base ids. read: the ids that the model read it as, [] unless log-probabilities were asked for.
     """
     text = prompt if isinstance(prompt, str) else core.tokens.decode(ids)
     return Echo(text, len(ids), tuple(echoed_tokens(read, core.tokens)))
 
 
 def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_EchoedToken]:
-    """Yields the base tokens of the ids that a prompt was read as."""
+    """Yields the base tokens of the ids that the model read a prompt as. texts: texts of ids."""
     for one in read:
         *before, last = (texts[(i,)] for i in one.base_ids)
         if one.logprob is None:
@@ -294,10 +293,10 @@ def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_Echo
 
 
 def _likeliest_by_text(read: PromptId, own: str, texts: TokenTexts) -> _LogprobsByText:
-    """Returns the log-probabilities of the likeliest ids at an id's place. own: the text that the id itself has there.
+    """Returns text -> log-probability of the likeliest ids at an id's place. own: text of the id itself at that place.
 
-    No other id has that text, so that the id is the likeliest one if its text is: others that read like it are named by
-    their bytes, as in OpenAI's completions. Of others with equal texts the likeliest one stays.
+    `own` stands for the id itself only: another id with that text gets its bytes as key, as in OpenAI's completions. Of
+    other ids with equal texts, the likeliest is kept.
     """
     found: _LogprobsByText = {}
     for other in read.likely:

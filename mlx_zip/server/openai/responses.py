@@ -1,4 +1,4 @@
-"""OpenAI's Responses, streamed and whole; running ones can be read and cancelled, stored ones followed and deleted."""
+"""OpenAI's Responses, streamed and whole. Running ones can be read and cancelled, stored ones continued and deleted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mlx_zip.server.openai.responses_bodies import ResponseBody, item_with_id, t
 from mlx_zip.server.openai.responses_events import ResponseBuilder
 from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 
-CANCEL_S = 2.0  # how long a cancelled response may take to end before its state of then is returned
+CANCEL_S = 2.0  # how long to wait for a cancelled response to end before its state is returned
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
@@ -57,7 +57,7 @@ def routes(core: Core) -> list[Route]:
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def one_response(request: Request) -> Response:
-        """Returns a response that is stored or being written, or forgets it, which ends one that is being written."""
+        """Returns or deletes a response, stored or still being written; deleting ends one that is being written."""
         name = request.path_params["name"]
         if request.method == "DELETE":
             await _delete_response(store, running, name)
@@ -76,7 +76,7 @@ def routes(core: Core) -> list[Route]:
         return json_response(await running[name].cancel())
 
     async def input_items(request: Request) -> Response:
-        """Lists what a response answers, the last first unless asked otherwise."""
+        """Lists the items that a response answers, the last first unless `order` is asc."""
         name = request.path_params["name"]
         items = running[name].items if name in running else store.get(name).items
         return json_response(_items_page(items, request.query_params))
@@ -93,7 +93,7 @@ def routes(core: Core) -> list[Route]:
 def _make_request(
     core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
 ) -> _ResponseRequest:
-    """Returns what a body asks for. Raises `RequestError` for a model, response or item that is not there."""
+    """Returns the request in a body. Raises `RequestError` for an unknown model, response or item."""
     check_model(core, body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
@@ -115,8 +115,8 @@ async def _delete_response(store: ResponseStore, running: dict[str, _ResponseReq
 
 @dataclass(eq=False)
 class _ResponseRequest:
-    """One request. items: the whole conversation. builder: of the response. running: responses that are being written,
-    by id. stores: whether the response is stored at its end, if the request says so.
+    """One request. items: the whole conversation. running: requests in flight, by the id of the response. stores: False
+    if the response must not be stored, even if the request asks for that.
     """
 
     core: Core
@@ -137,7 +137,7 @@ class _ResponseRequest:
         return self.builder.response
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields the events, several at once where they come together."""
+        """Yields one frame per delta that has events."""
         begun = self.builder.begin()
         async with aclosing(self._delta_events()) as all_events:
             async for events in all_events:
@@ -165,7 +165,7 @@ class _ResponseRequest:
             self.ended.set()
 
     async def cancel(self) -> dict[str, Any]:
-        """Ends the answer, and returns the response. A client that does not read is waited for only a moment."""
+        """Ends the answer, waits up to `CANCEL_S` seconds until it has ended, and returns the response."""
         self.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_S):
@@ -178,7 +178,7 @@ class _ResponseRequest:
         return events_bytes(self.builder.fail(str(failure), _ERROR_CODES.get(failure.status, "server_error")))
 
     def _add_delta(self, delta: Delta) -> list[dict[str, Any]]:
-        """Returns the events of a delta. With the last one, the response is stored if it is to be."""
+        """Returns the events of a delta. After the last delta, stores the response if it is to be stored."""
         events = self.builder.add(delta)
         if isinstance(delta, Done):
             self._store_response()

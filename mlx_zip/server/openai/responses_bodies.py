@@ -122,10 +122,10 @@ def item_with_id(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict
 
 
 def template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:
-    """Returns the messages of items. What the model did in one go becomes one message: reasoning, text and calls.
+    """Returns items as messages for chat templates. Reasoning and the text and calls after it become one message.
 
-    before: how many of the items precede those of the request. Raises `BodyError` for an output without its call, and
-    for arguments that are no JSON object.
+    before: number of items that come from earlier responses. Raises `BodyError` for an output without its call, and for
+    arguments that are no JSON object.
     """
     messages: list[dict[str, Any]] = []
     calls: set[str] = set()
@@ -148,7 +148,7 @@ def template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> li
 
 
 def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """Adds a message; one of the model goes with the reasoning before it."""
+    """Adds a message; the model's text goes into the message of the reasoning before it."""
     if item["role"] != "assistant":
         role = "user" if item["role"] == "user" else "system"
         messages.append({"role": role, "content": _join_text(item["content"], "\n")})
@@ -257,7 +257,7 @@ class StreamOptions(Body):
 
 
 class ResponseBody(Body):
-    """A request for a response. Fields of `harmless` have no effect; others that are not here are refused."""
+    """A request for a response. Fields in `harmless` have no effect; unknown fields are refused."""
 
     harmless = frozenset(
         {
@@ -317,19 +317,19 @@ class ResponseBody(Body):
 
     @property
     def choice(self) -> str:
-        """The choice of tools as a `Turn` takes it."""
+        """The value of `Turn.tool_choice`."""
         if isinstance(self.tool_choice, str):
             return self.tool_choice
         return self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else self.tool_choice.mode
 
     @property
     def functions(self) -> list[Tool]:
-        """The tools that can be called."""
+        """All functions of the request; tools of other types are left out."""
         return [tool.tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     @property
     def allowed_tools(self) -> list[Tool]:
-        """The tools that may be called."""
+        """The functions that `tool_choice` allows. Raises `BodyError` if one of them does not exist."""
         if not isinstance(self.tool_choice, AllowedTools):
             return self.functions
         names = [tool.name for tool in self.tool_choice.tools]
@@ -339,10 +339,10 @@ class ResponseBody(Body):
 
 
 def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int = 0) -> Turn:
-    """Returns the turn that a body asks for. items: the conversation, of which the last are the body's; before: how
-    many of them precede those of the body.
+    """Returns the turn that a body asks for. items: the conversation, which ends with the body's items. before: number
+    of items before those of the body.
 
-    Raises `BodyError` for items that do not follow each other, and for tools that contradict each other.
+    Raises `BodyError` for items in a wrong order, and for tools that contradict each other.
     """
     check_tools([tool.name for tool in body.functions], body.choice)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []

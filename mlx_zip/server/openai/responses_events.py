@@ -16,9 +16,9 @@ Json = dict[str, Any]
 
 
 class ResponseBuilder:
-    """Builds a response of deltas. Each method returns the events to send, in order; `response` is the response so far.
+    """Builds a response from deltas. Methods return the events to send, in order; `response` is the response so far.
 
-    model: name to report. make_id: called with an id's prefix.
+    model: name to report. make_id: returns a new id with a given prefix.
     """
 
     def __init__(self, body: ResponseBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
@@ -27,7 +27,7 @@ class ResponseBuilder:
         self._events: list[Json] = []
         self._sequence = 0
         self._item: Json = {}  # the item that is being written, the last of the output; {} between items
-        self._pieces: list[str] = []  # of its text
+        self._pieces: list[str] = []  # pieces of the item's text
 
     def begin(self) -> list[Json]:
         """Returns the events that come before the first delta."""
@@ -51,7 +51,7 @@ class ResponseBuilder:
         return self._take_events()
 
     def fail(self, message: str, code: str = "server_error") -> list[Json]:
-        """Returns the events of an answer that failed. code: one of those of a response's error."""
+        """Returns the events of an answer that failed. code: OpenAI's code of the error."""
         self._close_item("incomplete")
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         self._add_event("response.failed", response=self.response)

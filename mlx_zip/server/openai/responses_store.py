@@ -1,4 +1,4 @@
-"""Stored responses of OpenAI's Responses: kept within bounds, the longest unused are forgotten first."""
+"""Stored responses of OpenAI's Responses, of limited number and size; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response. items: all that the model was given, those of responses before included."""
+    """A response. items: all that the model was given, items of earlier responses included."""
 
     response: Json
     items: Sequence[Json]
 
     @property
     def conversation(self) -> list[Json]:
-        """The items that a response which follows this one begins with."""
+        """The items before those of a response that continues this one."""
         return [*self.items, *self.response["output"]]
 
 
 class ResponseStore:
-    """Responses by id, for one event loop. most, most_bytes: how many are kept, and how many bytes they may have.
+    """Responses by id, for one event loop. most, most_bytes: maximum number and total bytes of the kept responses.
 
-    Each is kept as JSON, so that what counts is what the memory holds. files: where they are kept too, and read from at
-    the beginning; None for in memory only.
+    Each is kept as JSON, so that the bytes counted are those in memory. files: where responses are kept on disk too,
+    and read from at the beginning; None: in memory only.
     """
 
     def __init__(self, most: int, most_bytes: int, files: ResponseFiles | None = None) -> None:
@@ -53,7 +53,7 @@ class ResponseStore:
         return len(self._texts)
 
     def add(self, response: Json, items: Sequence[Json]) -> None:
-        """Keeps a response and the items that it answers. One that is larger than the bound is not kept."""
+        """Keeps a response and its input items. One that is larger than `most_bytes` is not kept."""
         text = json_bytes({"response": response, "items": items})
         if len(text) > self._most_bytes or self._most < 1:
             return
@@ -62,7 +62,7 @@ class ResponseStore:
         self._keep_response(text, response)
 
     def _keep_response(self, text: bytes, response: Json) -> None:
-        """Keeps a response, given as JSON too, and forgets others if there are too many."""
+        """Keeps a response in memory, and evicts others beyond the limits. text: response and items as JSON."""
         self._texts[response["id"]] = text
         self._owners |= {item["id"]: response["id"] for item in response["output"]}
         self.bytes += len(text)
@@ -104,7 +104,7 @@ class ResponseStore:
         ]
 
     def _stored_item(self, name: str, place: int, known: dict[str, Json]) -> Json:
-        """Returns an output item by its id. place: of the reference in the input. known: extended by its response's."""
+        """Returns an output item by its id. place: index of the reference. known: items by id; new ones are added."""
         if name not in self._owners:
             param = f"input.{place}.id"
             raise RequestError(404, f"{param}: there is no stored item {name[:80]!r}", "not_found", param)
@@ -113,7 +113,7 @@ class ResponseStore:
         return known[name]
 
 
-# ---- in files, too
+# ---- responses on disk
 
 _NAME = re.compile(r"resp_[0-9a-f]{48}")
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ log = logging.getLogger(__name__)
 class ResponseFiles:
     """A folder of responses, which no other user can read. Files are written and deleted in a thread, in order.
 
-    A folder that cannot be used, and a file that cannot be written or read, is logged, and nothing else happens.
+    If the folder or a file cannot be used, this is logged and otherwise ignored.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -134,10 +134,7 @@ class ResponseFiles:
             log.warning("responses are kept in memory only: %s %s", folder, why)
 
     def read(self, most_bytes: int) -> Iterator[tuple[bytes, Any]]:
-        """Yields the JSON of each response, as bytes and as a value, the last written last.
-
-        most_bytes: a larger file is left alone.
-        """
+        """Yields the JSON of each response, as bytes and as a value, oldest first. Skips files above `most_bytes`."""
         for path in self._response_paths():
             try:
                 if not path.is_file():  # reading a pipe never ends
@@ -151,7 +148,7 @@ class ResponseFiles:
             yield text, value
 
     def _response_paths(self) -> list[Path]:
-        """Returns the files of responses, the last written last."""
+        """Returns the files of responses, oldest first."""
         if not self.usable:
             return []
         try:
@@ -162,21 +159,21 @@ class ResponseFiles:
             return []
 
     def write(self, name: str, text: bytes) -> None:
-        """Writes a response soon. A name that is no response's is not written."""
+        """Writes a response in the background. Ignores a name that is not an id of a response."""
         if _NAME.fullmatch(name):
             self._run_in_thread(lambda: _write_private_file(self.folder / f"{name}.json", text))
 
     def delete(self, name: str) -> None:
-        """Deletes a response soon."""
+        """Deletes a response in the background."""
         if _NAME.fullmatch(name):
             self._run_in_thread(lambda: (self.folder / f"{name}.json").unlink(missing_ok=True))
 
     def flush(self) -> None:
-        """Returns when everything so far is on disk."""
+        """Waits until everything so far is on disk."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Returns when everything is on disk; nothing is written after that."""
+        """Waits until everything is on disk; nothing is written afterwards."""
         self._thread.shutdown()
         self.usable = False
 
@@ -186,7 +183,7 @@ class ResponseFiles:
 
 
 def _check_stored(value: Any, name: str) -> None:
-    """Raises `ValueError`, `LookupError` or `TypeError` for what is no stored response of this name."""
+    """Raises `ValueError`, `LookupError` or `TypeError` unless a value is the stored response with this id."""
     output = value["response"]["output"]
     if value["response"]["id"] != name:
         raise ValueError("it holds another response than its name says")
