@@ -96,7 +96,8 @@ class PatchCorpus:
 
 
 def cut_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
-    """Joins documents, each followed by the id `end`, and returns windows [W, length] of them; a rest is left out."""
+    """Joins documents, each followed by the id `end`, and returns windows [W, length]; ids left at the end are dropped.
+    """
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)
@@ -344,10 +345,10 @@ def fit_patch_model(
 def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
     """Measures a patch model on documents. Raises `DataError` for texts without bytes.
 
-    The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last is shorter.
-    Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches per word;
-    None without words), forward_flops_per_byte (counted as in the paper, for the mean symbols per patch of these
-    texts), parameters, and exact: whether the patches spell the texts byte by byte.
+    The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last window may be
+    shorter. Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches
+    per word; None without words), forward_flops_per_byte (see `hierarchical_flops`, for the mean symbols per patch of
+    these texts), parameters, and exact: whether the patches spell the texts byte by byte.
     """
     ids = cut_windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
     whole = len(ids) // saved.context * saved.context

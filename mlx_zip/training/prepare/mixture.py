@@ -59,7 +59,7 @@ def _make_source(path: Path, n: int, fields: Any) -> Source:
 
 
 def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
-    """Returns the names in field `key` of source number n, which holds one or a list. Raises `DataError`."""
+    """Returns the names in field `key` of source number n, whose value is one name or a list. Raises `DataError`."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f"mixture {path}: source {n}: {key} must be a name or a list of names")

@@ -35,7 +35,7 @@ from mlx_zip.training.prepare.sharding import (
 )
 from mlx_zip.training.prepare.shards import make_codec_record
 
-SHARDS_PER_ROUND = 16  # shards that are chosen at a time, by the shares that a mixture has reached
+SHARDS_PER_ROUND = 16  # number of shards whose sources are chosen together, by the shares reached so far
 ShardRecords = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
