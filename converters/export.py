@@ -1,7 +1,7 @@
 """`export`: writes an mlx_zip model as a checkpoint of format 2, one folder that zip2zip loads in PyTorch.
 
-Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). A model that this package cannot
-run is refused, and one that it would run differently gives a warning, because the package itself says nothing.
+Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). A model that zip2zip cannot run
+is refused. A model that it would run differently gives a warning here, because zip2zip itself gives none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mlx_zip.progress import ProgressBar
 
 FLAG = "--out"
 ENCODERS = source.ENCODER_FILES[0]
-ARCHITECTURES = {  # what transformers calls the decoders that config.json names by model_type
+ARCHITECTURES = {  # model_type in config.json -> class of transformers
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -38,7 +38,7 @@ ARCHITECTURES = {  # what transformers calls the decoders that config.json names
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that PyTorch's has not
+_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that PyTorch's does not have
 _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
     "attention": "its own class fails as soon as a model calls it",

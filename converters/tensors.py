@@ -71,7 +71,7 @@ def read_header(path: Path) -> Table:
     """
     try:
         check_regular_file(path)
-        path.stat()  # the library's own errors name the path, and have no reason of the system
+        path.stat()  # fails with the system's reason, which the library's own errors leave out
         with safe_open(path, framework="numpy") as file:
             names = file.keys()
             found = {name: file.get_slice(name) for name in names}
@@ -100,7 +100,7 @@ def read_model_files(folder: Path) -> Table:
 
 
 def _read_shards(folder: Path) -> Table:
-    """Returns the tensors of all files that the index names. Raises `ConversionError` if it and the files disagree."""
+    """Returns the tensors of all files that the index names. Raises `ConversionError` if index and files disagree."""
     weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{INDEX} has no weight_map")

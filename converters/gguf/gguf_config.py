@@ -1,4 +1,4 @@
-"""The settings in a GGUF file's metadata, as config.json holds them, and the names of its tensors.
+"""Translates the settings in a GGUF file's metadata to config.json, and the names of its tensors to the model's.
 
 Source: gguf.md of ggml for the keys, llama.cpp for what a missing key means and for the tensors' names and order.
 """
@@ -34,7 +34,7 @@ _META = "Meta AI original pth"  # the only known order of q and k rows, which `r
 
 
 class GgufSettings:
-    """Takes one key after the other from a file's metadata; what is left at the end is unknown."""
+    """Reads and removes one key of a file's metadata after the other; keys left at the end are unknown."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -82,7 +82,7 @@ class GgufSettings:
         return cast(int, value)
 
     def number(self, name: str, default: Any = ...) -> Any:
-        """Returns a finite number above zero, as short in decimals as its float32 allows."""
+        """Returns a finite number above zero, as the shortest decimal that has the same float32 value."""
         value = self.take(name, default)
         if value is default:
             return default
@@ -271,7 +271,7 @@ def _longrope_magnitude(config: Mapping[str, Any]) -> float:
 def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Llama 3's scaling, of which the file holds only the resulting divisors of the frequencies.
 
-    The divisors are computed anew for each possible original context, a power of two, until they are those of the file.
+    The divisors are computed for each possible original context, a power of two, until they equal those of the file.
     """
     width = head_width(config)
     found = np.array(take.factors(_ROPE_FREQS, width // 2))
@@ -317,7 +317,7 @@ def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]
 
 
 def row_order(name: str, config: Mapping[str, Any], architecture: str) -> np.ndarray | None:
-    """Returns the rows of a tensor in the order of the model, None where the file has that order already.
+    """Returns the indices that bring a tensor's rows into the model's order, None if they have that order already.
 
     llama.cpp interleaves the two halves of each head of q and k in files of the architecture llama.
     """

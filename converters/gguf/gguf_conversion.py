@@ -35,7 +35,7 @@ from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
 @dataclass
 class _GgufSource:
-    """A file that has been read and checked but for the shapes of its tensors.
+    """A GGUF file that was read and checked, except for the shapes of its tensors.
 
     architecture: general.architecture. config: the content of config.json, to be completed. tensors: those of the
     model, by its names. dtype: name of the type of scales, and of tensors that are not packed.
@@ -57,10 +57,9 @@ class _GgufSource:
 def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: QuantizationRecipe, progress: bool) -> None:
     """Writes the model in a GGUF file as the new folder `out`, which appears whole or not at all.
 
-    place: its `folder` is the file. dtype: type of the tensors that are not packed, and of scales; None for float16,
-    or the matrices' own type if none is packed or in float16. recipe: without `quantize` and `dequantize`, matrices of
-    Q8_0, Q4_0 and Q4_1 stay packed with the values they have. Raises `ConversionError`, and `InstallationError` if a
-    tensor type needs the library gguf.
+    place: its `folder` is the file. dtype: type of the tensors that are not packed, and of scales; None: see
+    `_stored_dtype`. recipe: without `quantize` and `dequantize`, matrices of Q8_0, Q4_0 and Q4_1 stay packed with the
+    values they have. Raises `ConversionError`, and `InstallationError` if a tensor type needs the library gguf.
     """
     source = _read_source(place, dtype)
     model, exact = _pack_layers(source, _build_checked_model(source), recipe)
@@ -92,7 +91,7 @@ def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
 
 
 def _stored_dtype(tensors: dict[str, GgufTensor]) -> str:
-    """Returns the name of the type that holds the matrices' values: float16 unless none is packed or in float16."""
+    """Returns "float32" if all matrices are F32, "bfloat16" if all are F32 or BF16, else "float16"."""
     kinds = {tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1}
     return "float32" if kinds == {"F32"} else "bfloat16" if kinds <= {"F32", "BF16"} else "float16"
 
@@ -126,9 +125,9 @@ def _build_checked_model(source: _GgufSource) -> nn.Module:
 
 
 def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationRecipe) -> tuple[nn.Module, bool]:
-    """Returns the model with the packed layers that are to be written, and whether they hold the file's own levels.
+    """Returns the model with layers quantized as they will be written, and whether they keep the file's own levels.
 
-    The config gets a section that describes them.
+    Adds the section on quantization to the config.
     """
     bits = {n.removesuffix(".weight"): tensor.kind.bits for n, tensor in source.tensors.items() if tensor.kind.bits}
     if recipe.quantize:
@@ -191,7 +190,7 @@ def _plan_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[st
 
 
 class _Quantized:
-    """A matrix that is quantized when its first part is asked for; each part is given once and then forgotten."""
+    """A matrix that is quantized when its first part is taken; each part can be taken once."""
 
     def __init__(self, dense: Callable[[], mx.array], group_size: int, bits: int, mode: str) -> None:
         self.dense, self.how = dense, {"group_size": group_size, "bits": bits, "mode": mode}

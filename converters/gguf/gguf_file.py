@@ -107,8 +107,8 @@ class GgufFile:
     def dense(self, tensor: GgufTensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
         """Returns the values of a tensor plus `shift`, in `dtype`; computed in float32, part by part.
 
-        order: the rows in the order in which they are returned, None for all as they are. Raises `ConversionError` if a
-        value is not finite in `dtype`, and `InstallationError` if the type needs the library gguf.
+        order: indices of the rows to return, None for all rows in the file's order. Raises `ConversionError` if a value
+        is not finite in `dtype`, and `InstallationError` if the type needs the library gguf.
         """
         rows = self._rows(tensor, order)
         step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
@@ -190,7 +190,7 @@ def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Returns the content of a file, its tensors not read but mapped. Raises `ConversionError` naming what is wrong.
+    """Returns the content of a file; its tensors are memory-mapped. Raises `ConversionError` naming what is wrong.
 
     Checks every length, type and string, that no key or tensor is there twice, and that the tensors lie one after
     another and fill the file.
@@ -247,7 +247,7 @@ class _Reader:
         return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
 
     def count(self, size: int, most: int, what: str) -> int:
-        """Returns the next uint64, a number of things of at least `size` bytes each, of which `most` are allowed."""
+        """Returns the next uint64, the number of items that follow: at most `most`, of at least `size` bytes each."""
         count = self.number(10)
         if count > most or count * size > self.end - self.at:
             raise self.error(f"{count} {what} are announced at byte {self.at - 8}, more than fit; the file is damaged")
@@ -301,7 +301,7 @@ class _Reader:
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).astype(bool if kind == _BOOL else dtype)
 
     def strings(self, count: int, key: str) -> list[str]:
-        """Returns the next strings, as `string` would; a vocabulary has a million."""
+        """Returns the next `count` strings. Faster than `string`, because a vocabulary may have a million."""
         data, at, end, found = self.data, self.at, self.end, []
         for _ in range(count):
             begin = at + 8

@@ -122,9 +122,9 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """What runs the models. name: of the engine, as --engine has it. device: in words.
+    """An engine that runs models. name: its name in --engine. device: description of its device.
 
-    load: called as `mlx_zip.load`, returns a model and its tokenizer.
+    load: is called like `mlx_zip.load` and returns a model and its tokenizer.
     """
 
     name: str
@@ -312,7 +312,7 @@ def _load_model(
     row_store: RowStore | None,
     runner: ModelRunner,
 ) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer; a plain model is loaded with the pack only if its rows were tuned for it."""
+    """Loads a model and its tokenizer; a plain model gets the pack only if its rows were tuned for that model."""
     loading = {
         "trust_remote_code": options.trust_remote_code,
         "canonical": options.canonical,

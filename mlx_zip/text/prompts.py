@@ -10,10 +10,10 @@ from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
 from mlx_zip.text.tokenizers import thinking_marks
 
 Messages = Sequence[Mapping[str, Any]]
-Encode = Callable[[Any, str, bool], list[int]]  # what `encode_text` is
+Encode = Callable[[Any, str, bool], list[int]]  # the type of `encode_text`
 
 _OURS = {"tokenizer", "messages", "conversation", "tokenize", "continue_final_message", "add_generation_prompt"}
-_QUERY = "\ue000query\ue001"  # characters for private use, which no template looks for
+_QUERY = "\ue000query\ue001"  # private-use characters, which no template looks for
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,11 @@ class Chat:
         self, tokenizer: Any, answers: Mapping[str, Sequence[int]] | None = None, encode: Encode | None = None
     ) -> list[int]:
         """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for it.
-        encode: used in place of `encode_text`.
 
-        An assistant message whose content is one of `answers` is represented by those ids, because the tokenizer may
-        split its text otherwise than the model did. So is one with reasoning or calls of tools, if what the template
-        writes for it is one of `answers`. If the template does not write a content as it stands (white space around it
-        apart), the message is encoded as text.
+        encode: used in place of `encode_text`. An assistant message whose content is one of `answers` is represented by
+        those ids, because the tokenizer may split its text otherwise than the model did. A message with reasoning or
+        tool calls is too, if the text that the template writes for it is one of `answers`. If the template does not
+        write a content as it stands (white space around it apart), the message is encoded as text.
         """
         whole, at, encode = self.text(tokenizer), 0, encode or encode_text
         ids: list[int] = []
@@ -101,7 +100,7 @@ class Chat:
 
 
 def as_chat(prompt: Any) -> Chat | None:
-    """Returns the conversation that a prompt is: a `Chat` or a list of messages; None for any other prompt."""
+    """Returns a `Chat`, or a list of messages as a `Chat`; None for a prompt of any other kind."""
     if isinstance(prompt, Chat):
         return prompt
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
@@ -167,9 +166,10 @@ def check_system_message(tokenizer: Any, system: str, options: Mapping[str, Any]
 
 
 def check_unicode(what: str, text: str) -> None:
-    """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold. what: its name there.
+    """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold.
 
-    Python puts one into a command-line argument for each byte that is not UTF-8.
+    what: the text's name in the message. Python represents each non-UTF-8 byte of a command-line argument by such a
+    half.
     """
     try:
         text.encode("utf-8")
@@ -227,11 +227,11 @@ def find_known_answers(
     """Returns the known answers in a conversation, in order; they do not overlap.
 
     turns: its messages, without a prefill. whole: its text. render: makes text of changed messages. answers: text of an
-    answer, as it was emitted -> its ids. think_start: the mark that a prompt may have ended with, so that the emitted
-    text goes on behind it.
+    answer, as it was emitted -> its ids. think_start: the mark that the prompt may have ended with; the emitted text
+    then begins after it.
 
-    A message is found by rendering the conversation with a mark in place of what was emitted. A message with calls or
-    reasoning counts if the text in the mark's place is one of `answers`; other messages if their content is.
+    A message is found by rendering the conversation with a mark in place of what was emitted. A message with tool calls
+    or reasoning counts if the text in the mark's place is one of `answers`; other messages if their content is.
     """
     if not answers:
         return []
@@ -253,20 +253,20 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
 
 
 class _EmittedAnswers(NamedTuple):
-    """Emitted ids by text. leads: what may stand before an emitted text, because it was the prompt's end."""
+    """Emitted ids by text. leads: texts that ended the prompt, and so may precede an emitted text in its message."""
 
     ids: Mapping[str, Sequence[int]]
     leads: Sequence[str]
 
     def ids_of_text(self, text: str) -> Sequence[int] | None:
-        """Returns the ids of an emitted text, None if it is unknown; another thread may forget it at any time."""
+        """Returns the ids of an emitted text, None if it is unknown; another thread may remove it at any time."""
         try:
             return self.ids[text]
         except KeyError:
             return None
 
     def find_in_message(self, text: str, at: int) -> KnownAnswer | None:
-        """Returns the answer that a message's text is. at: the text's first character in the conversation."""
+        """Returns the known answer with the text of a message, None if unknown. at: the text's first character."""
         for lead in self.leads:
             if text.startswith(lead) and (ids := self.ids_of_text(text[len(lead) :])) is not None:
                 return KnownAnswer(at + len(lead), at + len(text), ids)
@@ -276,7 +276,7 @@ class _EmittedAnswers(NamedTuple):
 def _locate_answers(
     turns: Turns, marked: Sequence[int], whole: str, render: Callable[[Turns], str], answers: _EmittedAnswers
 ) -> list[KnownAnswer] | None:
-    """Returns the known ones among the marked messages; None if the rendered marks do not lead to them."""
+    """Returns the known ones among the marked messages; None if the text around the marks does not fit `whole`."""
     marks = [f"\ue000answer {i}\ue001" for i in marked]
     parts = _split_at_marks(render(_replace_with_marks(turns, dict(zip(marked, marks, strict=True)))), marks)
     if parts is None or not whole.startswith(parts[0]):

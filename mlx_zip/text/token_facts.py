@@ -16,7 +16,7 @@ from mlx_zip.vocab.first_stage import BYTE_OF
 
 _COMPOSING = {"NFC", "NFKC"}
 _KEEPING = {"Sequence", "Prepend", "NFD", *_COMPOSING, "ByteLevel", "Metaspace", "Split", "Punctuation", "Digits"}
-_MOST_SHRINKING = 4  # bytes of a character that become one byte, when characters are composed
+_MOST_SHRINKING = 4  # maximum factor by which composing characters (NFC, NFKC) shortens a text
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -64,9 +64,9 @@ def bytes_before_characters(text: str) -> NDArray[np.int64]:
 
 
 def longest_token_bytes(tokenizer: Any) -> int | None:
-    """Returns a bound on the bytes of text that one token stands for, None where there is none.
+    """Returns an upper bound on the bytes of text that one token stands for, None if there is no bound.
 
-    There is none for a tokenizer that leaves out or replaces parts of a text, for example white space.
+    A tokenizer that leaves out or replaces parts of a text, for example white space, has no bound.
     """
     backend = getattr(getattr(tokenizer, "_tokenizer", tokenizer), "backend_tokenizer", None)
     if backend is None:
@@ -88,11 +88,11 @@ def _keeps_whole_text(step: Any) -> bool:
 
 
 def bytes_by_id(tokenizer: Any) -> list[bytes]:
-    """Returns the bytes that each id adds to a text, b"" for ids without a token; special tokens have their names.
+    """Returns the bytes that each id adds to a text: b"" for ids without a token, the name for an added token.
 
     tokenizer: our `Tokenizer`, mlx-lm's wrapper, or one of transformers. A space that the decoder drops at the
-    beginning of a text is kept. Vocabularies that are neither byte-level nor of SentencePiece's kind are read through
-    `decode`, each id after another one.
+    beginning of a text is kept. For vocabularies that are neither byte-level nor of SentencePiece's kind, each id is
+    decoded after a fixed text.
     """
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     vocabulary = inner.get_vocab()

@@ -136,8 +136,7 @@ class HeadTrainee(Trainee):
 
 
 def _close_slots(hyper: mx.array, arrays: Arrays, first: int) -> mx.array:
-    """Returns logits hyper [B, L - first, K] in float32, closed where a slot has no entry yet. first: their position.
-    """
+    """Returns logits [B, L - first, K] in float32, closed for slots without an entry. first: the first position."""
     is_open = mx.arange(hyper.shape[-1]) < arrays["available"][:, first:, None]
     return mx.where(is_open, hyper.astype(mx.float32), CLOSED_LOGIT)
 
