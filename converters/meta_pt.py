@@ -152,7 +152,6 @@ class _PickleMachine:
         return values
 
     def pop(self, count: int) -> list[Any]:
-        """Removes and returns the topmost `count` values."""
         if len(self.stack) < count:
             raise _PickleError("its stack runs empty")
         values = self.stack[len(self.stack) - count :]

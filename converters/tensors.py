@@ -108,7 +108,7 @@ def _read_shards(folder: Path) -> Table:
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file in the same folder")
-        if not os.path.isfile(folder / shard):  # unlike Path.is_file, no error for a name that cannot be
+        if not os.path.isfile(folder / shard):  # unlike Path.is_file, raises no error for an invalid name
             raise ConversionError(f"{INDEX} names {shard}, which is missing from {folder}")
         for name, tensor in read_header(folder / shard).items():
             if weight_map.get(name) != shard:

@@ -165,7 +165,7 @@ def _add_head_width(take: GgufSettings, config: dict[str, Any]) -> None:
 
 
 def _check_sizes(take: GgufSettings, config: Mapping[str, Any]) -> None:
-    """Raises `ConversionError` unless the sizes agree with the first layer's tensors, so that the file bounds them."""
+    """Raises `ConversionError` unless the config's sizes are those of the tensors, which the file's size bounds."""
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     queries = config["num_attention_heads"] * head_width(config)
     keys = config["num_key_value_heads"] * head_width(config)
@@ -262,7 +262,7 @@ def _longrope_scaling(take: GgufSettings, config: dict[str, Any], original: int 
 
 
 def _longrope_magnitude(config: Mapping[str, Any]) -> float:
-    """Returns the factor on queries and keys that Phi-3's models compute from the two lengths of the context."""
+    """Returns the factor on queries and keys that Phi-3's models compute from the original and the full context."""
     original = config["original_max_position_embeddings"]
     scale = config["max_position_embeddings"] / original
     return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
@@ -291,7 +291,7 @@ def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, 
 
 
 def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]:
-    """Returns the name in the model for each name of a tensor that a file of this architecture and config may hold."""
+    """Returns the model's tensor names by the file's, for all tensors that this architecture and config may have."""
     gemma = architecture in ("gemma2", "gemma3")
     layer = {
         "attn_norm": "input_layernorm",

@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a plain mlx-lm model folder. Packed values that MLX has a form for are not rounded again."""
+"""Converts a GGUF file to a plain mlx-lm model folder. Packed types that MLX has too keep their exact values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class _GgufSource:
     dtype: str
 
     def error(self, what: str) -> ConversionError:
-        """Returns the error for something that is wrong with this file."""
         return ConversionError(f"{self.file.path}: {what}")
 
 
@@ -68,7 +67,7 @@ def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: Quanti
 
 
 def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
-    """Reads everything but the tensors' data. dtype: as in `convert_gguf`. Raises as it does."""
+    """Reads everything but the tensors' data. dtype, errors: as in `convert_gguf`."""
     file = read_gguf(place.folder)
     try:
         config = read_config(file)
@@ -97,7 +96,7 @@ def _stored_dtype(tensors: dict[str, GgufTensor]) -> str:
 
 
 def _build_checked_model(source: _GgufSource) -> nn.Module:
-    """Returns mlx-lm's model with lazy random weights, of which none is ever computed.
+    """Returns mlx-lm's model with lazy random weights, which are never computed.
 
     Raises `ConversionError` unless its tensors have the names and shapes of the file's.
     """
@@ -166,7 +165,7 @@ def _complete_config(source: _GgufSource) -> None:
 
 
 def _plan_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[str, LazyTensor]:
-    """Returns every tensor to write by name, made when it is written, so that few are in memory at a time."""
+    """Returns every tensor to write by name. Each is made when it is written, so that few are in memory at a time."""
     file, dtype = source.file, DTYPES[source.dtype]
     modules: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
     makers: dict[str, Callable[[], mx.array]] = {}

@@ -30,7 +30,7 @@ _CHUNK = 1 << 23  # values of a tensor that are held in float32 at a time
 
 @dataclass(frozen=True)
 class TensorKind:
-    """A tensor type. values, bytes: of one block. bits: per weight in MLX's affine form, 0 if that has no such form."""
+    """A tensor type. values, bytes: numbers per block. bits: per weight in MLX's affine form, 0 if it has none."""
 
     name: str
     values: int
@@ -59,7 +59,7 @@ _U32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether a file begins as a GGUF file does, whatever its name is. Raises `ConversionError`."""
+    """Returns whether a file begins with the magic bytes of GGUF. Raises `ConversionError` if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC
@@ -181,7 +181,7 @@ def _dequantize_rows(rows: np.ndarray, kind: TensorKind) -> mx.array:
 
 
 def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
-    """Returns the function from rows of blocks and a type's name to values. Raises `InstallationError`."""
+    """Returns the function from (rows of blocks, name of their type) to values. Raises `InstallationError`."""
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
@@ -230,11 +230,9 @@ class _Reader:
         return GgufFile(self.path, metadata, self.placed(listed, metadata), self.data)
 
     def error(self, what: str) -> ConversionError:
-        """Returns the error for something that is wrong with this file."""
         return ConversionError(f"{self.path}: {what}")
 
     def take(self, size: int) -> memoryview:
-        """Returns the next `size` bytes."""
         if size > self.end - self.at:
             longer = "is longer than this reader allows" if self.end == MAX_HEADER_BYTES else "is truncated or damaged"
             raise self.error(f"the header {longer}: {size} bytes are needed at byte {self.at} of {len(self.data)}")
@@ -254,7 +252,6 @@ class _Reader:
         return count
 
     def string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
-        """Returns the next string."""
         data = self.take(self.count(1, most, f"bytes of {what}"))
         try:
             return str(data, "utf-8")
@@ -283,7 +280,6 @@ class _Reader:
         return self.number(kind)
 
     def boolean(self, key: str) -> bool:
-        """Returns the next byte as true or false."""
         value = self.number(0)
         if value > 1:
             raise self.error(f"{key} must be true or false, got {value}")

@@ -98,7 +98,6 @@ class _RunningTurn:
     finish_reason: str | None = None
 
     def add_response(self, response: Any) -> None:
-        """Adds the next response of `stream_generate`."""
         self.text += response.text
         self.tokens.append(response.token)
         self.base_ids += response.base_ids
@@ -137,7 +136,7 @@ def _keeps_cache(model: Any, settings: RateSettings) -> bool:
 
 
 def can_batch(model: Any) -> bool:
-    """Returns whether `stream` takes several prompts for the model."""
+    """Returns whether several prompts can be generated in one batch."""
     return (
         scores_itself(model)
         or has_hypertokens(model)

@@ -180,7 +180,7 @@ def _read_word_pieces(path: Path) -> Any:
 
 
 def well_known_special_tokens(tokenizer: Any) -> dict[str, str]:
-    """Returns a tokenizer's special tokens by transformers' names, such as eos_token, as far as they are well known."""
+    """Returns those special tokens of a tokenizer that are well known, by transformers' names, such as eos_token."""
     known = {
         "bos_token": ("<s>", "<|endoftext|>", "[CLS]"),
         "eos_token": ("</s>", "<|endoftext|>", "[SEP]"),

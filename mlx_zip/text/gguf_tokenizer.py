@@ -112,7 +112,6 @@ class _MetadataReader:
         self.check_tokens()
 
     def error(self, what: str) -> DataError:
-        """Returns the error for something that is wrong with this file's tokenizer."""
         return DataError(f"{self.path}: {what}")
 
     def pop_value(self, name: str, kind: type, default: Any = ...) -> Any:

@@ -32,7 +32,7 @@ _vocabularies: weakref.WeakKeyDictionary[Any, GrammarVocabulary] = weakref.WeakK
 
 
 class GrammarVocabulary:
-    """A tokenizer as llguidance needs it. usable: ids that have bytes, [tokens] bool."""
+    """A tokenizer as llguidance needs it. usable: whether an id has bytes or is special, bool [tokens]."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._inner = getattr(tokenizer, "_tokenizer", tokenizer)
@@ -139,7 +139,7 @@ class GrammarConstraint:
         return self._ended or self._matcher.is_accepting()
 
     def accepts(self, base_ids: Sequence[int]) -> bool:
-        """Returns whether all these base ids may come next; what follows an eos does not count. Nothing changes."""
+        """Returns whether all these base ids may come next, without advancing; ids after an eos are ignored."""
         before, ends = self._cut_at_eos(base_ids)
         if self._ended:
             return ends and not before
@@ -234,7 +234,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _close_nested_objects(key: str, value: Any) -> Any:
-    """Returns the value of a schema's keyword, with `_close_objects` schemas in place of those that it holds."""
+    """Returns the value of a schema's keyword, with `_close_objects` applied to the schemas in it."""
     if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
         return {name: _close_objects(one) for name, one in value.items()}
     if key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
@@ -248,7 +248,7 @@ def literal_rule(text: str) -> str:
 
 
 def mark_rule(tokenizer: Any, text: str) -> str:
-    """Returns the rule for a mark: its token if it is one, else its text."""
+    """Returns the rule for a mark: its token if it is a single one, else its text."""
     token = single_token_id(tokenizer, text)
     return literal_rule(text) if token is None else f"<[{token}]>"
 

@@ -30,7 +30,7 @@ class LongTexts:
         self.tokenizer, self.most = tokenizer, most
 
     def check_text_size(self, size: int, what: str = "it") -> None:
-        """Raises `PromptTooLongError` if a text of `size` bytes has more tokens than a prompt may. what: its name."""
+        """Raises `PromptTooLongError` if `size` bytes of text need too many tokens. what: name of the text."""
         if self.most is None or size <= self.most or self._longest_token_bytes is None:
             return
         if (least := -(-size // self._longest_token_bytes)) > self.most:
@@ -83,7 +83,7 @@ class LongTexts:
 
     @cached_property
     def _longest_token_bytes(self) -> int | None:
-        """The most bytes that one token stands for, None if unknown."""
+        """An upper bound on the bytes that one token stands for, None if unknown."""
         return longest_token_bytes(self.tokenizer)
 
     @cached_property
@@ -104,7 +104,7 @@ class LongTexts:
 
     @cached_property
     def special_ids_around(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
+        """Ids of the special tokens that the tokenizer adds before and after a text."""
         bare, whole = self.tokenizer.encode("a", add_special_tokens=False), list(self.tokenizer.encode("a"))
         before = list(leading_special_ids(self.tokenizer))
         return before, whole[len(before) + len(bare) :]
@@ -145,7 +145,6 @@ class LongEncoding:
         return ids
 
     def _raise_if_too_long(self) -> None:
-        """Raises `PromptTooLongError` if there are too many tokens already."""
         most = self._texts.most
         if most is not None and self._tokens > most:
             raise PromptTooLongError.of(self._tokens, most, "it has at least so many, and was not read to its end")

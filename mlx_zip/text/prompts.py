@@ -138,7 +138,7 @@ def encode_prompt(
 def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
     """Returns chat messages as text; `options` go to the chat template.
 
-    Raises `GenerationError` with the template's words, or when the text it makes is not valid Unicode.
+    Raises `GenerationError` with the template's message, or if the rendered text is not valid Unicode.
     """
     from jinja2 import TemplateError
     from transformers.utils import chat_template_utils as of_tools
@@ -168,8 +168,7 @@ def check_system_message(tokenizer: Any, system: str, options: Mapping[str, Any]
 def check_unicode(what: str, text: str) -> None:
     """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold.
 
-    what: the text's name in the message. Python represents each non-UTF-8 byte of a command-line argument by such a
-    half.
+    what: name of the text. Python decodes each byte of a command-line argument that is not UTF-8 to such a half.
     """
     try:
         text.encode("utf-8")
@@ -306,7 +305,7 @@ def _replace_with_marks(turns: Turns, marks: Mapping[int, str]) -> Turns:
 
 
 def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
-    """Returns the texts before, between and after marks; None if a mark does not stand there exactly once."""
+    """Returns the texts before, between and after marks; None if a mark does not occur there exactly once."""
     parts = [text]
     for mark in marks:
         if parts[-1].count(mark) != 1:
@@ -316,7 +315,7 @@ def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _possible_message_ends(whole: str, part: str, at: int) -> list[int]:
-    """Returns the first places from `at` on where a message may end, because `part` follows."""
+    """Returns the first positions, from `at` on, at which `part` begins: there a message may end."""
     ends: list[int] = []
     while len(ends) < _MOST_ENDS and (end := whole.find(part, ends[-1] + 1 if ends else at)) >= 0:
         ends.append(end)

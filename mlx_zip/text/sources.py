@@ -162,8 +162,8 @@ class SourceReader:
 def _split_documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iterator[Item]:
     """Yields the documents of a text file as items; those longer than `LONGEST` bytes come in parts.
 
-    name: the file's, for `Item.where`. separator: line between two documents, which belongs to neither, nor do newlines
-    around it; None if the file is one document.
+    name: the file's name, for `Item.where`. separator: line between two documents, None if the file is one document.
+    Neither the separator nor the newlines around it belong to a document.
     """
     end = None if separator is None else separator.encode("utf-8")
     pending: list[bytes] = []  # lines of the item that is not yet complete, which begins at line `first`
@@ -225,7 +225,7 @@ def source_files(name: str) -> list[str]:
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a name is read from files that are not a data set's, so that their size is known beforehand."""
+    """Returns whether a name is read from files, not from a data set, so that the size is known beforehand."""
     return source_kind(name) != "data set"
 
 

@@ -95,7 +95,7 @@ class TextStream:
     def feed(self, expansion: Sequence[int], last: bool = False) -> TextPiece:
         """Takes the base ids of one generated id and returns what it adds to the text.
 
-        last: whether no more can follow: the limit is reached, or the context is full.
+        last: whether no further id can follow, because the limit is reached or the context is full.
         """
         text = ""
         for n, base_id in enumerate(expansion, start=1):

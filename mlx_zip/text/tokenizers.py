@@ -94,14 +94,15 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
 
 
 def must_be_local_path(name: str) -> bool:
-    """Returns whether a name can only be a local path, because it has not the form of a hub id."""
+    """Returns whether a name can only be a local path, because it does not have the form of a hub id."""
     return not hub.is_hub_id(name)
 
 
 def _standalone_tokenizer_file(path: Path) -> Path | None:
     """Returns the tokenizer file to read without transformers' settings, None if transformers should read `path`.
 
-    That file is `path` itself, unless it is a tokenizer.json, or one of GPT-2's two files in a folder without settings.
+    It is `path` if that is a tokenizer file but no tokenizer.json, or the merge list in a folder `path` without
+    settings.
     """
     if path.is_dir():
         return None if any((path / name).is_file() for name in _SETTINGS) else find_gpt2_merges(path)

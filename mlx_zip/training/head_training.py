@@ -62,8 +62,7 @@ def check_data_fits(plain: bool, params: CodecParams) -> None:
 
 
 def freeze_model(model: Any, settings: TrainSettings) -> Any:
-    """Returns the model with all weights frozen. On the CPU, quantized weights, which are slow there, are dequantized.
-    """
+    """Returns the model with all weights frozen. On the CPU, where quantized weights are slow, they are dequantized."""
     if mx.default_device() == mx.cpu:
         model = dequantize(model, settings.dtype)
     elif settings.dtype == "float32":

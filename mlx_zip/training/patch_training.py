@@ -96,8 +96,7 @@ class PatchCorpus:
 
 
 def cut_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
-    """Joins documents, each followed by the id `end`, and returns windows [W, length]; ids left at the end are dropped.
-    """
+    """Joins documents, each followed by the id `end`, and returns windows [W, length]; ids left over are dropped."""
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)
@@ -181,7 +180,7 @@ def train_patch_model(
 ) -> Progress:
     """Trains from the run's last checkpoint until `settings.iters` steps are done, and saves the last step.
 
-    until: stop after this step already; a later call continues the run. asked: function of `catch_stop_signals`; the
+    until: stop earlier, after this step; a later call continues the run. asked: function of `catch_stop_signals`; the
     run stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
     steps_per_report, save_every, keep, and those of the optimizer.
 

@@ -129,10 +129,7 @@ def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | N
 
 
 def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns the class or function that makes a trainer's stepper.
-
-    config: the model's config.json. Raises `InstallationError` if a library of the engine is missing.
-    """
+    """Returns what makes a trainer's stepper, called as `Stepper`. config: config.json. Raises `InstallationError`."""
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
@@ -309,8 +306,7 @@ def _make_run_record(
 ) -> dict[str, Any]:
     """Returns the record of what the run trains, by which `open_run_folder` recognizes the run.
 
-    begun: the run in the folder, None for a new one; if it has a checkpoint, the folder of `--init-from` is not read
-    again.
+    begun: the run in the folder, None for a new one. Once it has a checkpoint, --init-from is not read again.
     """
     origin = options.model if options.scratch is None else options.scratch.name
     before = {}

@@ -18,11 +18,10 @@ RUN_RECORD = "train.json"
 
 @dataclass(frozen=True)
 class BegunRun:
-    """What the record of a run in a folder says.
+    """A run as its record in a folder describes it. iters: number of steps that it was begun with.
 
-    iters: number of steps that the run was begun with. raised_to: number of steps that it was raised to later, else
-    `iters`. valid_share: share of the samples held out. init_from: digest of the other run's trained weights that it
-    began with, None without `--init-from`.
+    raised_to: number of steps that it was raised to later, else `iters`. valid_share: share of the samples held out.
+    init_from: digest of the trained weights that it began with, None without --init-from.
     """
 
     iters: int
@@ -113,8 +112,7 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
 
 
 def _remove_unstarted_run(out: Path, flag: str) -> None:
-    """Removes the record and the log of a run that has saved no step. Raises `TrainingError` if a process trains there.
-    """
+    """Removes record and log of a run that has saved no step. Raises `TrainingError` if a process trains there."""
     try:
         with lock_run_folder(out, flag):
             (out / METRICS_FILE).unlink(missing_ok=True)

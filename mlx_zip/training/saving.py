@@ -113,8 +113,7 @@ def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str,
 
 
 def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, by side, fingerprints of the weights that hyper rows depend on. config: the saved model's config.json.
-    """
+    """Returns, by side, fingerprints of the weights that make hyper rows. config: the saved model's config.json."""
     prints = SideFingerprints()
     for name, array in named_arrays(model.parameters()):
         prints.add(name, array, host_bytes(array))
@@ -176,8 +175,7 @@ def _requantize_encoders(model: nn.Module, config: Config) -> None:
 def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
     """Returns the keys of config.json by which mlx-lm's loader quantizes layers as they are in the model.
 
-    config: config.json of the model that training began with, whose default quantization is kept. Returns {} if no
-    layer is quantized.
+    config: that of the starting model, whose default quantization is kept. Returns {} if no layer is quantized.
     """
     layers = {path: found for path, module in model.named_modules() if (found := quantization_settings(module))}
     if not layers:

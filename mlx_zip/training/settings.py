@@ -194,8 +194,7 @@ class TrainSettings:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 
     def _check_type(self, name: str, kind: Any) -> None:
-        """Raises `TrainingError` unless a setting has its type. Converts a whole number to float for a float setting.
-        """
+        """Raises `TrainingError` unless a setting has its type. Converts whole numbers of float settings to float."""
         value = getattr(self, name)
         if not isinstance(value, VALUE_TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise TrainingError(f"{name} must be {TYPE_WORDS[kind]}, got {value!r}")

@@ -84,7 +84,7 @@ def _read_field(shared: Path, name: str, part: str, key: str = "text") -> list[s
 
 
 def list_library_functions(part: str, least: int = 200, most: int = 1200) -> list[str]:
-    """Returns the functions of `least` to `most` characters at the top level of Python's library."""
+    """Returns the functions of `least` to `most` characters in modules of the top folder of Python's library."""
     out = []
     for source in (
         file.read_text(encoding="utf-8") for path, file in list_library_files(part).items() if "/" not in path
@@ -122,7 +122,7 @@ def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: 
 class ConversationWriter:
     """A conversation that is being written in one row of `ParallelTexts`.
 
-    tokenizer: the model's; ChatML's marks in a text are its special tokens.
+    tokenizer: the model's; its special tokens include ChatML's marks.
     """
 
     seed: ConversationSeed

@@ -141,7 +141,7 @@ def _make_point(name: str, pack: str | None, domain: str, file: Path, step_s: fl
 def _measure_step_s(
     folder: Path, leg: Path, frontier: FrontierSettings, call: RunModule, out: Path, engine: str
 ) -> float:
-    """Returns the median seconds of a warm step, writing a text that is given."""
+    """Returns the median seconds of a warm step, in which the model writes a given text."""
     record = out / f"steps-{engine}-{folder.name}.jsonl"
     if not record.exists():
         kind = "--base" if engine == "torch-base" else "--model"

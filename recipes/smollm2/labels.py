@@ -24,7 +24,7 @@ from mlx_zip.text.prompts import render_chat
 
 @dataclass(frozen=True)
 class LabelTask:
-    """A data set of classes. request: with the place of the text. words: the label of each class."""
+    """A data set of classes. request: the prompt, with a place for the text. words: the label of each class."""
 
     name: str
     file: str

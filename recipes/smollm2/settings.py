@@ -96,12 +96,11 @@ class TalkSettings:
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How packs are learned.
+    """How packs are learned. size: maximum entries of each pack. most_ids: maximum base ids to learn a pack from.
 
-    size: maximum entries of each pack. most_ids: maximum base ids that a pack is learned from. merge_size: the model's.
-    growth: number of entries that a codebook may add to the pack's. window: base ids that are compressed separately.
-    domains: domains with a pack of their own. mixed: domains, and their shares, of the mixed pack, which the model is
-    trained with.
+    merge_size: the model's. growth: number of entries that a codebook may add to the pack's. window: base ids that are
+    compressed separately. domains: domains with a pack of their own. mixed: domains, and their shares, of the mixed
+    pack, which the model is trained with.
     """
 
     size: int = 1024
@@ -157,11 +156,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What is measured.
+    """What is measured. domains: the held-out domains. bytes: maximum bytes of each. context: base ids per window.
 
-    domains: the held-out domains. bytes: maximum bytes of each domain. context: base ids per window. answers: number of
-    free answers. answer: maximum base ids of each. labels: maximum examples of each data set of classes. label_text:
-    maximum base ids of an example's text.
+    answers: number of free answers. answer: maximum base ids of each. labels: maximum examples of each data set of
+    classes. label_text: maximum base ids of an example's text.
     """
 
     domains: tuple[str, ...] = ("chat", "code", "math", "web")
@@ -175,11 +173,10 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class FrontierSettings:
-    """What hypertokens are compared with.
+    """What hypertokens are compared with. layers: numbers of layers of the shallow models.
 
-    layers: numbers of layers of the shallow models. packs: packs that the model with hypertokens reads with. domains:
-    of held-out texts. sizes: base tokens to read and to write when steps are timed, as in `mlx_zip bench generate
-    --sizes`.
+    packs: packs that the model with hypertokens reads with. domains: domains of held-out texts. sizes: base tokens to
+    read and to write when steps are timed, as in `mlx_zip bench generate --sizes`.
     """
 
     layers: tuple[int, ...] = (24, 16)

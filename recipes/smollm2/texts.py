@@ -87,7 +87,7 @@ def fetch_package(package: Package, cache: Path) -> Path:
 
 
 def read_archive(path: Path) -> dict[str, str]:
-    """Returns the text files of a wheel or an npm package, by path; npm's folder `package/` is left out."""
+    """Returns the text files of a wheel or an npm package, by path, without npm's leading `package/`."""
     files: dict[str, bytes] = {}
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
@@ -122,8 +122,8 @@ def read_licence(package: Package, files: Mapping[str, str]) -> str:
 def _find_licences(package: Package, files: Mapping[str, str]) -> list[str]:
     """Returns the licences that the metadata names, each of which must be allowed.
 
-    npm's license field and a wheel's License-Expression count alone. Else the classifiers count, and the free text
-    under License if it is a known name or there are no classifiers.
+    npm's license field and a wheel's License-Expression count alone. Else the classifiers count, and License's free
+    text if it is a known name or there are no classifiers.
     """
     if package.registry == NPM:
         return [str(json.loads(files["package.json"]).get("license"))]

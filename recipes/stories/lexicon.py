@@ -116,7 +116,6 @@ class _PositionCounts:
         self.within: Counter[str] = Counter()  # number of stories with the word
 
     def add(self, story: str) -> None:
-        """Counts the words of one story."""
         tokens = split_into_words(story)
         lower = [token.lower() for token in tokens]
         self.stories += 1

@@ -119,9 +119,9 @@ class RecordEncoder:
     def _encode_with_spans(
         self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
     ) -> EncodedRecord | Skipped:
-        """Returns the base ids of a text. With `train_on` "answers", the loss counts only the ids within `spans`.
+        """Returns a text as base ids. `train_on` "answers" counts those within `spans` of characters.
 
-        spans: (begin, end) in characters. templated: whether a chat template wrote the text.
+        templated: whether a chat template wrote the text.
         """
         encoding = self._fast_tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
@@ -172,8 +172,7 @@ class RecordEncoder:
     # ---- bytes
 
     def _count_bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
-        """Returns the UTF-8 bytes of each id, 0 for special ids; their sum is that of the text without special tokens.
-        """
+        """Returns the UTF-8 bytes of each id, 0 for special ids; their sum is the text's without special tokens."""
         lengths, special = self._token_bytes
         n_bytes, total = lengths[ids], len(text.encode("utf-8"))
         if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):

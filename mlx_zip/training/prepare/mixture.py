@@ -85,10 +85,10 @@ def choose_next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]]
 
 
 def count_kept_samples(shares: Sequence[float], base_ids: Sequence[NDArray[np.int64]], limit: int | None) -> list[int]:
-    """Returns how many first samples of each source to keep, so that their base ids are in the ratio of the shares.
+    """Returns how many of each source's first samples to keep, so that their base ids are in the ratio of the shares.
 
-    shares: of each source. base_ids: per source, the base ids of each sample. limit: maximum number of samples of all
-    sources together; None: as many as the scarcest source, which is kept whole, allows.
+    shares: each source's share. base_ids: per source, the base ids of each sample. limit: maximum number of samples of
+    all sources together; None: as many as the scarcest source, which is kept whole, allows.
     """
     ends = [np.cumsum(each) for each in base_ids]
     whole = min((float(end[-1]) if len(end) else 0.0) / share for end, share in zip(ends, shares, strict=True))

@@ -81,7 +81,7 @@ MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 @contextmanager
 def _start_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
-    """Yields a function that makes a shard of each chunk, in `workers` processes, and returns the records in order."""
+    """Yields a function that makes a shard of each chunk in `workers` processes and yields their records in order."""
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
         yield lambda chunks: map(maker.make, chunks)

@@ -55,8 +55,7 @@ class Padding:
         return round_up_size(n, 64, 1) if self.coarse else round_up_size(n, 32)
 
     def pad_slots(self, n: int, length: int, codebook_size: int) -> int:
-        """Returns the padded number of slots per sample. length: padded positions, each of which may install an entry.
-        """
+        """Returns the padded number of slots per sample. length: padded positions; each may install an entry."""
         if not self.coarse:
             return round_up_size(n, 32)
         return max(round_up_size(n, 32, 2), min(length, round_up_size(codebook_size, 32, 2)))
@@ -278,7 +277,7 @@ def order_batches(
 ) -> list[NDArray[np.int64]]:
     """Returns the batches of one epoch, each an array of sample indices. Equal arguments give equal batches.
 
-    lengths: ids of every sample. starts: number of entries in every sample's starting codebook; None: no entries.
+    lengths: ids per sample. starts: number of entries in every sample's starting codebook; None: no entries.
     Samples are shuffled; groups of them are sorted by `starts` and length and cut into batches, so that a batch needs
     little padding; then the batches are shuffled. Left out: samples of fewer than two ids, which predict nothing, and
     those that do not fill a batch.
@@ -327,7 +326,7 @@ def block_stop_signals() -> None:
 def _start_batch_worker() -> None:
     os.setsid()  # from now on a terminal's signals do not come here
     for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # forgets one that has come
+        signal.signal(number, signal.SIG_IGN)  # discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends its processes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     follow_parent_process()

@@ -185,11 +185,11 @@ def sum_joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array])
 
 
 def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays: dict[str, mx.array]) -> mx.array:
-    """Returns nats [B, L], at most 0: how much cheaper each target is when excluded ids get no probability.
+    """Returns nats [B, L], at most 0: the change of each target's loss when excluded ids get no probability.
 
-    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `sum_joint_nats`;
-    normaliser [B, L]: their logsumexp. Equals setting excluded logits to minus infinity
-    (`mlx_zip.sampling.canonical`), without a second pass.
+    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `sum_joint_nats`; normaliser [B,
+    L]: their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.sampling.canonical`), without a
+    second pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]
     batch, length, vocab = base.shape

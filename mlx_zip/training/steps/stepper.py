@@ -113,7 +113,7 @@ class Stepper:
         return value.astype(self._low_precision) if mx.issubdtype(value.dtype, mx.floating) else value
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
-        """Returns the sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
+        """Returns the loss sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
         self.traces += 1
         (_, sums), gradients = self._value_and_grad(arrays, long)
         if previous is not None:
@@ -226,8 +226,7 @@ def last_learning_rate(optimizer: optim.Optimizer) -> float:
 
 
 def clip_gradients(gradients: Any, limit: float) -> tuple[Any, mx.array]:
-    """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before scaling.
-    """
+    """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before."""
     squares = (g.astype(mx.float32).square().sum() for _, g in named_arrays(gradients))
     norm = mx.sqrt(sum(squares, mx.array(0.0)))
     if not limit:

@@ -164,8 +164,7 @@ class TorchModel(nn.Module):
         return self._add_pack_rows("input_rows", read, places), output
 
     def _add_pack_rows(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Returns encoder rows [N, D] plus the trained rows of the pack's entries. places [N]: as `in_pack` of a batch.
-        """
+        """Returns encoder rows [N, D] plus trained rows of the pack's entries. places [N]: as `in_pack` of a batch."""
         if places is None:
             return rows
         own = self.parts[name].to(rows.dtype)

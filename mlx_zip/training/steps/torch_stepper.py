@@ -278,8 +278,7 @@ class _Chunk:
 
 
 def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> Iterator[_Chunk]:
-    """Yields the positions whose loss counts, `size` at a time. entries: U, the number of the batch's distinct entries.
-    """
+    """Yields the positions whose loss counts, `size` at a time. entries: U, the batch's number of distinct entries."""
     length = arrays["targets"].shape[1]
     weights, targets = arrays["weights"].flatten(), arrays["targets"].flatten()
     counting = torch.nonzero(weights > 0)[:, 0]
@@ -318,7 +317,7 @@ def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor,
 def _loss_and_gradient(
     logits: torch.Tensor, chunk: _Chunk, vocab: int, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the nats of a chunk, and their gradient by its logits [N, V + U] float32, which are overwritten."""
+    """Returns a chunk's nats, and their gradient with respect to `logits` [N, V + U] float32, which are overwritten."""
     if cap is not None:
         logits.div_(cap).tanh_()
         slope = 1 - logits.square()
