@@ -49,8 +49,9 @@ class LongTexts:
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
         """Yields (piece, whether it begins in the middle of a word) for all pieces of a text.
 
-        `encode` makes of the pieces the base ids of the whole text, because the text is cut between words. If no word
-        ends within `LONGEST_PIECE` characters, the text is cut there, and the base ids next to the cut may differ.
+        The base ids that `encode` returns for the pieces are together the whole text's, because the text is cut between
+        words. If no word ends within `LONGEST_PIECE` characters, the text is cut there, and the base ids next to the
+        cut may differ.
         """
         at, goes_on = 0, False
         while at < len(text):

@@ -129,7 +129,7 @@ def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | N
 
 
 def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns what makes a trainer's stepper, called as `Stepper`. config: config.json. Raises `InstallationError`."""
+    """Returns the stepper class, or a function like it. config: the model's config.json. Raises `InstallationError`."""
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:

@@ -5,8 +5,8 @@ of a guess is the cross entropy of its distribution over base ids and entries wi
 not with the text's next id: a draft is accepted if it is what the model says. The loss of a position is the mean over
 the depths. The model's soft cap is not applied to a guess's logits, because it does not change their order.
 
-The cross entropy is computed without a table of products: a guess's mean logit under the model's probabilities is the
-product of the guess and the mean output row.
+The two distributions are never multiplied element by element: a guess's mean logit under the model's probabilities is
+the product of the guess and the mean output row.
 """
 
 from __future__ import annotations
