@@ -67,7 +67,7 @@ def convert(
     were tuned for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what
     the source says. base: base model to use in place of the one that the checkpoint names, a
     folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`. q_half:
-    with 8 bits, scales such that every value is a float16, so that a CPU can keep the matrices in it.
+    with 8 bits, scales such that every value is exact in float16, so that a CPU can keep the matrices in float16.
 
     Raises `ConversionError` or `ConfigError` for a source or arguments that cannot be converted, `DataError` for a pack
     that cannot be read or does not fit, and `ModelError` for tuned rows that are not this model's. Each message names
@@ -240,7 +240,7 @@ def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_c
 
 @contextlib.contextmanager
 def open_base_model(base: str | None, out: Path, progress: bool) -> Iterator[ModelPlace | None]:
-    """Gives the place of the base model that the caller names, None for None.
+    """Yields the place of the base model that the caller names; None if `base` is None.
 
     base: a folder, a hub id or a GGUF file. The weights of a GGUF file are unpacked to float32 in a temporary folder
     next to `out`, which is removed after the block. Raises `ConversionError`.

@@ -1,7 +1,7 @@
 """`export`: writes an mlx_zip model as a checkpoint of format 2, one folder that zip2zip loads in PyTorch.
 
-Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). A model that this package cannot
-run is refused, and one that it would run differently gives a warning, because the package itself says nothing.
+Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). A model that zip2zip cannot run
+is refused. A model that it would run differently gives a warning here, because zip2zip itself gives none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mlx_zip.progress import ProgressBar
 
 FLAG = "--out"
 ENCODERS = source.ENCODER_FILES[0]
-ARCHITECTURES = {  # what transformers calls the decoders that config.json names by model_type
+ARCHITECTURES = {  # model_type in config.json -> class of transformers
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -38,7 +38,7 @@ ARCHITECTURES = {  # what transformers calls the decoders that config.json names
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that PyTorch's has not
+_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that PyTorch's does not have
 _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
     "attention": "its own class fails as soon as a model calls it",
@@ -49,7 +49,7 @@ _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
 class _PreparedExport:
     """A checked model with lazy weights, not yet written.
 
-    config, zip_config: the contents of config.json (the decoder's) and zip2zip_config.json. facts: the tokenizer's.
+    config, zip_config: contents of the decoder's config.json and of zip2zip_config.json. facts: of the tokenizer.
     """
 
     model: Any
@@ -105,7 +105,7 @@ def _prepare(place: ModelPlace, dtype: str | None, drop_start: bool, trust_remot
 
 
 def _check_exportable(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
-    """Raises `ConversionError` for a model that zip2zip 0.2.0 cannot run; warns if it would run it differently.
+    """Raises `ConversionError` for a model that zip2zip 0.2.0 cannot run; warns if its results would differ there.
 
     drop_start: whether the model's pack may be left out. adapted: whether the folder has an adapted vocabulary.
     """
@@ -164,7 +164,7 @@ def _dequantize(model: Any, folder: Path, quantized: bool) -> Any:
 
 
 def _merge_adapter(model: Any, adapters: Path) -> Any:
-    """Returns the model with the adapter in the folder `adapters` merged in float32, if there is that folder."""
+    """Returns the model with the adapter in the folder `adapters` merged in float32, if that folder exists."""
     if not adapters.is_dir():
         return model
     from mlx_lm.tuner.utils import load_adapters
@@ -172,7 +172,7 @@ def _merge_adapter(model: Any, adapters: Path) -> Any:
     cast_floats(model, mx.float32)
     try:
         model = load_adapters(model, str(adapters))
-    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:  # as for any bad file
+    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
         raise ConversionError(f"{adapters} cannot be merged: {str(error).strip().splitlines()[0]}") from error
     fused = [(name, layer.fuse()) for name, layer in model.named_modules() if hasattr(layer, "fuse")]
     if fused:
@@ -185,7 +185,7 @@ def _merge_adapter(model: Any, adapters: Path) -> Any:
 
 
 def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
-    """Returns the decoder's config.json as transformers reads it. config: ours. stored: name of the tensors' type."""
+    """Returns config.json for transformers' decoder. config: the mlx_zip model's. stored: name of the tensors' type."""
     kind = config["zip2zip"]["base_model_type"]
     plain = {key: value for key, value in config.items() if key not in _OURS}
     plain |= {"model_type": kind, "torch_dtype": stored}

@@ -138,7 +138,7 @@ def _match_pattern(config: Mapping[str, Any], key: str, module: str, default: An
 
 
 def _read_number(config: Mapping[str, Any], key: str, default: float | None) -> float:
-    """Returns the number under a key, or `default` if the key is missing. Raises `ConversionError` for no number."""
+    """Returns the number under a key, or `default` if the key is missing. Raises `ConversionError` for a non-number."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 53:
         name = {"a": "lora_alpha"}.get(key, key)

@@ -18,7 +18,7 @@ from typing import Any
 from mlx_zip.errors import ConversionError
 
 MAX_PICKLE_BYTES = 64 << 20
-MAX_OPERATIONS = 1 << 20  # a second or two; a small file can unpack to many more
+MAX_OPERATIONS = 1 << 20  # they take a second or two; a small zip file can hold many more
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of files written before torch 1.6
 _MARK = object()
 
@@ -152,7 +152,6 @@ class _PickleMachine:
         return values
 
     def pop(self, count: int) -> list[Any]:
-        """Removes and returns the topmost `count` values."""
         if len(self.stack) < count:
             raise _PickleError("its stack runs empty")
         values = self.stack[len(self.stack) - count :]

@@ -1,4 +1,4 @@
-"""Makes the folder of a model of `mlx_zip.named`: base from the installed package or the hub, our adapter merged."""
+"""Makes the folder of a model of `mlx_zip.named`: merges our adapter into the base from a package or the hub."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _WAIT_S = 0.5
 def make_named(name: str) -> Path:
     """Makes the folder of a model of `named.MADE`, unless it is there already, and returns it.
 
-    The folder appears whole or not at all. A second process that wants a model meanwhile waits. Progress is
-    reported on stderr. Raises `ModelError` if no source of the base is there or the folder cannot be written, and
+    The folder appears whole or not at all. Another process that needs a model in the meantime waits. Progress is
+    reported on stderr. Raises `ModelError` if the base is not available or the folder cannot be written, and
     `ConversionError` for a base that is not the one expected.
     """
     if name not in named.MADE:
@@ -71,7 +71,7 @@ def make_named(name: str) -> Path:
 
 
 def _remove_damaged(out: Path) -> None:
-    """Removes what is left of a folder that was made before and lacks a file. Raises `ModelError` if that fails."""
+    """Removes an earlier folder that lacks a file. Raises `ModelError` if that fails."""
     try:
         if out.is_symlink() or out.is_file():
             out.unlink()
@@ -135,7 +135,7 @@ def _quantize_plain(plain: Path, out: Path) -> None:
 def _locate_base() -> tuple[ModelPlace, str]:
     """Returns where the checked base is, and its origin as `named.named_model_folder` takes it.
 
-    Raises `ModelError` naming both ways if neither source is there, and `ConversionError` for another model.
+    Raises `ModelError` naming both sources if neither is available, and `ConversionError` for another model.
     """
     file = named.packaged_weights_file()
     if file is not None:

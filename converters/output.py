@@ -64,7 +64,7 @@ def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
-    """Gives a temporary folder to fill, which becomes `path` on success (see `files.atomic_folder`).
+    """Yields a temporary folder to fill, which becomes `path` on success (see `files.atomic_folder`).
 
     Raises `ConversionError` if something lies at `path`, the disk is full or the place cannot be written.
     """
@@ -142,8 +142,7 @@ def write_tensors(
 
 
 def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bool, progress: bool) -> None:
-    """Writes the prepared model to the new folder `out`, with a fingerprint of the weights that hypertoken rows depend
-    on.
+    """Writes the prepared model to the new folder `out`, with a fingerprint of the weights that make hyper rows.
 
     progress: whether to draw a bar on a terminal. Raises `ConversionError`.
     """

@@ -233,7 +233,7 @@ def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
         raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
 
 
-# ---- a checkpoint's tensor names as the model's names; every tensor on both sides is accounted for; no arrays here
+# ---- matches a checkpoint's tensor names with the model's, so that none is left on either side; no arrays here
 
 
 @dataclass

@@ -29,11 +29,11 @@ QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
 class QuantizationRecipe:
     """What to quantize and how.
 
-    quantize: decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of `MODES`. predicate: a
-    name in `RECIPES`, a function of a layer's path and module, or None for all layers. encoder_bits: bits of the
-    hyper-encoders' weights; "none" leaves them as they are; None is 8 with `quantize`, else "none". dequantize:
-    instead, dequantize everything. half: scales and biases by `_quantize_with_float16_values`, for 8 bits. Raises
-    `ConversionError` for values that are unknown or contradict each other.
+    quantize: whether to quantize decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of
+    `MODES`. predicate: a name in `RECIPES`, a function of a layer's path and module, or None for all layers.
+    encoder_bits: bits of the hyper-encoders' weights; "none" leaves them as they are; None is 8 with `quantize`, else
+    "none". dequantize: dequantize everything instead. half: scales and biases by `_quantize_with_float16_values`, for 8
+    bits. Raises `ConversionError` for values that are unknown or contradict each other.
     """
 
     quantize: bool = False
@@ -73,7 +73,7 @@ class QuantizationRecipe:
 def quantize_model(
     model: nn.Module, config: dict[str, Any], recipe: QuantizationRecipe
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns the model and its config, quantized or dequantized as the recipe says, the encoders as they were.
+    """Returns the model and its config, quantized or dequantized as the recipe says; encoders are not quantized here.
 
     Raises `ConversionError` if the recipe does not fit the model or would quantize no layer.
     """
@@ -116,11 +116,11 @@ def quantize_model(
 
 
 def _quantize_with_float16_values(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns a matrix [R, D] in 8 bits as `mx.quantize` packs it, words, scales and biases, every value a float16.
+    """Returns words, scales and biases of a matrix [R, D] in 8 bits, packed as by `mx.quantize`, with float16 values.
 
-    Scales and biases are whole multiples of a power of two, and no value exceeds 2,048 times it: float16 has 11 bits.
-    So who multiplies in float16 loses nothing. Scales are at most a quarter larger than they had to be, an eighth in a
-    group whose values lie around zero.
+    Scales and biases are whole multiples of a power of two, and no value exceeds 2,048 times this power, because
+    float16 has 11 bits of precision. So multiplying in float16 rounds no weight. Scales are at most a quarter larger
+    than necessary, an eighth in a group whose values lie around zero.
     """
     grouped = np.array(weight.astype(mx.float32)).reshape(weight.shape[0], -1, group_size)
     low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
@@ -174,7 +174,7 @@ def _quantizable_layers(model: Any, recipe: QuantizationRecipe) -> QuantPredicat
 
 
 def _model_predicate(model: Any) -> QuantPredicate:
-    """Returns the model's function that says which layers may be quantized: all of a model that has none."""
+    """Returns the model's function that says which layers may be quantized, or one that allows all layers."""
     return getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
 

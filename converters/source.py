@@ -68,8 +68,8 @@ class Checkpoint:
 def locate_model(path: str, revision: str | None) -> ModelPlace:
     """Returns the folder at `path`, or that of a hub repository, of which only the configuration is downloaded.
 
-    For a GGUF file, and for a folder or repository that holds one and no other model, that file takes the folder's
-    place. Raises `ConversionError`, also for a folder or file with a `revision`.
+    For a GGUF file, and for a folder or repository that holds one and no other model, the result's `folder` is that
+    file. Raises `ConversionError`, also for a folder or file with a `revision`.
     """
     place = locate_locally(path)
     if place is None and not os.path.isfile(expand_home(path)):
@@ -124,8 +124,9 @@ def _is_checkpoint(place: ModelPlace) -> bool:
 
 
 def _locate_on_hub(name: str, revision: str | None) -> ModelPlace:
-    """Returns the place of a hub repository, or of a GGUF file in it, which is named behind the repository's id or the
-    only model there. That file is downloaded.
+    """Returns the place of a hub repository, or of a GGUF file in it, which is downloaded.
+
+    name: a hub id, or owner/name/FILE.gguf. Of a hub id, the GGUF file is taken if it is the only model there.
     """
     repository, _, file = name.rpartition("/")
     if _is_named_gguf(file):

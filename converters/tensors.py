@@ -71,7 +71,7 @@ def read_header(path: Path) -> Table:
     """
     try:
         check_regular_file(path)
-        path.stat()  # the library's own errors name the path, and have no reason of the system
+        path.stat()  # fails with the system's reason, which the library's own errors leave out
         with safe_open(path, framework="numpy") as file:
             names = file.keys()
             found = {name: file.get_slice(name) for name in names}
@@ -100,7 +100,7 @@ def read_model_files(folder: Path) -> Table:
 
 
 def _read_shards(folder: Path) -> Table:
-    """Returns the tensors of all files that the index names. Raises `ConversionError` if it and the files disagree."""
+    """Returns the tensors of all files that the index names. Raises `ConversionError` if index and files disagree."""
     weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{INDEX} has no weight_map")
@@ -108,7 +108,7 @@ def _read_shards(folder: Path) -> Table:
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file in the same folder")
-        if not os.path.isfile(folder / shard):  # unlike Path.is_file, no error for a name that cannot be
+        if not os.path.isfile(folder / shard):  # unlike Path.is_file, raises no error for an invalid name
             raise ConversionError(f"{INDEX} names {shard}, which is missing from {folder}")
         for name, tensor in read_header(folder / shard).items():
             if weight_map.get(name) != shard:

@@ -71,7 +71,8 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
     """Copies the tokenizer's files from `source` to `target`, and checks that the copy has the properties `facts`.
 
     transformers chooses some tokenizer classes by config.json's model_type, which is "zip2zip" in the converted folder.
-    The class is then written into tokenizer_config.json. Python files are copied only if `trust_remote_code`.
+    If the copy would get another class, the original class is written into tokenizer_config.json. Python files are
+    copied only if `trust_remote_code`.
     """
     patterns = (*FILES, "*.py") if trust_remote_code else FILES
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):

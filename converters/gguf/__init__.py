@@ -1,1 +1,1 @@
-"""GGUF files: read, their config translated, converted to a model folder."""
+"""Reads GGUF files, translates their metadata to config.json, and converts them to model folders."""

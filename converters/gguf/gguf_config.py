@@ -1,4 +1,4 @@
-"""The settings in a GGUF file's metadata, as config.json holds them, and the names of its tensors.
+"""Translates the settings in a GGUF file's metadata to config.json, and the names of its tensors to the model's.
 
 Source: gguf.md of ggml for the keys, llama.cpp for what a missing key means and for the tensors' names and order.
 """
@@ -34,7 +34,7 @@ _META = "Meta AI original pth"  # the only known order of q and k rows, which `r
 
 
 class GgufSettings:
-    """Takes one key after the other from a file's metadata; what is left at the end is unknown."""
+    """Reads and removes one key of a file's metadata after the other; keys left at the end are unknown."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -82,7 +82,7 @@ class GgufSettings:
         return cast(int, value)
 
     def number(self, name: str, default: Any = ...) -> Any:
-        """Returns a finite number above zero, as short in decimals as its float32 allows."""
+        """Returns a finite number above zero, as the shortest decimal that has the same float32 value."""
         value = self.take(name, default)
         if value is default:
             return default
@@ -165,7 +165,7 @@ def _add_head_width(take: GgufSettings, config: dict[str, Any]) -> None:
 
 
 def _check_sizes(take: GgufSettings, config: Mapping[str, Any]) -> None:
-    """Raises `ConversionError` unless the sizes agree with the first layer's tensors, so that the file bounds them."""
+    """Raises `ConversionError` unless the config's sizes are those of the tensors, which the file's size bounds."""
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     queries = config["num_attention_heads"] * head_width(config)
     keys = config["num_key_value_heads"] * head_width(config)
@@ -262,7 +262,7 @@ def _longrope_scaling(take: GgufSettings, config: dict[str, Any], original: int 
 
 
 def _longrope_magnitude(config: Mapping[str, Any]) -> float:
-    """Returns the factor on queries and keys that Phi-3's models compute from the two lengths of the context."""
+    """Returns the factor on queries and keys that Phi-3's models compute from the original and the full context."""
     original = config["original_max_position_embeddings"]
     scale = config["max_position_embeddings"] / original
     return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
@@ -271,7 +271,7 @@ def _longrope_magnitude(config: Mapping[str, Any]) -> float:
 def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Llama 3's scaling, of which the file holds only the resulting divisors of the frequencies.
 
-    The divisors are computed anew for each possible original context, a power of two, until they are those of the file.
+    The divisors are computed for each possible original context, a power of two, until they equal those of the file.
     """
     width = head_width(config)
     found = np.array(take.factors(_ROPE_FREQS, width // 2))
@@ -291,7 +291,7 @@ def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, 
 
 
 def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]:
-    """Returns the name in the model for each name of a tensor that a file of this architecture and config may hold."""
+    """Returns the model's tensor names by the file's, for all tensors that this architecture and config may have."""
     gemma = architecture in ("gemma2", "gemma3")
     layer = {
         "attn_norm": "input_layernorm",
@@ -317,7 +317,7 @@ def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]
 
 
 def row_order(name: str, config: Mapping[str, Any], architecture: str) -> np.ndarray | None:
-    """Returns the rows of a tensor in the order of the model, None where the file has that order already.
+    """Returns the indices that bring a tensor's rows into the model's order, None if they have that order already.
 
     llama.cpp interleaves the two halves of each head of q and k in files of the architecture llama.
     """

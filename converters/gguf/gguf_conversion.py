@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a plain mlx-lm model folder. Packed values that MLX has a form for are not rounded again."""
+"""Converts a GGUF file to a plain mlx-lm model folder. Packed types that MLX has too keep their exact values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
 @dataclass
 class _GgufSource:
-    """A file that has been read and checked but for the shapes of its tensors.
+    """A GGUF file that was read and checked, except for the shapes of its tensors.
 
     architecture: general.architecture. config: the content of config.json, to be completed. tensors: those of the
     model, by its names. dtype: name of the type of scales, and of tensors that are not packed.
@@ -50,17 +50,15 @@ class _GgufSource:
     dtype: str
 
     def error(self, what: str) -> ConversionError:
-        """Returns the error for something that is wrong with this file."""
         return ConversionError(f"{self.file.path}: {what}")
 
 
 def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: QuantizationRecipe, progress: bool) -> None:
     """Writes the model in a GGUF file as the new folder `out`, which appears whole or not at all.
 
-    place: its `folder` is the file. dtype: type of the tensors that are not packed, and of scales; None for float16,
-    or the matrices' own type if none is packed or in float16. recipe: without `quantize` and `dequantize`, matrices of
-    Q8_0, Q4_0 and Q4_1 stay packed with the values they have. Raises `ConversionError`, and `InstallationError` if a
-    tensor type needs the library gguf.
+    place: its `folder` is the file. dtype: type of the tensors that are not packed, and of scales; None: see
+    `_stored_dtype`. recipe: without `quantize` and `dequantize`, matrices of Q8_0, Q4_0 and Q4_1 stay packed with the
+    values they have. Raises `ConversionError`, and `InstallationError` if a tensor type needs the library gguf.
     """
     source = _read_source(place, dtype)
     model, exact = _pack_layers(source, _build_checked_model(source), recipe)
@@ -69,7 +67,7 @@ def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: Quanti
 
 
 def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
-    """Reads everything but the tensors' data. dtype: as in `convert_gguf`. Raises as it does."""
+    """Reads everything but the tensors' data. dtype, errors: as in `convert_gguf`."""
     file = read_gguf(place.folder)
     try:
         config = read_config(file)
@@ -92,13 +90,13 @@ def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
 
 
 def _stored_dtype(tensors: dict[str, GgufTensor]) -> str:
-    """Returns the name of the type that holds the matrices' values: float16 unless none is packed or in float16."""
+    """Returns "float32" if all matrices are F32, "bfloat16" if all are F32 or BF16, else "float16"."""
     kinds = {tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1}
     return "float32" if kinds == {"F32"} else "bfloat16" if kinds <= {"F32", "BF16"} else "float16"
 
 
 def _build_checked_model(source: _GgufSource) -> nn.Module:
-    """Returns mlx-lm's model with lazy random weights, of which none is ever computed.
+    """Returns mlx-lm's model with lazy random weights, which are never computed.
 
     Raises `ConversionError` unless its tensors have the names and shapes of the file's.
     """
@@ -126,9 +124,9 @@ def _build_checked_model(source: _GgufSource) -> nn.Module:
 
 
 def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationRecipe) -> tuple[nn.Module, bool]:
-    """Returns the model with the packed layers that are to be written, and whether they hold the file's own levels.
+    """Returns the model with layers quantized as they will be written, and whether they keep the file's own levels.
 
-    The config gets a section that describes them.
+    Adds the section on quantization to the config.
     """
     bits = {n.removesuffix(".weight"): tensor.kind.bits for n, tensor in source.tensors.items() if tensor.kind.bits}
     if recipe.quantize:
@@ -167,7 +165,7 @@ def _complete_config(source: _GgufSource) -> None:
 
 
 def _plan_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[str, LazyTensor]:
-    """Returns every tensor to write by name, made when it is written, so that few are in memory at a time."""
+    """Returns every tensor to write by name. Each is made when it is written, so that few are in memory at a time."""
     file, dtype = source.file, DTYPES[source.dtype]
     modules: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
     makers: dict[str, Callable[[], mx.array]] = {}
@@ -191,7 +189,7 @@ def _plan_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[st
 
 
 class _Quantized:
-    """A matrix that is quantized when its first part is asked for; each part is given once and then forgotten."""
+    """A matrix that is quantized when its first part is taken; each part can be taken once."""
 
     def __init__(self, dense: Callable[[], mx.array], group_size: int, bits: int, mode: str) -> None:
         self.dense, self.how = dense, {"group_size": group_size, "bits": bits, "mode": mode}

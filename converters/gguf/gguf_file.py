@@ -30,7 +30,7 @@ _CHUNK = 1 << 23  # values of a tensor that are held in float32 at a time
 
 @dataclass(frozen=True)
 class TensorKind:
-    """A tensor type. values, bytes: of one block. bits: per weight in MLX's affine form, 0 if that has no such form."""
+    """A tensor type. values, bytes: numbers per block. bits: per weight in MLX's affine form, 0 if it has none."""
 
     name: str
     values: int
@@ -59,7 +59,7 @@ _U32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether a file begins as a GGUF file does, whatever its name is. Raises `ConversionError`."""
+    """Returns whether a file begins with the magic bytes of GGUF. Raises `ConversionError` if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC
@@ -107,8 +107,8 @@ class GgufFile:
     def dense(self, tensor: GgufTensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
         """Returns the values of a tensor plus `shift`, in `dtype`; computed in float32, part by part.
 
-        order: the rows in the order in which they are returned, None for all as they are. Raises `ConversionError` if a
-        value is not finite in `dtype`, and `InstallationError` if the type needs the library gguf.
+        order: indices of the rows to return, None for all rows in the file's order. Raises `ConversionError` if a value
+        is not finite in `dtype`, and `InstallationError` if the type needs the library gguf.
         """
         rows = self._rows(tensor, order)
         step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
@@ -181,7 +181,7 @@ def _dequantize_rows(rows: np.ndarray, kind: TensorKind) -> mx.array:
 
 
 def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
-    """Returns the function from rows of blocks and a type's name to values. Raises `InstallationError`."""
+    """Returns the function from (rows of blocks, name of their type) to values. Raises `InstallationError`."""
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
@@ -190,7 +190,7 @@ def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Returns the content of a file, its tensors not read but mapped. Raises `ConversionError` naming what is wrong.
+    """Returns the content of a file; its tensors are memory-mapped. Raises `ConversionError` naming what is wrong.
 
     Checks every length, type and string, that no key or tensor is there twice, and that the tensors lie one after
     another and fill the file.
@@ -230,11 +230,9 @@ class _Reader:
         return GgufFile(self.path, metadata, self.placed(listed, metadata), self.data)
 
     def error(self, what: str) -> ConversionError:
-        """Returns the error for something that is wrong with this file."""
         return ConversionError(f"{self.path}: {what}")
 
     def take(self, size: int) -> memoryview:
-        """Returns the next `size` bytes."""
         if size > self.end - self.at:
             longer = "is longer than this reader allows" if self.end == MAX_HEADER_BYTES else "is truncated or damaged"
             raise self.error(f"the header {longer}: {size} bytes are needed at byte {self.at} of {len(self.data)}")
@@ -247,14 +245,13 @@ class _Reader:
         return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
 
     def count(self, size: int, most: int, what: str) -> int:
-        """Returns the next uint64, a number of things of at least `size` bytes each, of which `most` are allowed."""
+        """Returns the next uint64, the number of items that follow: at most `most`, of at least `size` bytes each."""
         count = self.number(10)
         if count > most or count * size > self.end - self.at:
             raise self.error(f"{count} {what} are announced at byte {self.at - 8}, more than fit; the file is damaged")
         return count
 
     def string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
-        """Returns the next string."""
         data = self.take(self.count(1, most, f"bytes of {what}"))
         try:
             return str(data, "utf-8")
@@ -283,7 +280,6 @@ class _Reader:
         return self.number(kind)
 
     def boolean(self, key: str) -> bool:
-        """Returns the next byte as true or false."""
         value = self.number(0)
         if value > 1:
             raise self.error(f"{key} must be true or false, got {value}")
@@ -301,7 +297,7 @@ class _Reader:
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).astype(bool if kind == _BOOL else dtype)
 
     def strings(self, count: int, key: str) -> list[str]:
-        """Returns the next strings, as `string` would; a vocabulary has a million."""
+        """Returns the next `count` strings. Faster than `string`, because a vocabulary may have a million."""
         data, at, end, found = self.data, self.at, self.end, []
         for _ in range(count):
             begin = at + 8

@@ -134,10 +134,10 @@ def _decode(tokenizer: Any, ids: Uint32s) -> str:
 class BitsResult:
     """The result of scoring n windows with one model.
 
-    bits: what the text of each window costs the model, float64 [n]. n_bytes: UTF-8 bytes of that text, int64 [n].
+    bits: negative log2-probability of each window's text, float64 [n]. n_bytes: UTF-8 bytes of that text, int64 [n].
     base_ids, ids, hypertokens: totals over all windows, without the id before each window, which is not scored.
     hyper_mass: mean over ids of the probability of all hypertokens together. seconds: time of compression and scoring.
-    peak_bytes: MLX's peak memory, or that of the process so far. availability: see `score`; None for a plain model.
+    peak_bytes: peak memory, as the engine measures it. availability: see `score`; None for a plain model.
     """
 
     bits: NDArray[np.float64]
@@ -235,7 +235,7 @@ def measure_bits(
 
 
 def check_context_fits(what: str, base_ids: int, limit: int | None) -> None:
-    """Raises `DataError` if windows or requests (`what`) of so many base ids exceed a model's `limit` positions.
+    """Raises `DataError` if windows or requests (`what`) of `base_ids` base ids exceed a model's `limit` positions.
 
     A window takes one position per base id: one id is read before the first, and the last one is predicted but not
     read. limit: None for a model that names no limit.
@@ -245,8 +245,7 @@ def check_context_fits(what: str, base_ids: int, limit: int | None) -> None:
 
 
 def count_window_bits(window: ScoredWindow, row: Compressed, scored: Scored) -> float:
-    """Returns what a window's text costs in bits, the sum over ids that stand for text; an eos between documents is
-    not counted.
+    """Returns the bits of a window's text: the sum over its ids, without an eos between documents.
 
     row: the id before the window and the window's base ids, compressed. scored: the model's predictions of that row.
     """

@@ -122,9 +122,9 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """What runs the models. name: of the engine, as --engine has it. device: in words.
+    """An engine that runs models. name: its name in --engine. device: description of its device.
 
-    load: called as `mlx_zip.load`, returns a model and its tokenizer.
+    load: is called like `mlx_zip.load` and returns a model and its tokenizer.
     """
 
     name: str
@@ -166,7 +166,7 @@ def evaluate(
 
     models: folders, hub ids or bundled names. options: what to measure. pack: one pack or several to merge, each a path
     or a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
-    hypertokens, None for each model's own. row_store: see `load`. progress: whether to show it on stderr. announce:
+    hypertokens, None for each model's own. row_store: see `load`. progress: show progress on stderr. announce:
     called once, before a model is loaded, with a line that says what will be measured. runner: None for MLX.
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
@@ -237,7 +237,7 @@ def _cut_and_check_windows(
 ) -> None:
     """Cuts the text into windows with a model's tokenizer, and stores those of the first model in `inputs`.
 
-    name: the model. first: the first model. Raises `DataError` if the windows differ from the first model's.
+    name, first: names of this and of the first model. Raises `DataError` if the windows differ from the first model's.
     """
     windows = cut_windows(tokenizer, corpus.documents, inputs.context, fill_windows)
     if inputs.windows is None:
@@ -312,7 +312,7 @@ def _load_model(
     row_store: RowStore | None,
     runner: ModelRunner,
 ) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer; a plain model is loaded with the pack only if its rows were tuned for it."""
+    """Loads a model and its tokenizer; a plain model gets the pack only if its rows were tuned for that model."""
     loading = {
         "trust_remote_code": options.trust_remote_code,
         "canonical": options.canonical,
@@ -331,7 +331,7 @@ def _load_model(
 
 
 def _pack_for_requests(inputs: _EvaluationInputs) -> Pack | None:
-    """Returns the given pack, whose tokenizer need not be checked at every request; None for each model's own."""
+    """Returns the given pack, not to be checked again by its tokenizer's fingerprint; None for each model's own."""
     return None if inputs.pack is None else replace(inputs.pack, tokenizer=None)
 
 

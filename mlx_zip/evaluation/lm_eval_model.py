@@ -41,9 +41,8 @@ class ZipLM(TemplateLM):
 
     context: maximum number of base ids per request, None for the model's positions, or 2048 if its config does not
     limit them. batch_size: requests per model call. border: "whole" or "split", see the module. max_gen_toks: maximum
-    number of base tokens to generate for a task that does not say. pack: what every codebook begins
-    with, None for the model's own. seed: seed of the first batch of sampled texts; each later batch adds one.
-
+    number of base tokens to generate for a task that sets no maximum. pack: the pack whose entries every codebook
+    begins with, None for the model's own. seed: seed of the first batch of sampled texts; each later batch adds one.
     The attribute `truncated` counts the requests whose beginning was cut off. Raises `DataError` for bad arguments.
     """
 
@@ -96,8 +95,7 @@ class ZipLM(TemplateLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encodes context and continuation as one text; returns the base ids of each.
 
-        The cut is after as many ids as the context has alone. Spaces at the end of the context are moved to the
-        continuation.
+        The context gets as many ids as it has when encoded alone. Spaces at its end are moved to the continuation.
         """
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
@@ -238,7 +236,7 @@ def _choose_max_length(model: Any, context: int | None) -> int:
 def _generation_options(given: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
     """Returns a task's generation arguments as options of `stream_generate`; greedy unless the task samples.
 
-    max_gen_toks: maximum number of base tokens if the task does not say. Raises `DataError` for unknown arguments.
+    max_gen_toks: maximum number of base tokens if the task sets none. Raises `DataError` for unknown arguments.
     """
     if unknown := sorted(given.keys() - _KNOWN):
         raise DataError(f"generation arguments {', '.join(unknown)} of this task are not supported")

@@ -1,4 +1,4 @@
-"""Rates of generation: base tokens per step of generated text, and of the same text written by the compressor."""
+"""Rates of generation: base tokens per step of generated text, and of the same text compressed canonically."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class RateSettings:
 
     max_tokens: maximum number of base tokens per turn. temp, top_p, seed: as in `stream_generate`; the index of a
     batch's first conversation is added to the seed. batch_size: conversations per model call. stop: strings that end a
-    turn. keep_cache: see `measure_rates`. pack: what every codebook begins with, None for the model's own.
+    turn. keep_cache: see `measure_rates`. pack: the pack whose entries every codebook begins with, None for the model's
+    own.
     """
 
     max_tokens: int = 256
@@ -53,7 +54,7 @@ class RateSettings:
         check_batch_size(self.batch_size)
 
     def record(self) -> dict[str, Any]:
-        """Returns the settings by name; of the pack's entries only their number."""
+        """Returns the settings by name; in place of the pack, the number of its entries as "start"."""
         found = {**vars(self), "start": 0 if self.pack is None else len(self.pack)}
         del found["pack"]
         return found
@@ -64,10 +65,10 @@ class GeneratedTurn:
     """One generated turn with its counts.
 
     prompt: number of base ids read before the turn. base_ids: generated base ids, without those after the end of the
-    text. steps: number of generated ids. hypertokens: how many of them are hypertokens. canonical: number of ids into
-    which the compressor would make the same base ids after the same context, None for a plain model. invalid: number of
+    text. steps: number of generated ids. hypertokens: number of generated hypertokens. canonical: number of ids that
+    the compressor makes of the same base ids after the same context, None for a plain model. invalid: number of
     generated ids that were neither base ids nor entries of the codebook. grams: number of 4-grams of base ids.
-    repeated: how many of these had occurred before in the turn. finish_reason: see `TextStream`.
+    repeated: number of these that had occurred before in the turn. finish_reason: see `TextStream`.
     """
 
     text: str
@@ -97,7 +98,6 @@ class _RunningTurn:
     finish_reason: str | None = None
 
     def add_response(self, response: Any) -> None:
-        """Adds the next response of `stream_generate`."""
         self.text += response.text
         self.tokens.append(response.token)
         self.base_ids += response.base_ids
@@ -111,13 +111,13 @@ def measure_rates(
     settings: RateSettings,
     progress: Callable[[int], None] = lambda turns: None,
 ) -> RatesResult:
-    """Generates every turn of every conversation and returns the figures; all must have the same number of turns.
+    """Generates every turn of all conversations, which must have equally many turns, and returns the figures.
 
     By default each turn is a new request whose context is compressed canonically, as on a server without caches, and
-    conversations run in batches. keep_cache: each turn continues from the cache of the turn before, as far as their
-    base ids agree, as in a chat; conversations then run one at a time, and the context holds the emitted ids.
-    keep_cache changes nothing for a plain model, which always reads base ids. progress: called with the number of turns
-    just done.
+    conversations run in batches. keep_cache: each turn continues from the cache of the turn before, as far as that
+    cache holds a prefix of the new prompt, as in a chat; conversations then run one at a time, and the context holds
+    the emitted ids. keep_cache changes nothing for a plain model, which always reads base ids. progress: called with
+    the number of turns just done.
     """
     begun, generated = time.perf_counter(), []
     together = 1 if _keeps_cache(model, settings) or not can_batch(model) else settings.batch_size
@@ -136,7 +136,7 @@ def _keeps_cache(model: Any, settings: RateSettings) -> bool:
 
 
 def can_batch(model: Any) -> bool:
-    """Returns whether `stream` takes several prompts for the model."""
+    """Returns whether several prompts can be generated in one batch."""
     return (
         scores_itself(model)
         or has_hypertokens(model)
@@ -171,7 +171,7 @@ def _stream_turn(
 ) -> Iterator[tuple[int, Any]]:
     """Generates one turn of some conversations; yields (index of the conversation, response).
 
-    cache: the cache to continue from, of the only conversation; None for new requests.
+    cache: the cache that a single conversation continues from; None for new requests.
     """
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
@@ -232,9 +232,10 @@ def _count_turn(model: Any, turn: _RunningTurn, pack: Pack | None) -> GeneratedT
 
 
 def count_canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
-    """Returns into how many ids the compressor turns base ids after a prompt.
+    """Returns the number of ids that the compressor makes of base ids after a prompt.
 
-    prompt: base ids. book: the codebook before the prompt, or after its first base ids; the prompt is pushed to it.
+    prompt: base ids. book: the codebook before the prompt, or after its first base ids; the rest of the prompt is
+    pushed to it.
     """
     book.push(compress_next(book, np.array(prompt[book.base_length :], np.uint32)))
     return len(book.compress(np.array(base_ids, np.uint32)))
@@ -264,7 +265,7 @@ def count_repeated_grams(base_ids: Sequence[int]) -> tuple[int, int]:
 class RatesResult:
     """The result of generating conversations with one model.
 
-    turns: for each turn, those of all conversations in order. seconds: time for all turns, prompts included.
+    turns: indexed by [turn][conversation]. seconds: time for all turns, prompts included.
     """
 
     turns: tuple[tuple[GeneratedTurn, ...], ...]

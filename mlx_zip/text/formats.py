@@ -115,9 +115,9 @@ def tiktoken_split_pattern(path: Path) -> str:
 
 
 def _paired_file(path: Path, endings: dict[str, str]) -> Path:
-    """Returns the path of the other file of a pair, for example vocab.json for merges.txt, or .gz if only that exists.
+    """Returns the path of the other file of a pair, for example vocab.json for merges.txt; .gz if only that exists.
 
-    endings: how this file's name ends -> how the other's does.
+    endings: ending of this file's name -> ending of the other's.
     """
     plain = name_without_gz(path)
     own = next(ending for ending in endings if plain.endswith(ending))
@@ -180,7 +180,7 @@ def _read_word_pieces(path: Path) -> Any:
 
 
 def well_known_special_tokens(tokenizer: Any) -> dict[str, str]:
-    """Returns a tokenizer's special tokens by transformers' names, such as eos_token, as far as they are well known."""
+    """Returns those special tokens of a tokenizer that are well known, by transformers' names, such as eos_token."""
     known = {
         "bos_token": ("<s>", "<|endoftext|>", "[CLS]"),
         "eos_token": ("</s>", "<|endoftext|>", "[SEP]"),

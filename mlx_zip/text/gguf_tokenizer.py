@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file's metadata, as the files that transformers reads: tokenizer.json and its settings.
+"""Reads the tokenizer in a GGUF file's metadata as what transformers loads: tokenizer.json and its settings.
 
-Source of the keys: gguf.md of ggml. Source of what they mean, and of the names of ways to cut a text: llama-vocab.cpp
-of llama.cpp; where that differs from the tokenizer that a model was trained with, the latter counts.
+Source of the keys: gguf.md of ggml. Source of their meaning and of the values of tokenizer.ggml.pre: llama-vocab.cpp of
+llama.cpp; where llama.cpp differs from the tokenizer that a model was trained with, the latter is followed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cut:
     """How a byte-level vocabulary's texts are cut before merges apply.
 
     pattern: regular expression of the pieces, None for GPT-2's. digits: whether each digit is a piece of its own.
-    composed: whether texts are first normalized to NFC. whole: whether a piece that is a token is not built by merges.
+    composed: whether texts are first normalized to NFC. whole: whether a piece that is itself a token skips the merges.
     begins: whether a text begins with the bos token unless the file says otherwise.
     """
 
@@ -72,8 +72,8 @@ _ENDING_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_t
 _OTHER_IDS = tuple(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid"))
 _OTHER_IDS += tuple(f"fim_{name}_token_id" for name in ("pad", "rep", "sep"))  # tokens that no setting has to name
 _EXPECTED = {"add_sep_token": False, "escape_whitespaces": True, "treat_whitespace_as_suffix": False}
-_MOST_ADDED = 1 << 16  # control tokens and the user's own; the library takes a minute for half a million
-_KEPT = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other control tokens take the white space to their right
+_MOST_ADDED = 1 << 16  # control and user-defined tokens; the library takes a minute for half a million
+_KEPT = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other control tokens strip the white space to their right
 _HARMLESS = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens", "tokenizer.rwkv.world")
 
 
@@ -101,7 +101,7 @@ def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: s
 
 
 class _MetadataReader:
-    """Takes one key after the other from the metadata; what is left at the end is unknown."""
+    """Reads and removes one key of the metadata after the other; keys left at the end are unknown."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str) -> None:
         self.path, self.architecture = path, architecture
@@ -112,11 +112,10 @@ class _MetadataReader:
         self.check_tokens()
 
     def error(self, what: str) -> DataError:
-        """Returns the error for something that is wrong with this file's tokenizer."""
         return DataError(f"{self.path}: {what}")
 
     def pop_value(self, name: str, kind: type, default: Any = ...) -> Any:
-        """Removes a value from the metadata and returns it; `default` if it is missing, unless it must be there."""
+        """Removes a value from the metadata and returns it; if it is missing, `default` or, without one, an error."""
         value = self.left.pop(_GGML + name, default)
         if value is ...:
             raise self.error(f"{_GGML}{name} is missing: the file holds no tokenizer that can be used")
@@ -125,7 +124,7 @@ class _MetadataReader:
         return value
 
     def numbers_per_token(self, name: str, kinds: str, default: float) -> np.ndarray:
-        """Returns an array with a number for each token. kinds: NumPy's letters of the types that it may have."""
+        """Returns an array with a number for each token. kinds: the allowed kinds of its dtype, as NumPy's letters."""
         values = self.pop_value(name, np.ndarray, None)
         if values is None:
             return np.full(len(self.tokens), default)
@@ -134,7 +133,7 @@ class _MetadataReader:
         return values
 
     def check_tokens(self) -> None:
-        """Raises `DataError` if there is no token, one is empty or there twice, or a type is unknown."""
+        """Raises `DataError` if there are no tokens, one is empty or occurs twice, or a type is unknown."""
         if len(set(self.tokens)) != len(self.tokens) or not self.tokens or "" in self.tokens:
             raise self.error(f"{_GGML}tokens must hold tokens that differ from one another and are not empty")
         if unknown := sorted({int(kind) for kind in self.types} - {*range(_NORMAL, _BYTE + 1)}):
@@ -179,7 +178,7 @@ class _MetadataReader:
         )
 
     def token_id(self, name: str) -> int | None:
-        """Returns the id under this key, None if it is missing; negative ones and -1 as uint32 mean that too."""
+        """Returns the id under this key, None if it is missing; a negative id or -1 as uint32 counts as missing."""
         value = self.pop_value(name, int, None)
         if value is None or value < 0 or value == 0xFFFFFFFF:
             return None
@@ -230,7 +229,7 @@ class _MetadataReader:
         return pairs
 
     def build_sentencepiece(self) -> tuple[Any, bool]:
-        """Returns the tokenizer of a vocabulary with scores, and that its texts begin with the bos token."""
+        """Returns the tokenizer of a vocabulary with scores, and True, because its texts begin with the bos token."""
         if self.kind != "llama":
             raise self.error(f"{_GGML}model {self.kind[:80]!r} is not supported; supported: gpt2, llama")
         self.pop_value("pre", str, "default")
@@ -238,21 +237,21 @@ class _MetadataReader:
         scores = [float(score) for score in self.numbers_per_token("scores", "f", 0.0)]
         if self.architecture.startswith("gemma"):
             self.respell_spaces()
-            scores = [-float(i) for i in range(len(self.tokens))]  # there, the order of tokens is that of merges
+            scores = [-float(i) for i in range(len(self.tokens))]  # Gemma's files list tokens in merge order
         pieces = tuple(zip(self.tokens, scores, map(int, self.types), strict=True))
         single = self.pop_value("remove_extra_whitespaces", bool, False)
         prefix = self.pop_value("add_space_prefix", bool, True)
         return SentencePieceModel(self.path, pieces, BPE, b"", prefix, single).build_tokenizer(), True
 
     def respell_spaces(self) -> None:
-        """Makes tokens of spaces alone, which Gemma's files spell as spaces, pieces that come from merges."""
+        """Spells tokens that consist of spaces with "▁" and makes them normal, so that merges build them (Gemma)."""
         for i, token in enumerate(self.tokens):
             if not token.strip(" "):
                 self.tokens[i], self.types[i] = SPACE * len(token), _NORMAL
         self.check_tokens()
 
     def add_tokens(self, library: Any) -> None:
-        """Makes control tokens and the user's own be found in a text before it is cut."""
+        """Adds control and user-defined tokens to the library, which finds them in a text before it is cut."""
         from tokenizers import AddedToken
 
         strips = self.architecture == "phi3" and self.kind == "llama"

@@ -1,7 +1,7 @@
-"""What an answer may consist of: a grammar over base ids, by the library llguidance.
+"""Constrains an answer to a grammar over base ids, with the library llguidance.
 
-A grammar is written in llguidance's form of Lark, from the pieces that this module makes: JSON by a schema, text,
-literals and marks. `GrammarConstraint` follows one answer; it is what an engine takes as a request's `Constraint`.
+Grammars are written in llguidance's dialect of Lark, from rules that this module makes: JSON that follows a schema,
+text, literals and marks. `GrammarConstraint` follows one answer; an engine takes it as a request's `Constraint`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _vocabularies: weakref.WeakKeyDictionary[Any, GrammarVocabulary] = weakref.WeakK
 
 
 class GrammarVocabulary:
-    """A tokenizer as llguidance needs it. usable: ids that have bytes, [tokens] bool."""
+    """A tokenizer as llguidance needs it. usable: whether an id has bytes or is special, bool [tokens]."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._inner = getattr(tokenizer, "_tokenizer", tokenizer)
@@ -52,10 +52,10 @@ class GrammarVocabulary:
         self.library = _import_llguidance().LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.eos_token_id)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Returns the ids whose bytes are a text, for llguidance: the tokenizer's own where they spell it exactly.
+        """Returns ids whose bytes are a text, for llguidance: the tokenizer's own ids if they spell the text exactly.
 
-        A tokenizer may put a space before a text, or read a special token in it; a line break before the text hides the
-        first, and longest matches take the place of the second.
+        A tokenizer may put a space before a text; so the text is also encoded after a newline. It may also read a
+        special token in the text; then the longest matching tokens are returned.
         """
         data = text.encode() if isinstance(text, str) else bytes(text)
         for lead in ("", "\n"):
@@ -70,7 +70,7 @@ class GrammarVocabulary:
         return b"".join(self.tokens[i] for i in ids) == data and self._special.isdisjoint(ids)
 
     def _longest_matches(self, data: bytes) -> list[int]:
-        """Returns the ids of the longest tokens that spell the data one after the other, as far as tokens go."""
+        """Returns the ids of the longest tokens that spell the data one after the other; stops where none matches."""
         ids: list[int] = []
         while data:
             n = next((n for n in range(min(len(data), self._longest), 0, -1) if data[:n] in self._ids), 0)
@@ -139,7 +139,7 @@ class GrammarConstraint:
         return self._ended or self._matcher.is_accepting()
 
     def accepts(self, base_ids: Sequence[int]) -> bool:
-        """Returns whether all these base ids may come next; what follows an eos does not count. Nothing changes."""
+        """Returns whether all these base ids may come next, without advancing; ids after an eos are ignored."""
         before, ends = self._cut_at_eos(base_ids)
         if self._ended:
             return ends and not before
@@ -150,7 +150,7 @@ class GrammarConstraint:
         return not ends or self._may_end_after(before)
 
     def push(self, base_ids: Sequence[int]) -> None:
-        """Takes the base ids that were emitted. Raises `GenerationError` for ids that are not accepted."""
+        """Advances by base ids that were emitted. Raises `GenerationError` for ids that are not accepted."""
         if not self.accepts(base_ids):
             raise GenerationError("the answer left its grammar")
         before, ends = self._cut_at_eos(base_ids)
@@ -197,11 +197,11 @@ def _raise_if_failed(matcher: Any) -> None:
 
 
 def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
-    """Returns the rule for JSON that follows a schema, {} for any object; written on one line, as Python's json does.
+    """Returns the rule for JSON that follows a schema, {} for any object; on one line, spaced as by Python's json.
 
-    lenient: ignore keywords that llguidance does not know, which raise `GenerationError` later otherwise, and close
-    objects whose properties are listed, unless the schema says that they have others. Raises `GenerationError` for a
-    schema that is too large, too deep, or no JSON.
+    lenient: ignore keywords that llguidance does not know, instead of raising `GenerationError` later; and allow only
+    the listed properties of an object that lists some, unless the schema allows others explicitly. Raises
+    `GenerationError` for a schema that is too large, too deep, or no JSON.
     """
     options = {**_WRITING, "lenient": lenient}
     try:
@@ -219,9 +219,9 @@ def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
 
 
 def _close_objects(schema: Any) -> Any:
-    """Returns a schema in which objects that list their properties have no others, unless the schema says so.
+    """Returns a schema in which objects that list their properties have no others, unless the schema allows them.
 
-    An object with alternatives beside its properties has those of an alternative too, so it stays as it is.
+    An object with both properties and anyOf, oneOf or $ref stays as it is, because these may name further properties.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -234,7 +234,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _close_nested_objects(key: str, value: Any) -> Any:
-    """Returns the value of a schema's keyword, with `_close_objects` schemas in place of those that it holds."""
+    """Returns the value of a schema's keyword, with `_close_objects` applied to the schemas in it."""
     if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
         return {name: _close_objects(one) for name, one in value.items()}
     if key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
@@ -248,13 +248,13 @@ def literal_rule(text: str) -> str:
 
 
 def mark_rule(tokenizer: Any, text: str) -> str:
-    """Returns the rule for a mark: its token if it is one, else its text."""
+    """Returns the rule for a mark: its token if it is a single one, else its text."""
     token = single_token_id(tokenizer, text)
     return literal_rule(text) if token is None else f"<[{token}]>"
 
 
 def rules_until_mark(tokenizer: Any, name: str, text: str) -> str:
-    """Returns the rules, the first called `name`, for any text up to and with a mark."""
+    """Returns the rules, the first called `name`, for any text up to and including a mark."""
     token = single_token_id(tokenizer, text)
     if token in grammar_vocabulary(tokenizer).special_token_ids:
         return f"{name}: {name.upper()}_TEXT <[{token}]>\n{terminal_without_mark(name.upper() + '_TEXT', text)}"
@@ -262,7 +262,7 @@ def rules_until_mark(tokenizer: Any, name: str, text: str) -> str:
 
 
 def terminal_without_mark(name: str, text: str) -> str:
-    """Returns the terminal called `name`: any text that a mark does not stand in."""
+    """Returns the terminal called `name`: any text that does not contain the mark."""
     spelled = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text)
     return f"{name}: /(.|\\n)*/ & ~/(.|\\n)*{spelled}(.|\\n)*/"
 
@@ -278,7 +278,7 @@ def _import_llguidance() -> Any:
 
 # ---- schemas whose patterns would keep the library busy for seconds at every step
 
-MOST_REPEATED = 20_000  # characters of a pattern, with everything written out that is repeated a given number of times
+MOST_REPEATED = 20_000  # maximum characters of a pattern with its counted repetitions written out
 MOST_MULTIPLE = 10_000
 _ITEMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
@@ -307,7 +307,7 @@ def iterate_schema_keywords(schema: Any) -> Iterator[tuple[str, Any]]:
 
 def _expanded_pattern_length(pattern: str) -> int:
     """Returns about how many characters a pattern has with its counted repetitions written out."""
-    sums, last = [0], 0  # of the open groups, and what a repetition after the last item would repeat
+    sums, last = [0], 0  # lengths of the open groups, and of the last item, which a repetition would repeat
     for item in _ITEMS.finditer(pattern):
         if item[1]:
             times = max(int(item[1][:9]), int((item[2] or "0")[:9]))

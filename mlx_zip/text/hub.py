@@ -1,4 +1,4 @@
-"""The hub: which files of a model are fetched, what is a hub id, rows of data sets, and one line when it fails.
+"""Access to the hub: downloads files, recognizes hub ids, iterates over data sets, and reports failures in one line.
 
 Downloads follow the usual environment: HF_ENDPOINT, HF_HUB_OFFLINE and the cache folders.
 """
@@ -24,7 +24,7 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Returns whether a name has the form owner/name; a path with a leading dot, slash or tilde has not."""
+    """Returns whether a name has the form owner/name, which a path with a leading dot, slash or tilde does not."""
     return _ID.fullmatch(name) is not None and not name.endswith((".", "/"))
 
 

@@ -1,4 +1,4 @@
-"""Long texts as base ids: refused by their bytes, encoded piece by piece, and given up when nobody waits any more."""
+"""Encodes long texts: refuses them by their size, encodes piece by piece, and stops when the ids are not needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mlx_zip.text.prompts import encode_text
 from mlx_zip.text.token_facts import bytes_by_id, leading_special_ids, longest_token_bytes
 
 PIECE = 1 << 16  # characters that the tokenizer gets at a time
-LONGEST_PIECE = 1 << 19  # where a text has no words
-NO_PROMPT, MOST_ESCAPED = 1 << 20, 6  # bytes of a body that need not be prompt, and of one byte of text in JSON
+LONGEST_PIECE = 1 << 19  # maximum characters of a piece in which no word ends
+NO_PROMPT, MOST_ESCAPED = 1 << 20, 6  # bytes of a body that may be no prompt; maximum bytes of JSON per byte of text
 Check = Callable[[], None]  # raises if nobody waits for the ids any more
 _END_OF_WORD = re.compile(r"[^\W\d_](?= [^\W\d_])")
 _ACROSS_WORDS = re.compile(rb"[A-Za-z\x80-\xff] ")
@@ -21,16 +21,16 @@ _PROBES = (("one", "two"), ("A", "b"), ("it's", "a"), ("é", "ü"), ("今日", "
 
 
 class LongTexts:
-    """What must be known of a tokenizer to encode long texts. May be used from any thread.
+    """Checks and cuts long texts for one tokenizer. May be used from any thread.
 
-    most: base tokens that no prompt may exceed, None for no bound.
+    most: maximum base tokens of a prompt, None for no limit.
     """
 
     def __init__(self, tokenizer: Any, most: int | None) -> None:
         self.tokenizer, self.most = tokenizer, most
 
     def check_text_size(self, size: int, what: str = "it") -> None:
-        """Raises `PromptTooLongError` if a text of `size` bytes has more tokens than a prompt may. what: its name."""
+        """Raises `PromptTooLongError` if `size` bytes of text need too many tokens. what: name of the text."""
         if self.most is None or size <= self.most or self._longest_token_bytes is None:
             return
         if (least := -(-size // self._longest_token_bytes)) > self.most:
@@ -39,19 +39,19 @@ class LongTexts:
     def check_request_size(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes must have a prompt that is too long.
 
-        prompts: how many the body may have, a prediction counted as one. JSON has up to six bytes per byte of a text.
-        Reasoning that the chat template leaves out counts here.
+        prompts: maximum number of prompts in the body, a prediction counted as one. JSON has up to six bytes per byte
+        of a text. Reasoning counts here even if the chat template leaves it out.
         """
         if size > NO_PROMPT:
             what = "it" if prompts == 1 else "one of the request's texts"
             self.check_text_size((size - NO_PROMPT) // (MOST_ESCAPED * prompts), what)
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields the pieces of a text, each with whether it goes on in the middle of a word. The base ids that `encode`
-        returns for them are together the whole text's.
+        """Yields (piece, whether it begins in the middle of a word) for all pieces of a text.
 
-        It is cut between words. Without any for `LONGEST_PIECE` characters it is cut there all the same, and the base
-        ids next to that place may differ from the whole text's.
+        The base ids that `encode` returns for the pieces are together the whole text's, because the text is cut between
+        words. If no word ends within `LONGEST_PIECE` characters, the text is cut there, and the base ids next to the
+        cut may differ.
         """
         at, goes_on = 0, False
         while at < len(text):
@@ -60,8 +60,9 @@ class LongTexts:
             at, goes_on = end + (skip or 0), skip is None
 
     def _end_of_piece(self, text: str, at: int) -> tuple[int, int | None]:
-        """Returns where a piece ends that begins at `at`, and how many characters after it are left out before the next
-        word; None if a word may go on there.
+        """Returns where the piece that begins at `at` ends, and how many characters after it are not encoded.
+
+        The number is None if the cut may be in the middle of a word.
         """
         if len(text) - at <= PIECE:
             return len(text), 0
@@ -71,8 +72,9 @@ class LongTexts:
         return min(last, len(text)), None
 
     def encode(self, piece: str, goes_on: bool) -> list[int]:
-        """Returns the base ids of a piece. goes_on: whether it begins in the middle of a word; then it is encoded after
-        a line break, because the tokenizer may put a space in front of every text.
+        """Returns the base ids of a piece. goes_on: whether the piece begins in the middle of a word.
+
+        Such a piece is encoded after a newline, because the tokenizer may put a space in front of every text.
         """
         if goes_on:
             before, ids = encode_text(self.tokenizer, "\n"), encode_text(self.tokenizer, f"\n{piece}")
@@ -82,35 +84,35 @@ class LongTexts:
 
     @cached_property
     def _longest_token_bytes(self) -> int | None:
-        """The most bytes that one token stands for, None if unknown."""
+        """An upper bound on the bytes that one token stands for, None if unknown."""
         return longest_token_bytes(self.tokenizer)
 
     @cached_property
     def _skip_between_pieces(self) -> int | None:
-        """How many characters to leave out before a word that begins a piece: 1 for a tokenizer that puts a space in
-        front of every text, else 0. None if texts must not be cut between words.
+        """How many characters before a word are not encoded when a piece begins with that word.
 
-        No token may reach over the end of a word. Then the tokens on both sides do not depend on each other.
+        It is 1 for a tokenizer that puts a space in front of every text, else 0. It is None if texts must not be cut
+        between words, because a token may span the end of a word, or the ids of two words depend on each other.
         """
         if any(map(_ACROSS_WORDS.search, bytes_by_id(self.tokenizer))):
             return None
         return next((skip for skip in (0, 1) if all(self._encodes_separately(*pair, skip) for pair in _PROBES)), None)
 
     def _encodes_separately(self, left: str, right: str, skip: int) -> bool:
-        """Returns whether the base ids of two words are those of the first one and of the rest."""
+        """Returns whether the base ids of two words are those of the first word and those of the rest."""
         encode = lambda text: encode_text(self.tokenizer, text)
         return encode(f"{left} {right}") == encode(left) + encode(f" {right}"[skip:])
 
     @cached_property
     def special_ids_around(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
+        """Ids of the special tokens that the tokenizer adds before and after a text."""
         bare, whole = self.tokenizer.encode("a", add_special_tokens=False), list(self.tokenizer.encode("a"))
         before = list(leading_special_ids(self.tokenizer))
         return before, whole[len(before) + len(bare) :]
 
 
 def utf8_size(text: str) -> int:
-    """Returns the size of a text in UTF-8."""
+    """Returns the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
@@ -144,7 +146,6 @@ class LongEncoding:
         return ids
 
     def _raise_if_too_long(self) -> None:
-        """Raises `PromptTooLongError` if there are too many tokens already."""
         most = self._texts.most
         if most is not None and self._tokens > most:
             raise PromptTooLongError.of(self._tokens, most, "it has at least so many, and was not read to its end")

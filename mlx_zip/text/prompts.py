@@ -10,10 +10,10 @@ from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
 from mlx_zip.text.tokenizers import thinking_marks
 
 Messages = Sequence[Mapping[str, Any]]
-Encode = Callable[[Any, str, bool], list[int]]  # what `encode_text` is
+Encode = Callable[[Any, str, bool], list[int]]  # the type of `encode_text`
 
 _OURS = {"tokenizer", "messages", "conversation", "tokenize", "continue_final_message", "add_generation_prompt"}
-_QUERY = "\ue000query\ue001"  # characters for private use, which no template looks for
+_QUERY = "\ue000query\ue001"  # private-use characters, which no template looks for
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,11 @@ class Chat:
         self, tokenizer: Any, answers: Mapping[str, Sequence[int]] | None = None, encode: Encode | None = None
     ) -> list[int]:
         """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for it.
-        encode: used in place of `encode_text`.
 
-        An assistant message whose content is one of `answers` is represented by those ids, because the tokenizer may
-        split its text otherwise than the model did. So is one with reasoning or calls of tools, if what the template
-        writes for it is one of `answers`. If the template does not write a content as it stands (white space around it
-        apart), the message is encoded as text.
+        encode: used in place of `encode_text`. An assistant message whose content is one of `answers` is represented by
+        those ids, because the tokenizer may split its text otherwise than the model did. A message with reasoning or
+        tool calls is too, if the text that the template writes for it is one of `answers`. If the template does not
+        write a content as it stands (white space around it apart), the message is encoded as text.
         """
         whole, at, encode = self.text(tokenizer), 0, encode or encode_text
         ids: list[int] = []
@@ -101,7 +100,7 @@ class Chat:
 
 
 def as_chat(prompt: Any) -> Chat | None:
-    """Returns the conversation that a prompt is: a `Chat` or a list of messages; None for any other prompt."""
+    """Returns a `Chat`, or a list of messages as a `Chat`; None for a prompt of any other kind."""
     if isinstance(prompt, Chat):
         return prompt
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
@@ -139,7 +138,7 @@ def encode_prompt(
 def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
     """Returns chat messages as text; `options` go to the chat template.
 
-    Raises `GenerationError` with the template's words, or when the text it makes is not valid Unicode.
+    Raises `GenerationError` with the template's message, or if the rendered text is not valid Unicode.
     """
     from jinja2 import TemplateError
     from transformers.utils import chat_template_utils as of_tools
@@ -167,9 +166,9 @@ def check_system_message(tokenizer: Any, system: str, options: Mapping[str, Any]
 
 
 def check_unicode(what: str, text: str) -> None:
-    """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold. what: its name there.
+    """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold.
 
-    Python puts one into a command-line argument for each byte that is not UTF-8.
+    what: name of the text. Python decodes each byte of a command-line argument that is not UTF-8 to such a half.
     """
     try:
         text.encode("utf-8")
@@ -227,11 +226,11 @@ def find_known_answers(
     """Returns the known answers in a conversation, in order; they do not overlap.
 
     turns: its messages, without a prefill. whole: its text. render: makes text of changed messages. answers: text of an
-    answer, as it was emitted -> its ids. think_start: the mark that a prompt may have ended with, so that the emitted
-    text goes on behind it.
+    answer, as it was emitted -> its ids. think_start: the mark that the prompt may have ended with; the emitted text
+    then begins after it.
 
-    A message is found by rendering the conversation with a mark in place of what was emitted. A message with calls or
-    reasoning counts if the text in the mark's place is one of `answers`; other messages if their content is.
+    A message is found by rendering the conversation with a mark in place of what was emitted. A message with tool calls
+    or reasoning counts if the text in the mark's place is one of `answers`; other messages if their content is.
     """
     if not answers:
         return []
@@ -253,20 +252,20 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
 
 
 class _EmittedAnswers(NamedTuple):
-    """Emitted ids by text. leads: what may stand before an emitted text, because it was the prompt's end."""
+    """Emitted ids by text. leads: texts that ended the prompt, and so may precede an emitted text in its message."""
 
     ids: Mapping[str, Sequence[int]]
     leads: Sequence[str]
 
     def ids_of_text(self, text: str) -> Sequence[int] | None:
-        """Returns the ids of an emitted text, None if it is unknown; another thread may forget it at any time."""
+        """Returns the ids of an emitted text, None if it is unknown; another thread may remove it at any time."""
         try:
             return self.ids[text]
         except KeyError:
             return None
 
     def find_in_message(self, text: str, at: int) -> KnownAnswer | None:
-        """Returns the answer that a message's text is. at: the text's first character in the conversation."""
+        """Returns the known answer with the text of a message, None if unknown. at: the text's first character."""
         for lead in self.leads:
             if text.startswith(lead) and (ids := self.ids_of_text(text[len(lead) :])) is not None:
                 return KnownAnswer(at + len(lead), at + len(text), ids)
@@ -276,7 +275,7 @@ class _EmittedAnswers(NamedTuple):
 def _locate_answers(
     turns: Turns, marked: Sequence[int], whole: str, render: Callable[[Turns], str], answers: _EmittedAnswers
 ) -> list[KnownAnswer] | None:
-    """Returns the known ones among the marked messages; None if the rendered marks do not lead to them."""
+    """Returns the known ones among the marked messages; None if the text around the marks does not fit `whole`."""
     marks = [f"\ue000answer {i}\ue001" for i in marked]
     parts = _split_at_marks(render(_replace_with_marks(turns, dict(zip(marked, marks, strict=True)))), marks)
     if parts is None or not whole.startswith(parts[0]):
@@ -306,7 +305,7 @@ def _replace_with_marks(turns: Turns, marks: Mapping[int, str]) -> Turns:
 
 
 def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
-    """Returns the texts before, between and after marks; None if a mark does not stand there exactly once."""
+    """Returns the texts before, between and after marks; None if a mark does not occur there exactly once."""
     parts = [text]
     for mark in marks:
         if parts[-1].count(mark) != 1:
@@ -316,7 +315,7 @@ def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _possible_message_ends(whole: str, part: str, at: int) -> list[int]:
-    """Returns the first places from `at` on where a message may end, because `part` follows."""
+    """Returns the first positions, from `at` on, at which `part` begins: there a message may end."""
     ends: list[int] = []
     while len(ends) < _MOST_ENDS and (end := whole.find(part, ends[-1] + 1 if ends else at)) >= 0:
         ends.append(end)

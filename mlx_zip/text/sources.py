@@ -1,7 +1,7 @@
 """Records from files and data sets, in order, each with the place it came from.
 
-Reading has two halves, so that the costly one can run elsewhere: `SourceReader` cuts its sources into items and looks
-into none of them; `parse_item` makes a record of an item, or says why it cannot.
+Reading has two halves, so that the costly one can run in other processes: `SourceReader` splits sources into items
+without parsing them; `parse_item` makes a record of an item, or says why it cannot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODE = (
     *(".java", ".kt", ".scala", ".swift", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r"),
     *(".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".cs", ".fs", ".dart", ".zig", ".nim", ".sql", ".sh"),
 )
-DATA = (*JSONL, ".csv", ".tsv", ".arrow", hub.PARQUET)  # of the files in a folder that is a data set
+DATA = (*JSONL, ".csv", ".tsv", ".arrow", hub.PARQUET)  # endings of the files in a data set's folder
 KEYS = ("text", "messages", "prompt", "completion", "tools")
 LONGEST = 1 << 22  # bytes after which a document is cut at the next line into items that are tokenized one by one
 _BOM = b"\xef\xbb\xbf"
@@ -162,8 +162,8 @@ class SourceReader:
 def _split_documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iterator[Item]:
     """Yields the documents of a text file as items; those longer than `LONGEST` bytes come in parts.
 
-    name: the file's, for `Item.where`. separator: line between two documents, which belongs to neither, nor do newlines
-    around it; None if the file is one document.
+    name: the file's name, for `Item.where`. separator: line between two documents, None if the file is one document.
+    Neither the separator nor the newlines around it belong to a document.
     """
     end = None if separator is None else separator.encode("utf-8")
     pending: list[bytes] = []  # lines of the item that is not yet complete, which begins at line `first`
@@ -187,7 +187,7 @@ def source_kind(name: str) -> str:
     """Returns how a file, folder or data set is read: "text", "json", "folder" or "data set".
 
     "folder": a folder with source files (`CODE`) and no files of a data set; each source file is a document. Raises
-    `DataError` for a name that is nothing of these.
+    `DataError` for any other name.
     """
     plain = name.removesuffix(".gz")
     path = Path(name)
@@ -211,7 +211,7 @@ def source_kind(name: str) -> str:
 
 
 def source_files(name: str) -> list[str]:
-    """Returns the files that a name is read from, in order; for a data set only a .parquet file, else none.
+    """Returns the files that a name is read from, in order; for a data set, [] or the .parquet file that it names.
 
     Raises `DataError`, as `source_kind`.
     """
@@ -225,7 +225,7 @@ def source_files(name: str) -> list[str]:
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a name is read from files that are not a data set's, so that their size is known beforehand."""
+    """Returns whether a name is read from files, not from a data set, so that the size is known beforehand."""
     return source_kind(name) != "data set"
 
 

@@ -1,10 +1,8 @@
 """Turns generated base ids into text that may be shown, and finds where a text ends.
 
 A text ends at an eos, at a stop string (matched on text, wherever token borders lie) or at the token limit. The
-tokenizer's streaming detokenizer makes text of ids.
-
-A text's tokens are placed by characters: what was held back, cut off or dropped shifts pieces of text against ids, so
-each id notes which characters it gave. An id in two pieces is in both, and says so.
+tokenizer's streaming detokenizer makes text of ids. `TextStream.characters` relates ids to characters of the text,
+because text may be shown only with a later id, or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from mlx_zip.text.tokenizers import as_tokenizer
 
 
 class StopMatcher:
-    """Cuts text before the stop string that is completed first, and holds back what may become one.
+    """Cuts text before the stop string that is completed first, and holds back text that may become a stop string.
 
     The result does not depend on how the text was cut into pieces.
     """
@@ -56,7 +54,7 @@ class StopMatcher:
 
 
 def partial_mark_length(text: str, marks: Sequence[str]) -> int:
-    """Returns the length of the longest end of a text with which a mark begins, 0 if none does; no mark is whole."""
+    """Returns the length of the longest suffix of a text that is a proper prefix of a mark, 0 if there is none."""
     longest = max(map(len, marks), default=1) - 1
     tails = range(min(longest, len(text)), 0, -1)
     return next((n for n in tails if any(mark.startswith(text[-n:]) for mark in marks)), 0)
@@ -97,7 +95,7 @@ class TextStream:
     def feed(self, expansion: Sequence[int], last: bool = False) -> TextPiece:
         """Takes the base ids of one generated id and returns what it adds to the text.
 
-        last: whether no more can follow: the limit is reached, or the context is full.
+        last: whether no further id can follow, because the limit is reached or the context is full.
         """
         text = ""
         for n, base_id in enumerate(expansion, start=1):
@@ -113,7 +111,7 @@ class TextStream:
 
     @property
     def characters(self) -> int:
-        """How many characters the base ids so far have given, with those that are held back or cut off."""
+        """Number of characters that the base ids so far have given, including text that is held back or cut off."""
         return self._taken
 
     @property
@@ -122,7 +120,7 @@ class TextStream:
         return self._stops.stopped_by
 
     def finish(self, reason: str) -> TextPiece:
-        """Returns the text held back, when no more ids will come for a reason that the ids do not tell.
+        """Ends the text for a reason other than its ids and returns the text held back.
 
         reason: the finish_reason, unless a stop string ends the text that was held back.
         """
@@ -137,8 +135,8 @@ class TextStream:
     def _take_new_text(self) -> str:
         """Returns the detokenizer's text beyond what was taken before.
 
-        Its text may shrink for a while: with a byte-fallback decoder, the first byte of a character turns characters
-        before it that are spelt in bytes into replacement characters, until it is complete.
+        The detokenizer's text may shrink for a while: with a byte-fallback decoder, the first byte of a character turns
+        preceding characters that are spelt in bytes into replacement characters, until the new character is complete.
         """
         text = self._detokenizer.text
         new, self._taken = text[self._taken :], max(self._taken, len(text))

@@ -16,7 +16,7 @@ from mlx_zip.vocab.first_stage import BYTE_OF
 
 _COMPOSING = {"NFC", "NFKC"}
 _KEEPING = {"Sequence", "Prepend", "NFD", *_COMPOSING, "ByteLevel", "Metaspace", "Split", "Punctuation", "Digits"}
-_MOST_SHRINKING = 4  # bytes of a character that become one byte, when characters are composed
+_MOST_SHRINKING = 4  # maximum factor by which composing characters (NFC, NFKC) shortens a text
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -41,8 +41,8 @@ def leading_special_ids(tokenizer: Any) -> tuple[int, ...]:
 def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.int64]]:
     """Returns a text's base ids, uint32 [n], without special tokens, and the UTF-8 bytes of each, int64 [n].
 
-    An id has the bytes from its first character up to the next id's; of ids that begin at the same character the last
-    one has them. If the tokenizer knows no offsets, the bytes are spread evenly. The sum is always the text's bytes.
+    An id gets the bytes from its first character up to the next id's first character; of several ids that begin at the
+    same character, the last gets them. Without offsets, bytes are spread evenly. They always sum to the text's bytes.
     """
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     encoded = inner(text, add_special_tokens=False, return_offsets_mapping=inner.is_fast, verbose=False)
@@ -64,9 +64,9 @@ def bytes_before_characters(text: str) -> NDArray[np.int64]:
 
 
 def longest_token_bytes(tokenizer: Any) -> int | None:
-    """Returns a bound on the bytes of text that one token stands for, None where there is none.
+    """Returns an upper bound on the bytes of text that one token stands for, None if there is no bound.
 
-    There is none for a tokenizer that leaves out or replaces parts of a text, for example white space.
+    A tokenizer that leaves out or replaces parts of a text, for example white space, has no bound.
     """
     backend = getattr(getattr(tokenizer, "_tokenizer", tokenizer), "backend_tokenizer", None)
     if backend is None:
@@ -88,11 +88,11 @@ def _keeps_whole_text(step: Any) -> bool:
 
 
 def bytes_by_id(tokenizer: Any) -> list[bytes]:
-    """Returns the bytes that each id adds to a text, b"" for ids without a token; special tokens have their names.
+    """Returns the bytes that each id adds to a text: b"" for ids without a token, the name for an added token.
 
     tokenizer: our `Tokenizer`, mlx-lm's wrapper, or one of transformers. A space that the decoder drops at the
-    beginning of a text is kept. Vocabularies that are neither byte-level nor of SentencePiece's kind are read through
-    `decode`, each id after another one.
+    beginning of a text is kept. For vocabularies that are neither byte-level nor of SentencePiece's kind, each id is
+    decoded after a fixed text.
     """
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     vocabulary = inner.get_vocab()
@@ -105,7 +105,7 @@ def bytes_by_id(tokenizer: Any) -> list[bytes]:
 
 
 def _token_bytes_function(tokenizer: Any, names: list[str | None]) -> Any:
-    """Returns the function from an id that is no added token to its bytes. names: id -> the token's name."""
+    """Returns the function from an id to its bytes, except for added tokens. names: id -> the token's name."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     steps = [] if backend is None else list(_iterate_steps(json.loads(backend.to_str()).get("decoder")))
     kinds = {step["type"] for step in steps}
@@ -151,7 +151,6 @@ class TokenTexts:
         self._before = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
 
     def __getitem__(self, base_ids: Sequence[int]) -> tuple[str, bytes]:
-        """Returns the text and the bytes of a token."""
         key = tuple(base_ids)
         if (found := self._known.get(key)) is None:
             if len(self._known) >= _MOST:

@@ -1,7 +1,7 @@
 """Tokenizers: one loader for any published format, a model's folder, a bundled model's name or a hub id.
 
-What is loaded is a tokenizer as every engine needs it: one of transformers, with its chat template, ends of text and
-streamed text.
+A loaded tokenizer is one of transformers, wrapped with what every engine needs: chat template, ids that end a text,
+streaming detokenizer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def find_damaged_json(folder: Path) -> str | None:
 
 
 def _missing_file_reason(folder: Path) -> str | None:
-    """Returns that a folder has no tokenizer file, and which there can be; None if it has one."""
+    """Returns a message if a folder has no tokenizer file, naming the kinds that are read, else None."""
     if any(is_tokenizer_file(file) for file in folder.iterdir()):
         return None
     return f"it has no tokenizer file ({KINDS})"
@@ -94,14 +94,15 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
 
 
 def must_be_local_path(name: str) -> bool:
-    """Returns whether a name can only be a local path, because it has not the form of a hub id."""
+    """Returns whether a name can only be a local path, because it does not have the form of a hub id."""
     return not hub.is_hub_id(name)
 
 
 def _standalone_tokenizer_file(path: Path) -> Path | None:
     """Returns the tokenizer file to read without transformers' settings, None if transformers should read `path`.
 
-    That file is `path` itself, unless it is a tokenizer.json, or one of GPT-2's two files in a folder without settings.
+    It is `path` if that is a tokenizer file but no tokenizer.json, or the merge list in a folder `path` without
+    settings.
     """
     if path.is_dir():
         return None if any((path / name).is_file() for name in _SETTINGS) else find_gpt2_merges(path)
@@ -154,8 +155,8 @@ def as_tokenizer(tokenizer: Any) -> Any:
 def thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
     """Returns the texts that mark the beginning and end of a model's reasoning, None for a model without such marks.
 
-    tokenizer: our `Tokenizer`, or mlx-lm's wrapper, whose own marks come first. Else a pair of marks counts if both are
-    tokens, or if both stand in the chat template.
+    They are the tokenizer's own marks if it is mlx-lm's wrapper and has some; else a known pair of which both are
+    tokens, or both stand in the chat template.
     """
     begin, end = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
     if isinstance(begin, str) and isinstance(end, str):
@@ -259,9 +260,9 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are no complete character (yet)
 class Detokenizer:
     """Streams the text of ids with mlx-lm's interface: `add_token`, `text`, `last_segment`, `finalize`, `reset`.
 
-    `text` is the text so far and only grows; an incomplete character is held back until `finalize`. Each id costs one
-    `decode` of the few ids since the last but one piece of text: a decoder may drop a space at the beginning of a text,
-    so the ids of the piece before are decoded too.
+    `text` is the text so far and only grows; an incomplete character is held back until `finalize`. For each id, only
+    the ids of the previous piece of text and the new ids are decoded. The previous piece is needed because a decoder
+    may drop a space at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

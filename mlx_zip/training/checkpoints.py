@@ -100,7 +100,7 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def load_last_checkpoint(run: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
-    """Restores the last checkpoint of a run as by `load_checkpoint`; returns no progress if the run has none."""
+    """Restores the last checkpoint of a run by `load_checkpoint`; returns zero progress if the run has none."""
     found = list_checkpoints(run)
     return load_checkpoint(found[-1][1], trainee, optimizer, fingerprint) if found else Progress()
 
@@ -162,7 +162,7 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
 
 
 def hash_trained_weights(run: Path) -> str:
-    """Returns the SHA-256 of the trained weights that `load_trained_weights` takes. Raises `TrainingError`."""
+    """Returns the SHA-256 of the file that `load_trained_weights` reads. Raises `TrainingError`."""
     path = _find_last_weights(run)
     try:
         with path.open("rb") as file:

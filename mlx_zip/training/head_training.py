@@ -23,7 +23,7 @@ from mlx_zip.training.trainer import Trainer
 
 
 class HeadTrainer(Trainer):
-    """A run that trains a head. Its loss says nothing of the text, so there are no bits per byte."""
+    """A run that trains a draft head. Its loss is not that of a text, so no bits per byte are reported."""
 
     loss_is_of_text = False
 
@@ -62,7 +62,7 @@ def check_data_fits(plain: bool, params: CodecParams) -> None:
 
 
 def freeze_model(model: Any, settings: TrainSettings) -> Any:
-    """Returns the model with all weights frozen. On the CPU, where packed weights are slow, they become floats."""
+    """Returns the model with all weights frozen. On the CPU, where quantized weights are slow, they are dequantized."""
     if mx.default_device() == mx.cpu:
         model = dequantize(model, settings.dtype)
     elif settings.dtype == "float32":

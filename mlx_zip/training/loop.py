@@ -1,6 +1,6 @@
-"""The training loop that all trainers share: steps, reports, checkpoints, stop signals, and memory given back.
+"""The training loop that all trainers share: steps, reports, checkpoints, stop signals, and freeing of cached memory.
 
-Source of the memory's handling: mlx-lm 0.32, `mlx_lm.tuner.trainer` (`train`, `_clear_cache` with its default threshold
+Source of the memory handling: mlx-lm 0.32, `mlx_lm.tuner.trainer` (`train`, `_clear_cache` with its default threshold
 of 0 bytes).
 """
 
@@ -50,7 +50,7 @@ class TrainingJob(Protocol):
 
 
 def make_steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
-    """Returns the bar of a run up to the step where `run_steps` ends; only its reports are lines. done: steps done."""
+    """Returns the progress bar of `run_steps`; without a terminal, only reports are printed. done: steps done."""
     last = settings.iters if until is None else min(until, settings.iters)
     return ProgressBar(last, "step", "Training", done, shown=not quiet, interval_s=math.inf)
 
@@ -61,8 +61,8 @@ def run_steps(
     """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
 
     Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
-    `iters`, saves every `save_every` steps. Memory is wired on a Mac meanwhile, and given back after every step. asked:
-    returns the stop signal received, or None. Returns whether a signal ended the run.
+    `iters`, saves every `save_every` steps. On a Mac, MLX's memory is wired during training. MLX's cached memory is
+    freed after every step. asked: returns the stop signal received, or None. Returns whether a signal ended the run.
     """
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
     with WiredMemory(keep_s=0.0, streams=[mx.default_stream(mx.default_device())]):
@@ -86,7 +86,7 @@ def run_steps(
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """Raised when a signal has stopped a run, whose last step is saved. progress: the run's. number: the signal's."""
+    """Raised after a signal stopped a run and its last step was saved. number: the signal's number."""
 
     def __init__(self, progress: Progress, number: int) -> None:
         super().__init__(f"stopped after step {progress.step}")
@@ -118,6 +118,6 @@ def catch_stop_signals() -> Iterator[StopAsked]:
 
 
 def free_cached_memory() -> None:
-    """Gives memory that MLX keeps for reuse back to the system: batches differ in shape, so little of it is reused."""
+    """Frees MLX's cached buffers: batches differ in shape, so few buffers would be reused."""
     if mx.get_cache_memory() > 0:
         mx.clear_cache()

@@ -52,10 +52,10 @@ _SCHEDULE_KEYS = {"name", "warmup", "warmup_init", "arguments"}
 
 
 def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
-    """Returns the settings under our names; other names than mlx-lm's stay, and None counts as not given.
+    """Returns the settings under our names. Names that mlx-lm does not have are kept; values of None are dropped.
 
-    iters: the run's steps if `values` does not say. Raises `TrainingError` for a setting that has no counterpart here,
-    saying what to use instead, and for a setting that is given by two names.
+    iters: number of steps of the run if `values` has no `iters`. Raises `TrainingError` for a setting that has no
+    counterpart here, saying what to use instead, and for a setting that is given under two names.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name, reason in _REFUSED.items():
@@ -80,7 +80,7 @@ def _add_translated(found: Values, name: str, ours: Values) -> None:
     found.update(ours)
 
 
-# ---- one function per name of mlx-lm: value, settings given and steps of the run -> settings under our names
+# ---- one function per name of mlx-lm: from its value, the given settings and the run's steps to settings of ours
 
 
 def _translate_num_layers(value: Any, found: Values, iters: int) -> Values:
@@ -98,7 +98,7 @@ def _translate_adapter_path(value: Any, found: Values, iters: int) -> Values:
 def _translate_lora_parameters(value: Any, found: Values, iters: int) -> Values:
     given = _check_mapping("lora_parameters", value, set(_LORA_NAMES))
     if isinstance(given.get("keys"), list | tuple):
-        given["keys"] = ",".join(map(str, given["keys"]))  # without a key: as if not given
+        given["keys"] = ",".join(map(str, given["keys"]))  # an empty list counts as not given
     return {
         _LORA_NAMES[name]: _to_number(one) if name in ("scale", "dropout") else one
         for name, one in given.items()

@@ -47,10 +47,10 @@ class TuningResult:
 
 
 def load_model_to_tune(name: str, params: CodecParams, position_mode: str, trust_remote_code: bool = False) -> Model:
-    """Loads the model that a pack is tuned for, with the codec `params`; a plain model gets a codebook.
+    """Loads the model that a pack is tuned for, with the codec `params`.
 
-    name: model folder, bundled model or hub id. position_mode: how a plain model counts positions; a zip2zip model has
-    its own way. trust_remote_code: as in `load`.
+    name: model folder, bundled model or hub id; a plain model gets a codebook and an averaging encoder. position_mode:
+    how a plain model counts positions; a zip2zip model keeps its own mode. trust_remote_code: as in `load`.
     """
     folder = find_model_folder(name)
     if read_model_config(folder)["model_type"] == MODEL_TYPE:
@@ -67,14 +67,14 @@ def load_model_to_tune(name: str, params: CodecParams, position_mode: str, trust
 
 
 def dequantize(model: Model, dtype: str = "float32") -> Model:
-    """Returns the model with quantized weights turned into floats, in its encoders too.
+    """Returns the model with all quantized weights dequantized, its hyper-encoders included.
 
-    dtype: number type in which the model will compute, "float32" or "bfloat16".
+    dtype: "float32" or "bfloat16", in which the model will compute.
     """
     from mlx_lm.utils import dequantize_model
 
     if dtype == "float32":
-        model.set_dtype(mx.float32)  # first, else 16-bit scales would make weights rounded to 16 bits
+        model.set_dtype(mx.float32)  # before dequantizing: 16-bit scales would give weights rounded to 16 bits
     made: Any = dequantize_model(model)
     return made
 
@@ -92,14 +92,14 @@ def tune_pack(
     save_dtype: str = "float32",
     quiet: bool = False,
 ) -> TuningResult:
-    """Tunes the rows of a pack's entries, from the run's last checkpoint if there is one. The model is frozen.
+    """Trains the rows of a pack's entries with the model frozen, from the run's last checkpoint if there is one.
 
     data, valid: samples to train and to validate on, whose codebooks begin with the pack's entries. run: folder of
     checkpoints and metrics. plain: whether the model was plain when it was loaded. name: fingerprint of the model that
-    the rows are for; None: that of `model`, which is wrong for a dequantized one. save_dtype: number type of the saved
-    rows, float16 or float32. The first rows are those that the pack has for this model, else those that the model's
-    encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and LoRA settings are ignored;
-    `settings.dtype` may change the model's. Raises `TrainingError`, `DataError`.
+    the rows are for; None: that of `model`, which is wrong for a dequantized one. save_dtype: dtype of the saved rows,
+    float16 or float32. Training begins with the pack's rows for this model if it has any, else with the rows that the
+    model's encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and LoRA settings are
+    ignored; with `settings.dtype` float32 the model is cast to float32. Raises `TrainingError`, `DataError`.
     """
     _check_windows_fit(model, data, valid)
     check_enough_samples(data, valid, settings)

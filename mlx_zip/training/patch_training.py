@@ -96,7 +96,7 @@ class PatchCorpus:
 
 
 def cut_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
-    """Joins documents, each followed by the id `end`, and returns windows [W, length] of them; a rest is left out."""
+    """Joins documents, each followed by the id `end`, and returns windows [W, length]; ids left over are dropped."""
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)
@@ -180,7 +180,7 @@ def train_patch_model(
 ) -> Progress:
     """Trains from the run's last checkpoint until `settings.iters` steps are done, and saves the last step.
 
-    until: stop after this step already; a later call continues the run. asked: function of `catch_stop_signals`; the
+    until: stop earlier, after this step; a later call continues the run. asked: function of `catch_stop_signals`; the
     run stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
     steps_per_report, save_every, keep, and those of the optimizer.
 
@@ -344,10 +344,10 @@ def fit_patch_model(
 def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
     """Measures a patch model on documents. Raises `DataError` for texts without bytes.
 
-    The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last is shorter.
-    Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches per word;
-    None without words), forward_flops_per_byte (counted as in the paper, for the mean symbols per patch of these
-    texts), parameters, and exact: whether the patches spell the texts byte by byte.
+    The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last window may be
+    shorter. Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches
+    per word; None without words), forward_flops_per_byte (see `hierarchical_flops`, for the mean symbols per patch of
+    these texts), parameters, and exact: whether the patches spell the texts byte by byte.
     """
     ids = cut_windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
     whole = len(ids) // saved.context * saved.context

@@ -129,7 +129,7 @@ def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | N
 
 
 def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns what makes a trainer's stepper. config: the model's config.json. Raises `InstallationError`."""
+    """Returns the stepper class, or a function like it. config: the model's config.json. Raises `InstallationError`."""
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
@@ -216,9 +216,9 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
 
 
 def _choose_valid_share(options: RunOptions, begun: BegunRun | None) -> float:
-    """Returns the share of the samples to hold out. Raises `TrainingError` unless it is that of the run in the folder.
+    """Returns the share of the samples to hold out. Raises `TrainingError` if the run in the folder has another share.
 
-    begun: that run, None for a new one.
+    begun: the run in the folder, None for a new one.
     """
     asked = options.valid_share
     if begun is not None:
@@ -233,7 +233,7 @@ def _choose_valid_share(options: RunOptions, begun: BegunRun | None) -> float:
 def _continues_with_more_steps(out: Path, begun: BegunRun, iters: int) -> bool:
     """Whether a run continues with another number of steps than it began with; raises `TrainingError` if it must not.
 
-    Allowed are the number it was raised to before and, once that is reached, any larger one.
+    Allowed are the number of steps that it was last raised to and, once these are done, any larger number.
     """
     if iters == begun.iters == begun.raised_to:
         return False
@@ -304,9 +304,9 @@ def _check_vocabulary_and_context(config: Mapping[str, Any], data: JoinedFolders
 def _make_run_record(
     options: RunOptions, settings: TrainSettings, data: JoinedFolders, begun: BegunRun | None
 ) -> dict[str, Any]:
-    """Returns what the run trains, by which the same command knows it again, see `open_run_folder`.
+    """Returns the record of what the run trains, by which `open_run_folder` recognizes the run.
 
-    begun: the run in the folder, None for a new one. A run with checkpoints does not need the run before it any more.
+    begun: the run in the folder, None for a new one. Once it has a checkpoint, --init-from is not read again.
     """
     origin = options.model if options.scratch is None else options.scratch.name
     before = {}

@@ -58,7 +58,7 @@ def _prepare_command(options: RunOptions, data: str, out: str) -> str:
 
 
 def check_length_and_mask(options: RunOptions, data: JoinedFolders) -> None:
-    """Raises `DataError` if the data were prepared otherwise than --max-seq-length or --mask-prompt ask for."""
+    """Raises `DataError` if the data were not prepared as --max-seq-length and --mask-prompt ask for."""
     for part in data.parts:
         if options.max_seq_length is not None and part.context > options.max_seq_length:
             raise DataError(
@@ -77,11 +77,12 @@ def check_length_and_mask(options: RunOptions, data: JoinedFolders) -> None:
 class JoinedFolders:
     """Several prepared folders read as one, in the order given.
 
-    Folders prepared without hypertokens (merge size 1 or codebook size 0) may be among others, whose codec is then that
-    of all: their samples are plain. Raises `DataError` when the codecs differ otherwise.
+    Folders prepared without hypertokens (merge size 1 or codebook size 0) may be joined with compressed ones: all then
+    have the codec of the compressed folders, and the samples of the other folders are marked as plain. Raises
+    `DataError` when the codecs differ otherwise.
 
-    lengths, base_ids: ids and base ids of every sample; those of length 0 are never read. starts: entries of every
-    sample's starting codebook. All are int64 [len(self)].
+    lengths, base_ids: number of ids and of base ids in every sample; samples of length 0 are never read. starts: number
+    of entries in every sample's starting codebook. All are int64 [len(self)].
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
@@ -109,7 +110,7 @@ class JoinedFolders:
         return replace(sample, plain=True) if self._plain[number] else sample
 
     def only(self, chosen: NDArray[np.bool_]) -> JoinedFolders:
-        """Returns the samples of `chosen` (bool [len(self)]), with their numbers; the others have length 0."""
+        """Returns the samples of `chosen` (bool [len(self)]) under their old indices; the others have length 0."""
         made = copy(self)
         made.lengths, made.base_ids = np.where(chosen, self.lengths, 0), np.where(chosen, self.base_ids, 0)
         return made

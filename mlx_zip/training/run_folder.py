@@ -18,9 +18,10 @@ RUN_RECORD = "train.json"
 
 @dataclass(frozen=True)
 class BegunRun:
-    """A run by its record: the steps it began with, those it was raised to later, and the share held out.
+    """A run as its record in a folder describes it. iters: number of steps that it was begun with.
 
-    init_from: digest of the trained weights that it began with, None for new ones.
+    raised_to: number of steps that it was raised to later, else `iters`. valid_share: share of the samples held out.
+    init_from: digest of the trained weights that it began with, None without --init-from.
     """
 
     iters: int
@@ -30,7 +31,7 @@ class BegunRun:
 
 
 def read_begun_run(out: Path) -> BegunRun | None:
-    """Returns the run in a folder that has saved a step; None without one, or if its record has no number of steps.
+    """Returns the run in a folder; None if it has saved no step, or if its record has no number of steps.
 
     Raises `TrainingError` for a damaged record.
     """
@@ -67,9 +68,9 @@ def _list_names(out: Path) -> set[str]:
 
 @contextmanager
 def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
-    """Keeps other processes from training in a run's folder while the block runs. Raises `TrainingError` if one does.
+    """Keeps other processes from training in a run's folder while the block runs.
 
-    flag: the flag that names the folder.
+    flag: the flag that names the folder. Raises `TrainingError` if another process trains there.
     """
     with try_lock_folder(out) as alone:
         if not alone:
@@ -86,11 +87,11 @@ def record_more_iters(out: Path, iters: int) -> None:
 
 
 def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
-    """Makes the run's folder, or checks that the folder is this run's. Raises `TrainingError` if it is not.
+    """Creates the run's folder, or checks that an existing folder belongs to this run.
 
-    A run that ended before its first checkpoint gives way to this one.
-
-    record: what the run trains. mark: fingerprint of model, settings and record. flag: the flag that names the folder.
+    A run that ended before its first checkpoint is removed and replaced. Raises `TrainingError` if the folder holds
+    anything else. record: what the run trains. mark: fingerprint of model, settings and record. flag: the flag that
+    names the folder.
     """
     path, advice = out / RUN_RECORD, f"choose another {flag}"
     if _has_no_saved_step(out, f"; {advice}"):
@@ -111,7 +112,7 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
 
 
 def _remove_unstarted_run(out: Path, flag: str) -> None:
-    """Removes the record and the log of a run that has saved no step. Raises `TrainingError` if it runs now."""
+    """Removes record and log of a run that has saved no step. Raises `TrainingError` if a process trains there."""
     try:
         with lock_run_folder(out, flag):
             (out / METRICS_FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The log of a run, one JSON line per report or validation; its curves, and the services that get its lines."""
+"""The log of a run, one JSON line per report or validation; plots it and sends its lines to reporting services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints: a header; in the end its figures, hints, what to do next; and the baseline that it names."""
+"""Makes the lines that a run prints (header, final figures, hints, next commands), and measures the base for them."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""Saves what was trained: an ordinary model folder, or only what LoRA training changed.
+"""Saves the result of training: a model folder, or only a LoRA adapter and the hyper-encoders.
 
-A model that was quantized before is quantized again. Layers that had adapters on a quantized base are saved in 8 bits
-(`--adapted-bits` chooses): unquantized they make a 4-bit model several times larger, and in the base's own 4 bits a
-change that is smaller than a rounding step is mostly lost. Tried once, with one seed and no record: `stories-base` in 4
-bits, LoRA of rank 16, 40 steps on source code. Held-out bits per byte fell from 7.07 to 4.70; the saved layers gave
-4.70 unquantized, with 8 bits and with 6, 4.94 with 5, and 6.37 with 4.
+A model that was quantized before training is quantized again. Its layers with LoRA adapters are saved in 8 bits by
+default (`--adapted-bits`): unquantized, they would make a 4-bit model several times larger; in the base's 4 bits, most
+changes smaller than a rounding step would be lost. Measured once, with one seed and no saved record: `stories-base` in
+4 bits, LoRA of rank 16, 40 steps on source code. Held-out bits per byte fell from 7.07 to 4.70 in training; the saved
+model had 4.70 with unquantized layers, 8 and 6 bits, 4.94 with 5 bits, and 6.37 with 4 bits.
 
-Without the base model, the folder has a PEFT adapter and the hyper-encoders (format 1):
+With `--save adapter`, the folder holds a PEFT adapter and the hyper-encoders (format 1), but not the base model:
 
     adapter_config.json, adapter_model.safetensors    LoRA layers of the decoder, named as PEFT does
     zip2zip_config.json, zip2zip_encoders.safetensors  codec and hyper-encoders (only for a zip2zip model)
-    zip2zip_pack_rows.safetensors                      trained rows of the pack's entries, in its order (--pack-rows)
+    zip2zip_pack_rows.safetensors                      trained rows of the pack's entries, in pack order (--pack-rows)
 
-`mlx_zip convert` puts the folder and its base model together. A pack that the data were prepared with and canonical
-decoding are the keys `start` and `canonical` of zip2zip_config.json, which zip2zip does not know and refuses.
+`mlx_zip convert` merges the folder with its base model. zip2zip_config.json has two keys that the zip2zip package
+refuses: `start`, the entries of the pack that the data were prepared with, and `canonical`, for canonical decoding.
 Source: zip2zip 0.2.0, peft 0.21 (`LoraConfig`).
 """
 
@@ -51,7 +51,7 @@ ZIP_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 _PYTORCH_METADATA = {"format": "pt"}
 _GENERATION = "generation_config.json"
-# left out of config.json: an older name of torch_dtype; code that is not copied; layers that are quantized no more
+# not copied to config.json: another name of torch_dtype, custom code, and quantization, which is written anew
 _KEYS_LEFT_OUT = ("dtype", "auto_map", "quantization", "quantization_config")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 Config = Mapping[str, Any]
@@ -70,10 +70,11 @@ def save_model_folder(
 ) -> None:
     """Writes the model folder, whole or not at all. Merges LoRA layers and casts weights to `dtype`, in place.
 
-    config: config.json of the model that training began with; hyper-encoders that were quantized then are quantized
-    again as they were. record: what it was trained from, which config.json keeps. origin: folder of the model or
-    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse_lora`.
-    pack_rows: as in `save_adapter_folder`. Raises `TrainingError` when the folder cannot be written.
+    config: config.json of the model that training began with; hyper-encoder layers that it lists as quantized are
+    quantized again with the same settings. record: what the model was trained from, stored in the new config.json.
+    origin: folder of the model or tokenizer that training began with, whose generation_config.json is copied.
+    adapted_bits: as in `fuse_lora`. pack_rows: as in `save_adapter_folder`. Raises `TrainingError` when the folder
+    cannot be written.
     """
     fuse_lora(model, adapted_bits)
     _requantize_encoders(model, config)
@@ -112,7 +113,7 @@ def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str,
 
 
 def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints of what makes hyper rows, which config.json keeps; config: that of the saved model."""
+    """Returns, by side, fingerprints of the weights that make hyper rows. config: the saved model's config.json."""
     prints = SideFingerprints()
     for name, array in named_arrays(model.parameters()):
         prints.add(name, array, host_bytes(array))
@@ -120,10 +121,10 @@ def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str
 
 
 def default_save_dtype(model: nn.Module) -> str:
-    """Returns the type that a trained model's weights are saved in unless another is asked for.
+    """Returns the name of the dtype in which a trained model's weights are saved by default.
 
-    It is float32, or for a quantized model the type of its other values, so that it computes in that type as before.
-    model: as it was loaded; new hyper-encoders are left out of account.
+    It is float32; for a quantized model, the dtype of its largest floating-point array, in which the model computes.
+    model: as it was loaded; hyper-encoders are ignored.
     """
     named = named_arrays(model.parameters())
     if not any(name.endswith(".scales") for name, _ in named):
@@ -150,7 +151,8 @@ def fuse_lora(model: nn.Module, bits: str = UNQUANTIZED) -> None:
 def _requantize(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
     """Returns a fused layer with `bits` per weight. base: the layer that was adapted, without its adapter.
 
-    Bits other than the base's are affine, in groups of the base's size, or of 32 if that is smaller.
+    Bits other than the base's use affine quantization in groups of the base's size, but of 32 at least. A layer whose
+    input width is not divisible by the group size stays unquantized.
     """
     if bits == UNQUANTIZED or not isinstance(base, nn.QuantizedLinear):
         return fused
@@ -173,7 +175,7 @@ def _requantize_encoders(model: nn.Module, config: Config) -> None:
 def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
     """Returns the keys of config.json by which mlx-lm's loader quantizes layers as they are in the model.
 
-    config: that of the model that training began with, whose default for all layers stays. {} if no layer is quantized.
+    config: that of the starting model, whose default quantization is kept. Returns {} if no layer is quantized.
     """
     layers = {path: found for path, module in model.named_modules() if (found := quantization_settings(module))}
     if not layers:
@@ -194,7 +196,7 @@ def check_adapter_savable(
 ) -> None:
     """Raises `TrainingError` if the run's result cannot be saved as an adapter and encoders. Called before training.
 
-    config: the model's config.json. from_scratch: whether the weights began random.
+    config: the model's config.json. from_scratch: whether training begins with random weights.
     """
     if settings.fine_tune_type == "full" or from_scratch:
         raise TrainingError("--save adapter is for LoRA or encoders on a base; this run trains all weights")

@@ -194,7 +194,7 @@ class TrainSettings:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 
     def _check_type(self, name: str, kind: Any) -> None:
-        """Raises `TrainingError` unless a setting is of its type; makes a float of a whole number where one is due."""
+        """Raises `TrainingError` unless a setting has its type. Converts whole numbers of float settings to float."""
         value = getattr(self, name)
         if not isinstance(value, VALUE_TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise TrainingError(f"{name} must be {TYPE_WORDS[kind]}, got {value!r}")
@@ -292,19 +292,18 @@ class RunOptions:
     """What a run reads and writes.
 
     data, valid: prepared folders to train and to validate on. out: the run's folder. model: folder or hub id to start
-    from. scratch, tokenizer: instead of `model`, the path of a config.json whose model begins with random weights, and
-    the tokenizer's folder. encoder: the hyper-encoder that a plain model gets if the data are compressed. canonical:
-    train on the probabilities of canonical decoding, and save a model that decodes so; None: as the model's config
-    says. save: what a finished run writes, one of `SAVES`. save_dtype: floating-point type of the saved weights; None:
-    float32, or that of a quantized model that training began with. adapted_bits: one of `ADAPTED_BITS`, bits per weight
-    that a quantized model's layers get in the saved model if they had LoRA adapters.
-    valid_share: share of the samples of `data` that is held out; None: `VALID_SHARE`, or the share that the run in
-    `out` began with; 0: none. max_seq_length: base ids that a prepared sample may have at most; mask_prompt: whether
-    the data must have been prepared without a loss on prompts; None: not checked. report_to: services that get the
-    run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there. engine: what
-    computes the steps, one of `ENGINES`; it is no part of the run's record, and a run may continue on another one.
-    init_from: folder of another run, whose trained weights of its last checkpoint this run begins with; read only
-    while `out` has no checkpoint.
+    from. scratch: instead of `model`, path of a config.json, whose model begins with random weights. tokenizer: the
+    tokenizer's folder, needed with `scratch`. encoder: the hyper-encoder that a plain model gets if the data are
+    compressed. canonical: train on the probabilities of canonical decoding, and save a model that decodes canonically;
+    None: as the model's config says. save: what a finished run writes, one of `SAVES`. save_dtype: floating-point type
+    of the saved weights; None: see `default_save_dtype`. adapted_bits: one of `ADAPTED_BITS`, bits per weight that a
+    quantized model's layers get in the saved model if they had LoRA adapters. valid_share: share of the samples of
+    `data` that is held out; None: `VALID_SHARE`, or the share that the run in `out` began with; 0: none.
+    max_seq_length: maximum base ids of a prepared sample; None: not checked. mask_prompt: whether the data must have
+    been prepared without a loss on prompts; None: not checked. report_to: services that get the run's reports ("wandb",
+    "swanlab", or both with a comma). project_name: name of the project there. engine: what computes the steps, one of
+    `ENGINES`; it is not recorded, so a run may continue on another engine. init_from: folder of another run; this run
+    begins with the trained weights of that run's last checkpoint. It is read only while `out` has no checkpoint.
     """
 
     data: Sequence[Path]

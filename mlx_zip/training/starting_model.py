@@ -1,15 +1,15 @@
-"""Makes the model that a run starts from: a zip2zip one, a plain one, with new hyper-encoders or random weights.
+"""Makes the model that a run starts from: a zip2zip or a plain model, with loaded or random weights.
 
-New encoders begin at the scale of the rows that they are used with: `res_latent_attn` at its residual, a post-norm
-transformer with the matrix's own scale as the gain of its last norm.
+Rows of a new encoder begin at the scale of the matrix's own rows: `res_latent_attn` begins as its residual, and a
+post-norm transformer has the matrix's scale as the gain of its last norm.
 
-Rows may begin by side (`--residual-by-side`). After an entry is read, the text goes on from its last base id; where it
-is written, it competes with each of its parts. Before any training, rows that begin as the last base row (input) and as
-the mean (output) cost SmolLM2-135M 60 % more bits per byte than plain reading, rows that begin as the first base row,
-as in zip2zip++, 115 % (a static pack of 1,024 entries, Python sources; measured once). The output encoder's last norm
-begins at a gain of 0.02: |h| of SmolLM2 sums to 620, so with a gain of 1 a step of 1e-4 can move every entry's logit by
-12. Bits per byte after twelve steps: 1.476 with it, 1.487 with a rate of 3e-6 for both sides, 1.497 with frozen
-encoders, 1.510 without it.
+With `--residual-by-side`, an entry's input row begins as the row of its last base id, from which the text continues,
+and its output row as the mean of its base rows, because the entry competes with each of its base ids. Before any
+training, these rows cost SmolLM2-135M 60 % more bits per byte than reading without hypertokens; rows that begin as the
+first base row, as in zip2zip++, cost 115 % more (a static pack of 1,024 entries, Python sources; measured once). The
+output encoder's last norm begins at a gain of 0.02: the absolute values of a hidden state of SmolLM2 sum to 620, so
+with a gain of 1 a step of 1e-4 can move every entry's logit by 12. Bits per byte after twelve steps: 1.476 with this
+gain, 1.487 with a rate of 3e-6 for both sides, 1.497 with frozen encoders, 1.510 with a gain of 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.steps.forward_pass import call_with_recompute
 
 _SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
-_OUTPUT_NORM_GAIN = 0.02  # gain of the output encoder's last norm at first
+_OUTPUT_NORM_GAIN = 0.02  # initial gain of the output encoder's last norm
 
 
 def make_starting_model(
@@ -142,7 +142,7 @@ def _describe_difference(data: CodecParams, model: CodecParams) -> str:
 def _load_with_longer_entries(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:
     """Loads a zip2zip model with the codec of `wanted`, whose entries may be longer than those of `config`.
 
-    config: the model's own config.json. Position embeddings that its encoders lack are copies of their last one.
+    config: the model's own config.json. Position embeddings missing in the encoders are copies of the last one.
     """
     before, after = (one["zip2zip"]["compression"]["max_subtokens"] for one in (config, wanted))
     if before == after:  # the number of slots does not change the weights
@@ -190,7 +190,7 @@ def _check_decoder_tensors(folder: Path, model: Model) -> None:
 
 
 def _check_weight_shapes(folder: Path, model: Model) -> None:
-    """Raises `TrainingError` if weights have other shapes than the config says. Builds a call, without computing it."""
+    """Raises `TrainingError` if weights do not fit the config, by building a forward pass without computing it."""
     try:
         model(mx.zeros((1, 1), mx.int32))
     except (ValueError, TypeError, RuntimeError) as error:
@@ -200,10 +200,11 @@ def _check_weight_shapes(folder: Path, model: Model) -> None:
 def _init_encoders(model: Model) -> None:
     """Initialises new encoders so that the rows they make have the scale of the matrix whose rows they read.
 
-    `res_latent_attn` begins as its residual, one base row or their mean, because its output is set to zero (as in
-    zip2zip++). With `residual_by_side` the output side's norm is small as well: an entry's logit is a product with the
-    hidden state, so at the input side's rate one step would move all entries' logits by several nats. A `transformer`
-    ends in a norm, whose gain is set to the matrix's scale. Other kinds stay random.
+    `res_latent_attn` begins as its residual, one base row or the mean of the base rows, because its last weight is set
+    to zero (as in zip2zip++). With `residual_by_side`, the output encoder's norm also gets a small gain: an entry's
+    logit is the product of its output row and the hidden state, so at the input encoder's learning rate one step would
+    move the logits of all entries by several nats. A `transformer` ends in a norm, whose gain is set to the matrix's
+    scale. Other kinds stay random.
     """
     sides: list[tuple[Any, Any]] = [(model.input_encoder, model.model.embed_tokens)]
     if not model.config.encoder.tie_encoders:
@@ -239,7 +240,7 @@ def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
         linear_to_lora_layers(model, layers, lora)
     if isinstance(model, Model):
         for encoder in (model.input_encoder, model.row_encoder):
-            encoder.set_dtype(mx.float32)  # first, else 16-bit scales would make weights rounded to 16 bits
+            encoder.set_dtype(mx.float32)  # before dequantizing: 16-bit scales would give weights rounded to 16 bits
             dequantize_model(encoder).unfreeze()  # quantized weights could not be trained
     if not named_arrays(model.trainable_parameters()):
         raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")

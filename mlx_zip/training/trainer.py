@@ -81,11 +81,11 @@ class Trainer:
 
     trainee: the model to train, with all other parameters frozen. data, valid: samples to train and to validate on.
     run: folder of checkpoints and metrics. fingerprint: a checkpoint is resumed only if its fingerprint equals this.
-    quiet: show no progress. observe: is called with each line of the log. make_stepper: `Stepper`, or what has its
-    interface and takes the same arguments.
+    quiet: show no progress. observe: is called with each line of the log. make_stepper: `Stepper`, or a function with
+    its arguments that returns an object with its interface.
     """
 
-    loss_is_of_text = True  # so that it can be given as bits per byte
+    loss_is_of_text = True  # whether the loss is a text's, which reports give as bits per byte
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Trainer:
         done = self.progress.step
         bar = make_steps_bar(self.settings, done, self.quiet)
         workers = self.stepper.batch_workers
-        ahead = max(1, workers)  # steps whose batches are made in advance, at the same time
+        ahead = max(1, workers)  # number of steps whose batches are made in advance, in parallel
         with (
             catch_stop_signals() as asked,
             bar,
@@ -206,7 +206,7 @@ class Trainer:
         return order
 
     def _make_batch(self, data: SampleData, indices: Any) -> Batch:
-        """Returns the batch of the samples with these numbers. Raises `DataError` naming a damaged one."""
+        """Returns the batch of the samples with these indices. Raises `DataError` naming a damaged sample."""
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
         config = model.config if isinstance(model, Model) else None
@@ -294,7 +294,7 @@ class Trainer:
     def sum_validation(self) -> dict[str, float]:
         """Returns the sums of the losses over `validation_batches`, and of `n_bytes`, `ids` and `base_ids`.
 
-        Each sample's first id is read, not predicted, and its base id is not counted.
+        Each sample's first id is read but not predicted: it counts neither in `ids` nor in `base_ids`.
         """
         sums: dict[str, float] = {}
         self.trainee.eval()
@@ -317,9 +317,9 @@ class Trainer:
                 count(1)
 
     def validation_batches(self) -> Iterator[np.ndarray]:
-        """Yields the numbers of the validation samples, by batch.
+        """Yields the indices of the validation samples, one array per batch.
 
-        These are all samples, or those of `val_batches` batches, spread evenly over the lengths.
+        These are all samples, or `val_batches` batches of samples spread evenly over the lengths.
         """
         assert self.valid is not None
         size = self.settings.batch_size

@@ -1,14 +1,14 @@
 """`python -m recipes.smollm2 --out DIR`: teaches SmolLM2 hypertokens.
 
     data    documents and the model's own conversations, for training and held out, with a card that names all licences
-    packs   packs learned from the training texts, measured on those held out
-    train   legs of the training with the mixed pack, and of its control, which reads the same windows as they are
+    packs   packs learned from the training texts, measured on held-out texts
+    train   training with the mixed pack, in legs, and of its control, which reads the same windows uncompressed
     measure bits per byte, free answers and labels of the last leg, its control and the base; the adapter as shipped
     frontier
-            bits and seconds per byte of the last leg against the base with fewer layers, trained as the control; steps
-            are timed, so the machine must be idle
+            bits and seconds per byte of the last leg, against the base with fewer layers, trained like the control;
+            steps are timed, so the machine must be idle
 
-A stage that was interrupted goes on when the same command is given again; a file that exists is not made again.
+The same command continues an interrupted stage. Existing files are not made again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def write_card(recipe: Recipe) -> None:
 
 
 def make_packs(recipe: Recipe) -> None:
-    """Learns packs/NAME.npz of each domain, and of all. Raises `TrainingError`."""
+    """Learns packs/NAME.npz for each domain, and the mixed pack. Raises `TrainingError`."""
     packs, folder = recipe.settings.packs, recipe.out / "packs"
     require_path(recipe.data / "README.md", "run the stage data first")
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequen
 
 
 def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
-    """Returns the files that a domain's pack is learned from: its own, and of conversations those that were cut too."""
+    """Returns the files that a domain's pack is learned from; for chat, also the conversations that were cut."""
     found = [recipe.data / "train" / f"{name}.jsonl" for name in (domain, *(["chat_cut"] if domain == "chat" else []))]
     return [file for file in found if file.stat().st_size]
 

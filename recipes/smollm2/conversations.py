@@ -1,9 +1,9 @@
 """Conversations that a model writes itself: how they begin, sampling many at a time, and which ones are kept.
 
-A conversation begins with a system message. Its first user turn is either the model's own too (after the beginning of a
-user turn a chat model writes one), or it is given: a question, or a request about a text. The model answers, and in
-some conversations it writes a second user turn and answers that. What is given and drawn follows from the
-conversation's number, so a run that was stopped goes on with the numbers that its file lacks.
+A conversation begins with a system message. Its first user turn is either written by the model too, because a chat
+model continues the beginning of a user turn, or given: a question, or a request about a text. The model answers, and in
+some conversations it writes a second user turn and answers that. All that is given and drawn follows from the
+conversation's number, so a run that was stopped continues with the numbers that its file lacks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TEXT_LICENCES = {  # of the texts in given user turns
     "tasks": DATA_SETS["mbpp"].licence,
     "abstracts": DATA_SETS["pubmedqa"].licence,
 }
-MOST_DRAWN_FROM = 256  # ids that are drawn from at most
-NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, a conversation that reached its limit
+MOST_DRAWN_FROM = 256  # maximum number of ids to draw from
+NOT_ENDED, TOO_LONG = "not ended", "too long"  # why a conversation ended: a turn, or all of it, reached its limit
 
 
 # --- How conversations begin ----------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, a conversation that rea
 
 @dataclass(frozen=True)
 class ConversationSeed:
-    """The beginning of a conversation. number: all draws follow from it. user: the first user turn; None: written."""
+    """The beginning of a conversation. number: determines all draws. user: the first user turn, None: the model's."""
 
     number: int
     kind: str
@@ -65,7 +65,7 @@ class RequestPool:
 
 
 def make_pools(shared: Path | None, part: str) -> dict[str, RequestPool]:
-    """Returns the pools of a part, train or held_out, whose texts are different ones.
+    """Returns the request pools of a part, train or held_out; the two parts have different texts.
 
     shared: folder that holds data/text; None for functions alone. Raises `DataError`.
     """
@@ -84,7 +84,7 @@ def _read_field(shared: Path, name: str, part: str, key: str = "text") -> list[s
 
 
 def list_library_functions(part: str, least: int = 200, most: int = 1200) -> list[str]:
-    """Returns the functions of `least` to `most` characters at the top level of Python's library."""
+    """Returns the functions of `least` to `most` characters in modules of the top folder of Python's library."""
     out = []
     for source in (
         file.read_text(encoding="utf-8") for path, file in list_library_files(part).items() if "/" not in path
@@ -96,9 +96,9 @@ def list_library_functions(part: str, least: int = 200, most: int = 1200) -> lis
 
 
 def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: set[int]) -> Iterator[ConversationSeed]:
-    """Yields the seeds of a part without end, but not those whose numbers are in `have`.
+    """Yields the seeds of a part without end, except those whose numbers are in `have`.
 
-    alone: part of the seeds whose user turn is left to the model.
+    alone: share of the seeds whose user turn is left to the model.
     """
     names, number = list(pools), FIRST_NUMBERS[part]
     while True:
@@ -122,7 +122,7 @@ def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: 
 class ConversationWriter:
     """A conversation that is being written in one row of `ParallelTexts`.
 
-    tokenizer: the model's; ChatML's marks in a text are its special tokens.
+    tokenizer: the model's; its special tokens include ChatML's marks.
     """
 
     seed: ConversationSeed
@@ -152,7 +152,7 @@ class ConversationWriter:
         return "assistant" if self.messages[-1]["role"] == "user" else "user"
 
     def next_id(self, drawn: int | None) -> int | None:
-        """Returns the id to be read next, None at the end. drawn: the id drawn after the last one, if none is given."""
+        """Returns the next id to read, None at the end. drawn: the id drawn last, used when no given id is left."""
         if self.length == self.talk.total:
             self.dropped = TOO_LONG
             return None
@@ -171,7 +171,7 @@ class ConversationWriter:
     def record(self) -> dict[str, Any]:
         """Returns the JSON record: pairs of turns, or why there are none.
 
-        An answer that reached its limit is kept, and `cut` is true: its end must not be taken for the answer's.
+        An answer that reached its limit is kept with `cut` true, because its end is not the end of an answer.
         """
         cut = False
         if self.dropped in (NOT_ENDED, TOO_LONG) and self.role == "assistant":
@@ -203,7 +203,7 @@ class ConversationWriter:
 
 
 def find_fault(ids: Sequence[int], text: str, most: float) -> str:
-    """Returns why a turn is not kept, or nothing. most: largest part of repeated 4-grams."""
+    """Returns why a turn is not kept, else "". most: maximum share of repeated 4-grams."""
     if not text.strip():
         return "empty"
     if "\ufffd" in text or "<|" in text:
@@ -212,7 +212,7 @@ def find_fault(ids: Sequence[int], text: str, most: float) -> str:
 
 
 def repeated_share(ids: Sequence[int], n: int = 4) -> float:
-    """Returns the part of a sequence's n-grams that occurred in it before; 0 for a sequence shorter than n."""
+    """Returns the share of a sequence's n-grams that occurred in it before; 0 for a sequence shorter than n."""
     grams = Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
     return 1 - len(grams) / grams.total() if grams else 0.0
 
@@ -223,8 +223,8 @@ def repeated_share(ids: Sequence[int], n: int = 4) -> float:
 class ParallelTexts:
     """Texts that a plain model reads side by side: one id per text and pass.
 
-    A text may begin while others are being written, and it is read id by id too: with dozens of texts that costs
-    little more per id than a long prompt does.
+    A text may begin while others are being written. Its prompt is then read id by id too, which with dozens of texts
+    costs little more per id than reading a long prompt at once.
     """
 
     def __init__(
@@ -271,9 +271,9 @@ def write_conversations(
     talk: TalkSettings,
     done: Callable[[list[dict[str, Any]]], bool],
 ) -> None:
-    """Writes conversations until `done` says so, which takes records as they are finished.
+    """Writes conversations until `done` returns True. done: is called with the records of conversations that ended.
 
-    A row whose conversation has ended begins the next one at once, so all rows are always at work.
+    A row whose conversation has ended begins the next one at once, so all rows are always in use.
     """
     rows = [ConversationWriter(next(seeds), talk, tokenizer) for _ in range(len(texts))]
     ids, drawn = [0] * len(rows), dict[int, int]()
@@ -286,7 +286,7 @@ def write_conversations(
                 rows[row] = ConversationWriter(next(seeds), talk, tokenizer)
                 chosen = rows[row].next_id(None)
                 texts.clear(row)
-            assert chosen is not None  # of a new text there is always a first id
+            assert chosen is not None  # a new text always has a first id
             ids[row] = chosen
         if finished and done(finished):
             return
@@ -317,7 +317,7 @@ def sample_conversations(
         return
     on_card = torch.cuda.is_available()
     low = (on_card or multiplies_bfloat16()) and not talk.exact
-    # of more rows than that, only short conversations would come to their ends
+    # with more rows, only short conversations would end before enough ids are kept
     most = max(1, wanted // (2 * talk.total))
     rows, device = (min(talk.card_rows, most), "cuda") if on_card else (talk.rows, "cpu")
     texts = ParallelTexts(model, rows, talk.total, "bfloat16" if low else "float32", device)
@@ -358,8 +358,8 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 def write_chat_files(file: Path, folder: Path, seen: set[str]) -> None:
     """Writes the conversations in a file of `sample_conversations` to chat.jsonl in a folder, whole or not at all.
 
-    Those whose last answer was cut become texts in chat_cut.jsonl, which end without the mark of an end. seen: first
-    user turns that were taken before; a conversation that repeats one is left out.
+    Those whose last answer was cut become texts in chat_cut.jsonl, which end without an end mark. seen: first user
+    turns that were taken before; a conversation that repeats one is left out.
     """
     whole, cut = list[dict[str, Any]](), list[dict[str, Any]]()
     for one in read_records(file):

@@ -1,7 +1,8 @@
 """The frontier: bits per byte against seconds per byte, of the model with hypertokens and of shallower plain models.
 
-Hypertokens buy time with bits, and so do fewer layers. The base loses those consecutive layers that change its hidden
-states least (arXiv 2403.17887), and is healed: trained as the control is, in as many legs, on the same windows.
+Hypertokens save time at the cost of bits, and so do fewer layers. The base loses those consecutive layers that change
+its hidden states least (arXiv 2403.17887), and is then healed: trained like the control, in as many legs, on the same
+windows.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _COPIED = ("tokenizer", "special_tokens", "chat_template", "generation_config")
 
 @torch.no_grad()
 def measure_layer_distances(model: Path, texts: Sequence[str], dropped: int) -> list[float]:
-    """Returns, for each first layer, how much `dropped` layers turn the hidden state of a text's last token, in turns.
+    """Returns, for each first layer, the angle by which `dropped` layers turn the last token's hidden state, over pi.
 
-    model: folder in transformers' format. The mean over the texts of the angle between the two states, over pi.
+    It is the mean over the texts. model: folder in transformers' format.
     """
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer, total = AutoTokenizer.from_pretrained(model), torch.zeros(loaded.config.num_hidden_layers - dropped + 1)
@@ -64,7 +65,7 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
 
 
 def make_shallow_models(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
-    """Returns folders of the base with as many layers as `layers` says, by name, and makes those that are missing."""
+    """Returns folders, by name, of the base with each number of layers in `layers`; makes those that are missing."""
     made, all_layers = {}, read_json_object(model / "config.json")["num_hidden_layers"]
     opened = [record["text"] for record in read_json_lines(texts)[:16]]
     for count in layers:
@@ -87,8 +88,8 @@ def measure_frontier(
     """Heals the shallow models of leg N and writes leg-N/frontier/points.json. Raises `TrainingError`.
 
     packs: folder with the learned packs. legs: the settings of all legs up to N. Steps are timed: the machine must have
-    nothing else to do. A point is {"model", "pack", "domain", "bits_per_byte", "ids_per_byte",
-    "step_s"}; seconds per byte are the product of the last two.
+    nothing else to do. A point is {"model", "pack", "domain", "bits_per_byte", "ids_per_byte", "step_s"}; seconds per
+    byte are the product of the last two.
     """
     frontier, measure = sizes
     out, found = leg_folder / "frontier", make_models(model, leg_folder, call)
@@ -140,7 +141,7 @@ def _make_point(name: str, pack: str | None, domain: str, file: Path, step_s: fl
 def _measure_step_s(
     folder: Path, leg: Path, frontier: FrontierSettings, call: RunModule, out: Path, engine: str
 ) -> float:
-    """Returns the median seconds of a warm step, writing a text that is given."""
+    """Returns the median seconds of a warm step, in which the model writes a given text."""
     record = out / f"steps-{engine}-{folder.name}.jsonl"
     if not record.exists():
         kind = "--base" if engine == "torch-base" else "--model"

@@ -24,7 +24,7 @@ from mlx_zip.text.prompts import render_chat
 
 @dataclass(frozen=True)
 class LabelTask:
-    """A data set of classes. request: with the place of the text. words: the label of each class."""
+    """A data set of classes. request: the prompt, with a place for the text. words: the label of each class."""
 
     name: str
     file: str
@@ -95,8 +95,8 @@ def measure_labels(models: Mapping[str, Path], control: str, folder: Path, most:
     """Returns the share of right answers of each model and task, and differences to a control, paired by example.
 
     models: folders by name. control: the name that the others are compared with. folder: of the data sets. The result:
-    "examples" {task: n}; "models" {name: {task or "all": {"accuracy", and but for the control "difference" and
-    "difference_standard_error"}}}, as shares of 1.
+    "examples" {task: n}; "models" {name: {task or "all": {"accuracy", "difference", "difference_standard_error"}}}, as
+    shares of 1; the control has only "accuracy".
     """
     examples = {task.name: read_examples(task, folder, most) for task in LABEL_TASKS}
     right: dict[str, dict[str, np.ndarray]] = {}

@@ -32,8 +32,8 @@ _BASE_NAMED = {ADAPTER_CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_mode
 def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
     """Returns the folders that are compared, by name, and makes those that are missing. Raises `TrainingError`.
 
-    masked: the decoder of the trained model, read as a plain model: what it is when no hypertoken may be read or
-    written. model: folder of the base. leg: folder of the trained leg.
+    masked: the trained model's decoder as a plain model, which can neither read nor write hypertokens. model: folder of
+    the base. leg: folder of the trained leg.
     """
     folder = leg / "models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,9 +123,9 @@ def write_adapter(leg: Path) -> None:
 
 
 def write_record(leg: Path, number: int) -> None:
-    """Writes measured/record.jsonl: one line per measurement and one of each leg's course so far, without any text.
+    """Writes measured/record.jsonl: one line per measurement and one training curve per leg so far, without any text.
 
-    number: of the leg. A model is named by its part in the comparison. Raises `TrainingError` for a missing record.
+    number: the leg's. Models are named base, control, masked or zip. Raises `TrainingError` for a missing record.
     """
     lines = [_make_training_curve(leg.with_name(f"leg-{n}"), n) for n in range(1, number + 1)]
     for file in sorted((leg / "measured").glob("*.json")):

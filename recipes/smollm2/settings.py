@@ -12,7 +12,7 @@ PYPI, NPM = "PyPI", "npm"
 
 @dataclass(frozen=True)
 class Package:
-    """A package of source files. version: the one that is read, and no other. held_out: whether only measured with."""
+    """A package of source files. version: the only version read. held_out: whether it is only measured with."""
 
     registry: str
     name: str
@@ -54,10 +54,10 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class TextSizes:
-    """Which packages are read, and sizes in bytes.
+    """Which packages are read, and maximum sizes in bytes.
 
-    package: most of one package. library: most of Python's standard library. held_out_package: most of one held-out
-    package. held_out: most of every other held-out file.
+    package: of one package. library: of Python's standard library. held_out_package: of one held-out package. held_out:
+    of every other held-out file.
     """
 
     packages: tuple[Package, ...] = PACKAGES
@@ -71,12 +71,12 @@ class TextSizes:
 class TalkSettings:
     """How conversations are sampled; sizes in base ids.
 
-    rows, card_rows: conversations at a time, on a CPU and on an NVIDIA card. question, answer, total: most ids of a
-    turn that the model writes as the user, as the assistant, and of a whole conversation. top_p: part of the
-    probability that is drawn from. temperatures: one is drawn for each conversation. alone: part of the conversations
-    whose first user turn is the model's too. second: part that has a second user turn. repeated: largest part of
-    repeated 4-grams of a turn that is kept. train, held_out: ids of conversations to keep. exact: whether to sample in
-    float32 where bfloat16 is faster.
+    rows, card_rows: number of conversations at a time, on a CPU and on an NVIDIA GPU. question, answer: maximum ids of
+    a turn that the model writes as the user and as the assistant. total: maximum ids of a conversation. top_p: share of
+    the probability that is drawn from. temperatures: one is drawn for each conversation. alone: share of the
+    conversations whose first user turn is the model's own. second: share that has a second user turn. repeated: maximum
+    share of repeated 4-grams in a turn that is kept. train, held_out: ids of conversations to keep. exact: whether to
+    sample in float32 where bfloat16 is faster.
     """
 
     rows: int = 40
@@ -96,9 +96,11 @@ class TalkSettings:
 
 @dataclass(frozen=True)
 class PackSettings:
-    """Packs. size: most entries of each. most_ids: base ids that a pack is learned from. merge_size: of the model.
-    growth: entries that a codebook may add to the pack's. window: base ids that are compressed separately. domains:
-    that get a pack of their own. mixed: domains of the mixed pack, which the model is trained with, and their shares.
+    """How packs are learned. size: maximum entries of each pack. most_ids: maximum base ids to learn a pack from.
+
+    merge_size: the model's. growth: number of entries that a codebook may add to the pack's. window: base ids that are
+    compressed separately. domains: domains with a pack of their own. mixed: domains, and their shares, of the mixed
+    pack, which the model is trained with.
     """
 
     size: int = 1024
@@ -111,17 +113,19 @@ class PackSettings:
 
     @property
     def codebook_size(self) -> int:
-        """Most entries of a codebook."""
+        """Maximum number of entries of a codebook."""
         return self.size + self.growth
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One leg of the training. mixture: domains and their shares. start: share of each domain's documents after which
-    the leg begins to read; those before come last. samples: most windows that are prepared; context: most base ids of
-    each. repeated: whether documents are read again where a domain has too few for its share; else the leg ends there.
-    plain: windows that are prepared beside them, which both models read without hypertokens.
-    encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
+    """One leg of the training.
+
+    mixture: domains and their shares. start: share of each domain's documents that is moved from its beginning to its
+    end. samples: maximum number of windows. context: maximum base ids per window. repeated: whether the documents of a
+    domain that has too few for its share are read again; else the data end there. plain: number of further windows that
+    both models read without hypertokens. encoder: flags of `mlx_zip train` for the model with hypertokens alone. Other
+    fields: flags for both models.
     """
 
     mixture: tuple[tuple[str, float], ...] = (
@@ -152,8 +156,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What is measured. bytes: most of each held-out domain; context: base ids of a window; answers: free answers, each
-    of at most `answer` base ids; labels: most examples of each data set of classes, label_text: base ids of a text.
+    """What is measured. domains: the held-out domains. bytes: maximum bytes of each. context: base ids per window.
+
+    answers: number of free answers. answer: maximum base ids of each. labels: maximum examples of each data set of
+    classes. label_text: maximum base ids of an example's text.
     """
 
     domains: tuple[str, ...] = ("chat", "code", "math", "web")
@@ -167,8 +173,10 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class FrontierSettings:
-    """What hypertokens are compared with. layers: of the shallow models; packs: that the model reads with; domains: of
-    held-out texts; sizes: base tokens to read and to write when steps are timed, as `mlx_zip bench generate` has it.
+    """What hypertokens are compared with. layers: numbers of layers of the shallow models.
+
+    packs: packs that the model with hypertokens reads with. domains: domains of held-out texts. sizes: base tokens to
+    read and to write when steps are timed, as in `mlx_zip bench generate --sizes`.
     """
 
     layers: tuple[int, ...] = (24, 16)
@@ -179,7 +187,7 @@ class FrontierSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the recipe. legs: the first leg, the second, ...; the last one holds for all that follow."""
+    """All settings of the recipe. legs: settings of each leg in order; legs after the last have its settings."""
 
     texts: TextSizes = TextSizes()
     talk: TalkSettings = TalkSettings()

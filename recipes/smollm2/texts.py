@@ -1,8 +1,8 @@
 """The texts: sources of packages and of Python's library, their read-me files, and data sets that may be shipped.
 
-Nothing of them is kept in the repository. A package is fetched by its registry's own client, its licence is read from
-its metadata, and only sources that people wrote are taken: no tests, no copies of other packages, nothing generated or
-minified. Whole packages are held out, and a source most of whose lines were seen before is left out.
+The repository holds none of them. A package is fetched by its registry's own client, its licence is read from its
+metadata, and only sources that people wrote are taken: no tests, no copies of other packages, nothing generated or
+minified. Whole packages are held out. A source is left out if most of its lines were in sources taken before.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def fetch_package(package: Package, cache: Path) -> Path:
 
 
 def read_archive(path: Path) -> dict[str, str]:
-    """Returns the text files of a wheel or an npm package, by path; npm's folder `package/` is left out."""
+    """Returns the text files of a wheel or an npm package, by path, without npm's leading `package/`."""
     files: dict[str, bytes] = {}
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
@@ -120,9 +120,10 @@ def read_licence(package: Package, files: Mapping[str, str]) -> str:
 
 
 def _find_licences(package: Package, files: Mapping[str, str]) -> list[str]:
-    """Returns the licences that the metadata names, of which each must be allowed.
+    """Returns the licences that the metadata names, each of which must be allowed.
 
-    A field that exists to name one counts alone. Free text counts if it is known, else the classifiers do.
+    npm's license field and a wheel's License-Expression count alone. Else the classifiers count, and License's free
+    text if it is a known name or there are no classifiers.
     """
     if package.registry == NPM:
         return [str(json.loads(files["package.json"]).get("license"))]
@@ -167,7 +168,7 @@ class SeenLines:
     lines: set[int] = field(default_factory=set)
 
     def is_copy(self, text: str) -> bool:
-        """Returns whether a text repeats what was taken; if it does not, its lines are kept in mind."""
+        """Returns whether a text repeats what was taken; if it does not, its lines are added to those taken."""
         lines = {hash(line.strip()) for line in text.split("\n") if len(line.strip()) > 20}
         if not lines or len(lines & self.lines) > self.most * len(lines):
             return True
@@ -176,7 +177,7 @@ class SeenLines:
 
 
 def choose_sources(files: Mapping[str, str], seen: SeenLines, most: int) -> Iterator[tuple[str, str]]:
-    """Yields (path, text) of sources of at most `most` bytes together, in an order that does not follow their names."""
+    """Yields (path, text) of sources of at most `most` bytes together, ordered by a hash of their paths."""
     size = 0
     for path in sorted(files, key=lambda one: sha256(one.encode()).digest()):
         text = files[path]
@@ -186,9 +187,9 @@ def choose_sources(files: Mapping[str, str], seen: SeenLines, most: int) -> Iter
 
 
 def list_library_files(part: str) -> dict[str, Path]:
-    """Returns the sources of the running Python's standard library: by path in it, the file.
+    """Returns the files of the running Python's standard library by their paths in it.
 
-    part: every eighth file at its top is held_out, all else is train.
+    part: every eighth file of its top folder is held_out, all others are train.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = {
@@ -231,8 +232,10 @@ def collect_code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[Licensed
 
 @dataclass(frozen=True)
 class DataSet:
-    """Files of a data set, in a folder of JSON lines. file: with a place for the part, train or test. domain: where its
-    documents go. train: whether it may be trained on and what is learned shipped; else it is only measured with.
+    """Files of a data set, in a folder of JSON lines.
+
+    domain: of its documents. file: its path, with a place for the part, train or test. train: whether a model that was
+    trained on it may be shipped; else it is only measured with.
     """
 
     domain: str
@@ -315,7 +318,7 @@ def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int 
 
 
 def limit_to_bytes(texts: Iterable[LicensedText], most: int) -> list[LicensedText]:
-    """Returns the texts that are at most `most` bytes together; a single longer one is cut."""
+    """Returns texts of at most `most` bytes together; the first one is cut to `most` characters."""
     taken, size = list[LicensedText](), 0
     for one in texts:
         cut = one if taken else replace(one, text=one.text[:most])

@@ -1,6 +1,6 @@
 """Trains SmolLM2 in legs: the model with hypertokens and its control, on the same texts, side by side on PyTorch.
 
-A leg is one run of each, begun with the weights of the leg before. The control reads the same windows as they are.
+A leg is one run of each model, begun with the weights of the leg before. The control reads the windows uncompressed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .settings import Leg, PackSettings
 
 ZIP, CONTROL, PLAIN = "zip", "control", "plain"
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's variables
-CHARACTERS_PER_ID = 5  # of JSON per base id, at most
+CHARACTERS_PER_ID = 5  # maximum characters of JSON per base id
 Words = list[str | Path | int | float]
 
 
@@ -36,10 +36,10 @@ def prepare_data(
     leg: Leg,
     call: RunModule,
 ) -> None:
-    """Prepares the leg's texts twice, compressed in out/zip and as they are in out/control. Raises `TrainingError`.
+    """Prepares the leg's texts compressed in out/zip and uncompressed in out/control. Raises `TrainingError`.
 
-    Plain windows, which both models read as they are, are in out/plain: other texts of the same mixture. call: runs a
-    Python module with arguments in a folder and returns its exit status.
+    out/plain has uncompressed windows that both models read: other texts of the same mixture. call: runs a Python
+    module with arguments in a folder and returns its exit status.
     """
     codec: Words = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size, "--pack", pack]
     none: Words = ["--merge-size", 1, "--codebook-size", 0]
@@ -55,9 +55,9 @@ def prepare_data(
 
 
 def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) -> Path:
-    """Writes enough texts of each domain for some samples, from a share of its documents on, and their mixture.yaml.
+    """Writes enough texts of each domain for `samples` windows, and their mixture.yaml; returns that file's path.
 
-    Returns the path of mixture.yaml in the folder out.
+    start: share of each domain's documents that is moved from its beginning to its end.
     """
     out.mkdir(parents=True, exist_ok=True)
     for name, share in leg.mixture:
@@ -91,8 +91,8 @@ def heal_models(
 ) -> None:
     """Trains plain models as the leg's control is trained, at the same time, or goes on where they stopped.
 
-    models: folders by name. data: folder with the control's prepared texts. out, before: as of `train_leg`, which says
-    what is raised.
+    models: folders by name. data: folder with the control's prepared texts. out, before: as in `train_leg`. Raises what
+    `train_leg` raises.
     """
     runs = {
         name: _make_train_command(model, [data], out / name, leg)
@@ -103,7 +103,7 @@ def heal_models(
 
 
 def _run_side_by_side(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], None]) -> None:
-    """Runs commands that are not finished at the same time, each on one thread. runs: by the name of its folder."""
+    """Runs all unfinished commands at the same time, each on one thread. runs: commands by name of their folder."""
     running = []
     for name, words in runs.items():
         if is_finished(out / name, leg):

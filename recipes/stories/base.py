@@ -69,8 +69,8 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context
     """Learns a tokenizer of `vocab_size` tokens from texts and writes its files into `folder`.
 
     A space belongs to the word after it and is never added or dropped, so decoding returns the text exactly. What the
-    learned tokens cannot spell is spelt in bytes. Each digit is a token, so that digits can be protected. context: most
-    positions of the model.
+    learned tokens cannot spell is spelt in bytes. Each digit is a token, so that digits can be protected. context:
+    number of positions of the model.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

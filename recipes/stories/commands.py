@@ -68,7 +68,7 @@ def make_ring(count: int) -> Iterator[list[dict[str, str]]]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         hosts = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
-        stack.close()  # free again for the processes
+        stack.close()  # frees the ports for the processes
         json.dump(hosts, file)
         file.flush()
         yield [{"MLX_RANK": str(rank), "MLX_HOSTFILE": file.name} for rank in range(count)]

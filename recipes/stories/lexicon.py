@@ -29,7 +29,7 @@ _AFTER_NOUN = _split_to_set(
     told too tried under until up very walked wanted was wasn't we went were when where which while who will with
     would you"""
 )
-# Words that the counts take for nouns, or that are, but that no one would name in a request.
+# Words that are nouns, or that the counts take for nouns, but that no one would name in a request.
 _DULL_NOUNS = _split_to_set(
     """accident ache actions advice afternoon age air amount anger answer anything anyway area arm arms ashtray
     attention aunt back bad bar beak beat beauty beer best bit bite blood bodies body boo bottom boys brain
@@ -87,7 +87,7 @@ def split_into_words(text: str) -> list[str]:
 
 
 def learn_lexicon(stories: Iterable[str], rare: int = 8) -> Lexicon:
-    """Returns the lexicon of some stories. rare: a word needs so many occurrences as noun, adjective or name."""
+    """Returns the lexicon of some stories. rare: minimum occurrences of a word as noun, adjective or name."""
     counts = _PositionCounts()
     for story in stories:
         counts.add(story)
@@ -116,7 +116,6 @@ class _PositionCounts:
         self.within: Counter[str] = Counter()  # number of stories with the word
 
     def add(self, story: str) -> None:
-        """Counts the words of one story."""
         tokens = split_into_words(story)
         lower = [token.lower() for token in tokens]
         self.stories += 1
@@ -160,8 +159,8 @@ class _PositionCounts:
     def article(self, noun: str) -> str:
         """Returns the article that a request puts before a noun.
 
-        A plural gets "some", or "the" if stories nearly always do so; another noun "a" if stories do so often enough,
-        else "the".
+        A plural gets "the" if stories nearly always use it, else "some". Another noun gets "a" if stories use "a" or
+        "an" often enough, else "the".
         """
         head, plural = self.head[noun], any(self.head[one] for one in possible_singulars(noun))
         if plural:

@@ -153,7 +153,6 @@ def train_packed(recipe: Recipe) -> None:
     packs = recipe.settings.packs
 
     def flags(one: Round) -> Flags:
-        """Returns the flags of `mlx_zip train` for one round."""
         data = [f"{WINDOWS}/packed-{name}" for name, _ in list_round_parts(packs, one)]
         return {"data": data, "valid": f"{WINDOWS}/packed-valid", **one.packed}
 
@@ -164,7 +163,6 @@ def train_control(recipe: Recipe) -> None:
     """Trains the control in all rounds, on the same texts, uncompressed."""
 
     def flags(one: Round) -> Flags:
-        """Returns the flags of `mlx_zip train` for one round."""
         return {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid", **one.control}
 
     _train_rounds(recipe, CONTROL, "control", flags)

@@ -105,9 +105,9 @@ def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
 
 
 def _check_out_folder(recipe: Recipe) -> None:
-    """Writes the settings to a new `out` folder; in an old one checks that they are those it was begun with.
+    """Writes the settings to a new `out` folder; checks that an existing one was begun with the same settings.
 
-    Raises `DataError` if they are not.
+    Raises `DataError` if it was not.
     """
     record = {
         "settings": asdict(recipe.settings),

@@ -1,6 +1,6 @@
 """Conversations made from the stories: each turn asks for the story that follows, in the story's own words.
 
-Which topics, which of the phrasings, how many turns: all drawn from one seed, so the same stories give the same file.
+Topics, phrasings and numbers of turns are drawn from one seed, so the same stories give the same file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .lexicon import Lexicon, ends_noun, possible_singulars, split_into_words
 
 ABOUT = (  # {} is one to three things
     "Tell me a story about {}.",
-    "Tell me a story about {}.",  # twice: the one that people type
+    "Tell me a story about {}.",  # twice, because people type it most
     "Tell me a story about {}, please.",
     "Can you tell me a story about {}?",
     "Could you tell me a story about {}, please?",
@@ -61,7 +61,7 @@ ABOUT_AGAIN = (
     "What about a story with {}?",
     "One more, about {}.",
 )
-USING = (  # {} is two or three bare_nouns words
+USING = (  # {} is two or three nouns without articles
     "Tell me a story with the words {}.",
     "I want to hear a story with the words {}.",
     "Write a story that uses the words {}.",
@@ -98,16 +98,17 @@ ANY_AGAIN = (
     "That was nice. Another one?",
 )
 KIN = r"mom|dad|mommy|daddy|mother|father|brother|sister|grandma|grandpa|family|friends|friend"
-TURNS = {1: 15, 2: 15, 3: 20, 4: 20, 5: 20, 6: 10}  # turns of a conversation: how often, of a hundred
+TURNS = {1: 15, 2: 15, 3: 20, 4: 20, 5: 20, 6: 10}  # number of turns -> percentage of conversations
 _PERSON_PATTERN = re.compile(r"\b(?:[Aa]n?|[Tt]he) ((?:[a-z]+ ){0,2})([a-z]+) (?:named|called) ([A-Z][a-z]+)\b")
 
 
 def make_conversations(
     stories: Sequence[str], lexicon: Lexicon, seed: int, turns: int | None = None, limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields conversations {"messages": [...]} in which each request is answered by a story, used at most once.
+    """Yields conversations {"messages": [...]} in which each request is answered by a story; no story is used twice.
 
-    turns: turns of each conversation; None: 1 to 6, drawn. limit: most conversations; None: until stories run out.
+    turns: number of turns of each conversation; None: 1 to 6, drawn. limit: maximum number of conversations; None:
+    until stories run out.
     """
     rng = random.Random(seed)
     pool = rng.sample(list(stories), len(stories))
@@ -171,7 +172,7 @@ def _vary_typing(text: str, rng: random.Random) -> str:
 def _draw_topics(topics: Sequence[str], rng: random.Random, least: int = 1) -> list[str]:
     """Returns one to three of the best topics, in their order; a person is seldom the only one.
 
-    topics: best first. least: fewest topics to return.
+    topics: best first. least: minimum number of topics to return.
     """
     person = any(word[0].isupper() for word in topics[0].split())
     if person and rng.random() < 0.7:
@@ -238,9 +239,9 @@ def _find_nouns(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
 
 
 def _keep_better_phrase(phrases: dict[str, str], noun: str, before: str, lexicon: Lexicon) -> None:
-    """Sets phrases[noun] to the noun with its article, or with its adjective if the word `before` it is one.
+    """Sets phrases[noun] to the noun with its article, and with the word `before` it if that is an adjective.
 
-    The first phrase stays, unless it has no adjective and the new one has.
+    An earlier phrase stays, unless it has no adjective and the new one has.
     """
     article = lexicon.nouns[noun]
     adjective = [before] if before in lexicon.adjectives else []

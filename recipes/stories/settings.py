@@ -67,15 +67,15 @@ class Settings:
 
     vocab_size: tokens of the tokenizer. model: config.json of the base. short, long: base ids per window in the base's
     first stage and in all later training. repeats: how often each story of a file is in the training text (files that
-    are not named: once). asked, conversations: most conversations of one turn (for the base's first stage) and of
-    several turns. requests: number of test requests. test_turns: number of the turn that is measured besides the first.
-    codec: codec flags of the zip2zip model. base, chat: flags of `mlx_zip train` for the base's first and second stage.
-    extra: flags for the training of the zip2zip model and of its control; encoder: flags of the hyper-encoder. packs:
-    the further training of the two with packs. head: flags of `mlx_zip train --draft-head`, which trains the bundled
-    model's draft head. bits: bits per bundled weight. validation: number of stories on which
-    bits per byte are measured during training. measure: flags of `mlx_zip evaluate`. protect: which tokens are never
-    merged. shard_samples: samples per file of prepared data. workers: processes of `mlx_zip prepare`; None: its
-    default. temperatures: of the measured generation. bundled: the training run of each bundled model.
+    are not named: once). asked, conversations: maximum number of conversations of one turn (for the base's first stage)
+    and of several turns. requests: number of test requests. test_turns: number of the turn that is measured besides the
+    first. codec: codec flags of the zip2zip model. base, chat: flags of `mlx_zip train` for the base's first and second
+    stage. extra: flags for the training of the zip2zip model and of its control; encoder: flags of the hyper-encoder.
+    packs: the further training of the two with packs. head: flags of `mlx_zip train --draft-head`, which trains the
+    bundled model's draft head. bits: bits per bundled weight. validation: number of stories on which bits per byte are
+    measured during training. measure: flags of `mlx_zip evaluate`. protect: which tokens are never merged.
+    shard_samples: samples per file of prepared data. workers: processes of `mlx_zip prepare`; None: its default.
+    temperatures: temperatures of the measured generation. bundled: the training run of each bundled model.
     """
 
     vocab_size: int

@@ -1,7 +1,7 @@
 """Turns records into windows of base ids, and says which ids the loss counts and how many bytes each stands for.
 
-Samples are compressed as generation would go on, by `Codebook.compress`: canonical LZW, but never an entry that is not
-yet installed. So every target can be predicted at its place, which plain canonical encoding (KwKwK) does not guarantee.
+Windows are compressed by `Codebook.compress`: canonical LZW that writes an entry only after it is installed, as
+generation does. So every target can be predicted at its position, which plain LZW (KwKwK) does not guarantee.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_zip.text.token_facts import bytes_before_characters, leading_special_id
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_EOS_WITHIN = 4  # last ids of a conversation that may include its eos: some templates write a line end after it
+_EOS_WITHIN = 4  # number of last ids in which a conversation's eos is looked for: a template may add a newline
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class EncodedRecord:
     """One document or conversation as base ids, not yet cut into windows.
 
     ids uint32 [n]. counted bool [n]: whether the loss counts an id. n_bytes int64 [n]: UTF-8 bytes of each id, 0 for
-    special ones. lead: ids to put in front of every window, not part of `ids`. conversation: whether it is one, or a
-    prompt and its completion.
+    special ids. lead: ids to put in front of every window, not part of `ids`. conversation: True for a conversation,
+    and for a prompt with its completion.
     """
 
     ids: Uint32s
@@ -83,7 +83,7 @@ class RecordEncoder:
     def _encode_conversation(self, record: Record) -> EncodedRecord | Skipped:
         """Returns the base ids of a conversation, or of a prompt and its completion.
 
-        With a chat template the latter is rendered as a conversation, else the two are joined as they are.
+        A prompt and its completion are rendered as a conversation; without a chat template they are concatenated.
         """
         if record.messages is None and not self.tokenizer.has_chat_template:
             prompt = record.prompt or ""
@@ -119,13 +119,16 @@ class RecordEncoder:
     def _encode_with_spans(
         self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
     ) -> EncodedRecord | Skipped:
-        """Returns the base ids of a text, whose `spans` of characters count. templated: a chat template wrote it."""
+        """Returns a text as base ids. `train_on` "answers" counts those within `spans` of characters.
+
+        templated: whether a chat template wrote the text.
+        """
         encoding = self._fast_tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         counted = np.full(len(ids), self.train_on == "all")
         if self.train_on == "answers":
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            # some tokenizers leave out the space that a token begins with
+            # offsets of some tokenizers leave out the space that a token begins with
             places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])
             for begin, end in spans:
                 counted |= (places[:, 0] >= begin) & (places[:, 1] <= end)
@@ -169,7 +172,7 @@ class RecordEncoder:
     # ---- bytes
 
     def _count_bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
-        """Returns the UTF-8 bytes of each id, 0 for special ids; they add up to the text without its special tokens."""
+        """Returns the UTF-8 bytes of each id, 0 for special ids; their sum is the text's without special tokens."""
         lengths, special = self._token_bytes
         n_bytes, total = lengths[ids], len(text.encode("utf-8"))
         if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):
@@ -182,7 +185,7 @@ class RecordEncoder:
     def _count_bytes_by_offset(self, text: str) -> NDArray[np.int64]:
         """Returns the UTF-8 bytes of each id by the offsets where ids end, for tokenizers that rewrite their text.
 
-        Of several ids within one character the first gets its bytes.
+        If several ids make one character, the first of them gets the character's bytes.
         """
         ends = [end for _, end in self._fast_tokenizer.encode(text, add_special_tokens=False).offsets]
         places = np.maximum.accumulate(np.array(ends, np.int64))
@@ -269,8 +272,8 @@ def _cut_sequence(
 def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArray[np.bool_]]:
     """Returns a window's compressed ids uint32 [m] and loss mask bool [m].
 
-    A hypertoken counts only if all its base ids do. Every id is known to the codebook at its place, so a causal model
-    could write it there. Raises `DataError` for an id that is no base id of the codec.
+    A hypertoken counts only if all its base ids do. The entry of each hypertoken is installed before its position, so a
+    causal model can predict it. Raises `DataError` for an id that is no base id of the codec.
     """
     book = Codebook(params)
     try:

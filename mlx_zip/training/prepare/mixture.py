@@ -59,7 +59,7 @@ def _make_source(path: Path, n: int, fields: Any) -> Source:
 
 
 def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
-    """Returns the names in field `key` of source number n, which holds one or a list. Raises `DataError`."""
+    """Returns the names in field `key` of source number n, whose value is one name or a list. Raises `DataError`."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f"mixture {path}: source {n}: {key} must be a name or a list of names")
@@ -85,10 +85,10 @@ def choose_next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]]
 
 
 def count_kept_samples(shares: Sequence[float], base_ids: Sequence[NDArray[np.int64]], limit: int | None) -> list[int]:
-    """Returns how many first samples of each source to keep, so that their base ids are in the ratio of the shares.
+    """Returns how many of each source's first samples to keep, so that their base ids are in the ratio of the shares.
 
-    shares: of each source. base_ids: per source, the base ids of each sample. limit: maximum number of samples of all
-    sources together; None: as many as the scarcest source, which is kept whole, allows.
+    shares: each source's share. base_ids: per source, the base ids of each sample. limit: maximum number of samples of
+    all sources together; None: as many as the scarcest source, which is kept whole, allows.
     """
     ends = [np.cumsum(each) for each in base_ids]
     whole = min((float(end[-1]) if len(end) else 0.0) / share for end, share in zip(ends, shares, strict=True))

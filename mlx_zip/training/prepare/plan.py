@@ -1,4 +1,4 @@
-"""The options of `prepare`, and the plan that follows: tokenizer, codec, settings that a later run must match."""
+"""The options of `prepare`, and the plan made from them: tokenizer, codec, settings that a later run must match."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ class PrepareOptions:
     """What to prepare, from which texts.
 
     sources: one source, or those of a mixture. out: the folder to write. model: folder or hub id of a model, which
-    gives the tokenizer and, if it is a zip2zip model, the codec; tokenizer: instead of it, a tokenizer.
-    context: maximum base ids per window. merge_size, codebook_size: None: the model's, else 3 and 2048; merge size 1 or
-    codebook size 0 leaves base ids uncompressed. disable: ids that never merge; None: the model's, else the special
-    ids. protect: further such ids, "digits" or ids separated by commas.
-    pack: file of the pack that codebooks begin with; None: the model's own. empty_start: begin without entries.
-    start_draw: number of the pack's entries that are drawn at random for each sample; None: all entries, no drawing.
-    fill_windows: put several records into one window; None: yes for documents, no for conversations.
-    train_on: see `Encoder`. shard_samples: approximate samples per shard. seed: of the drawing. limit: maximum number
-    of samples; None: no limit. max_skipped: maximum number of invalid records that are skipped.
-
-    Raises `DataError` naming an option that is not allowed.
+    gives the tokenizer and, if it is a zip2zip model, the codec. tokenizer: instead of `model`, folder, file or hub id
+    of a tokenizer. context: maximum base ids per window. merge_size, codebook_size: None: the model's, else 3 and 2048;
+    merge size 1 or codebook size 0 leaves base ids uncompressed. disable: ids that never merge; None: the model's, else
+    the special ids. protect: further ids that never merge: "digits", or ids separated by commas. pack: file of the pack
+    that codebooks begin with; None: the model's own. empty_start: begin without entries. start_draw: number of the
+    pack's entries that are drawn at random for each sample; None: all entries, no drawing. fill_windows: put several
+    records into one window; None: yes for documents, no for conversations. train_on: see `RecordEncoder`.
+    shard_samples: approximate samples per shard. seed: random seed of the drawing. limit: maximum number of samples;
+    None: no limit. max_skipped: maximum number of invalid records that are skipped. Raises `DataError` naming an option
+    that is not allowed.
     """
 
     sources: tuple[Source, ...]

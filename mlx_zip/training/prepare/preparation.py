@@ -35,7 +35,7 @@ from mlx_zip.training.prepare.sharding import (
 )
 from mlx_zip.training.prepare.shards import make_codec_record
 
-SHARDS_PER_ROUND = 16  # shards that are chosen at a time, by the shares that a mixture has reached
+SHARDS_PER_ROUND = 16  # number of shards whose sources are chosen together, by the shares reached so far
 ShardRecords = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
@@ -81,7 +81,7 @@ MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 @contextmanager
 def _start_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
-    """Yields a function that makes a shard of each chunk, in `workers` processes, and returns the records in order."""
+    """Yields a function that makes a shard of each chunk in `workers` processes and yields their records in order."""
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
         yield lambda chunks: map(maker.make, chunks)

@@ -124,7 +124,7 @@ class PreparedFolder:
     def keep_first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
         """Returns the record of a shard that holds the first `samples` samples of a finished one.
 
-        That is the finished shard itself, or a new one that is written. start_width: as in `ShardWriter`.
+        If these are all its samples, no file is written; else a new shard is. start_width: as in `ShardWriter`.
         """
         if samples == record["samples"]:
             return {key: record[key] for key in _COUNT_KEYS}

@@ -184,7 +184,7 @@ def start_worker(plan: PreparationPlan) -> None:
     """
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script, as its parent does
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # in a script's background job it is ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     follow_parent_process()
     _maker = ShardMaker(plan)

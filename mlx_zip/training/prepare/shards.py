@@ -193,17 +193,17 @@ class PreparedShards:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Ids of every sample, int64 [len(self)]."""
+        """Number of ids in every sample, int64 [len(self)]."""
         return np.concatenate([np.diff(shard["ends"], prepend=0) for shard in self._shards] or [np.empty(0, np.int64)])
 
     @property
     def base_ids(self) -> NDArray[np.int64]:
-        """Base ids of every sample, int64 [len(self)]."""
+        """Number of base ids in every sample, int64 [len(self)]."""
         return np.concatenate([shard["base"] for shard in self._shards] or [np.empty(0, np.int64)])
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """Entries of every sample's starting codebook, int64 [len(self)]."""
+        """Number of entries in every sample's starting codebook, int64 [len(self)]."""
         width = 0 if self._pool is None or not self._shards else self._shards[0]["start"].shape[1]
         return np.full(len(self), width, np.int64)
 

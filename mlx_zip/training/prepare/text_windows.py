@@ -23,10 +23,10 @@ def encode_sources(
 ) -> Iterator[EncodedRecord]:
     """Yields encoded records of at most `most_ids` base ids together; the loss counts all of them.
 
-    Each source gives at most its share of these ids; what one has too few of, the others do not add. skipped: is called
-    with a line for every invalid record.
+    Each source gives at most its share of these ids, even if other sources have too few ids. skipped: is called with a
+    line for every invalid record.
     """
-    largest = max(source.share for source in sources)  # shares may be as large as numbers can be
+    largest = max(source.share for source in sources)  # divided first, because a sum of large shares could overflow
     ends = np.cumsum([source.share / largest for source in sources])
     counts = np.diff(np.rint(min(most_ids, 1 << 62) * ends / ends[-1]).astype(np.int64), prepend=0).tolist()
     encoder = RecordEncoder(tokenizer, "all")
@@ -58,7 +58,7 @@ def cut_records(encoded_records: Sequence[EncodedRecord], tokenizer: Any, contex
 
 @dataclass(frozen=True, eq=False)
 class CompressedTexts:
-    """Compressed windows as samples that a `Trainer` reads. params: their codec. name: what messages call them."""
+    """Compressed windows as samples that a `Trainer` reads. params: their codec. name: their name in messages."""
 
     params: CodecParams
     samples: Sequence[Sample]
@@ -75,17 +75,17 @@ class CompressedTexts:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Ids of every sample, int64 [len(self)]."""
+        """Number of ids in every sample, int64 [len(self)]."""
         return np.array([len(sample.ids) for sample in self.samples], np.int64)
 
     @cached_property
     def base_ids(self) -> NDArray[np.int64]:
-        """Base ids of every sample, int64 [len(self)]."""
+        """Number of base ids in every sample, int64 [len(self)]."""
         return np.array([sample.base_ids for sample in self.samples], np.int64)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Entries of every sample's starting codebook, which is the codec's, int64 [len(self)]."""
+        """Number of entries in the starting codebook, the codec's, for every sample, int64 [len(self)]."""
         return np.full(len(self), len(self.params.start or ()), np.int64)
 
     @cached_property
@@ -98,9 +98,9 @@ class CompressedTexts:
 
 
 def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> CompressedTexts:
-    """Returns windows compressed by a codec. Raises `DataError` without windows, or for an id that is no base id of it.
+    """Returns windows compressed by a codec. name: the texts' name in messages.
 
-    name: what messages call them.
+    Raises `DataError` if there are no windows, and for an id that is no base id of the codec.
     """
     if not windows:
         raise DataError(f"{name}: there is no text")

@@ -1,10 +1,8 @@
 """Turns samples into the arrays of one training step: inputs, targets, entries, padded to shapes that recur.
 
-All of this runs on the CPU, in numpy and the C codec.
-
-Equal base ids are one entry, whichever sample installed them. With `--compile`, most sizes follow from the length and
-the number of entries: 4 combinations to trace instead of 10 in the test's run of 12 batches. Other steps keep close
-sizes.
+All of this runs on the CPU, in numpy and the C codec. Samples of a batch that have equal entries share them. With
+`--compile`, most array sizes follow from the sample length and the number of entries, so that few combinations of
+shapes are traced: 4 instead of 10 in the test's run of 12 batches. Without it, sizes are padded less.
 """
 
 from __future__ import annotations
@@ -29,40 +27,41 @@ from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns what it returns
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
-_PER_OCTAVE = 8  # close sizes per doubling: at most 12.5 % padding
+_SORTED_TOGETHER = 32  # number of batches whose samples are sorted by length together, so that they need little padding
+_PER_OCTAVE = 8  # fine padded sizes per doubling: at most 12.5 % padding
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Rules for the sizes that a batch's arrays are padded to. coarse: whether sizes are coarse and tied to each other.
+    """Rules for the sizes that a batch's arrays are padded to. coarse: whether to use few sizes, tied to each other.
 
-    A step that is compiled is traced and compiled again for every new combination of shapes. So compiled steps get few
-    sizes, most of which follow from two of them (`COARSE_PADDING`); other steps get close ones (`FINE_PADDING`).
+    A compiled step is traced and compiled again for every new combination of shapes. So compiled steps use few sizes,
+    most of which follow from the length and the number of entries (`COARSE_PADDING`); other steps use sizes close to
+    the real ones (`FINE_PADDING`).
     """
 
     coarse: bool = False
 
     def pad_length(self, n: int) -> int:
-        """Returns the positions of a sample, given those of the longest."""
+        """Returns the padded number of positions per sample. n: positions of the longest sample."""
         return round_up_size(n, 32, 2) if self.coarse else round_up_size(n)
 
     def pad_entries(self, n: int) -> int:
-        """Returns the number of distinct entries."""
+        """Returns the padded number of distinct entries."""
         return round_up_size(n, 64, 2) if self.coarse else round_up_size(n, 32)
 
     def pad_pairs(self, n: int) -> int:
-        """Returns the number of pairs of a position and an id that is excluded there."""
+        """Returns the padded number of pairs of a position and an id that is excluded there."""
         return round_up_size(n, 64, 1) if self.coarse else round_up_size(n, 32)
 
     def pad_slots(self, n: int, length: int, codebook_size: int) -> int:
-        """Returns the slots of a sample; length: its padded positions, each of which may have installed an entry."""
+        """Returns the padded number of slots per sample. length: padded positions; each may install an entry."""
         if not self.coarse:
             return round_up_size(n, 32)
         return max(round_up_size(n, 32, 2), min(length, round_up_size(codebook_size, 32, 2)))
 
     def pad_read_entries(self, n: int, entries: int) -> int:
-        """Returns the number of entries that inputs use; entries: the padded number of all of them."""
+        """Returns the padded number of entries that inputs use. entries: the padded number of all entries."""
         if not self.coarse:
             return round_up_size(n, 32)
         size = entries
@@ -84,13 +83,13 @@ FINE_PADDING, COARSE_PADDING = Padding(), Padding(coarse=True)
 class Batch:
     """The samples of one step as arrays. `arrays` holds those of `forward_pass.Samples`, and:
 
-    targets [B, L] int32: the id each position should predict, a base id or vocab_size + slot. weights [B, L] float32:
-    1 where the loss counts, else 0. available [B, L] int32: the number of slots that may be predicted there.
+    targets [B, L] int32: the id each position should predict, a base id or vocab_size + slot. weights [B, L] float32: 1
+    where the loss counts, else 0. available [B, L] int32: the number of slots that each position may predict.
     excluded_at, excluded [P] int32, only for canonical decoding: pairs of a position (row * L + column) and an id that
     cannot follow there. Without a codebook there are inputs, targets and weights only.
 
-    samples: the samples' indices. ids, base_ids, n_bytes: their sums, padding not counted. longest: inputs of the
-    longest sample. installed: entries of all samples; distinct: those that are left when equal ones are shared.
+    samples: the samples' indices. ids, base_ids, n_bytes: sums over the samples, without padding. longest: number of
+    inputs of the longest sample. installed: number of entries of all samples; distinct: number of different entries.
     padding: the rules that the arrays' sizes follow.
     """
 
@@ -117,12 +116,12 @@ def make_batch(
 ) -> Batch:
     """Returns the arrays of some samples, each of two ids or more.
 
-    indices: the samples' numbers, for messages. availability: "causal" lets an entry be predicted from the position
+    indices: the samples' indices, for messages. availability: "causal" lets an entry be predicted from the position
     that installs it, as generation does; "legacy" lets every position predict all of the sample's entries (arXiv
     2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
     compressor would not have written (`mlx_zip.sampling.canonical`), under "causal" only. padding: rules for the
-    arrays' sizes, which change no loss but its last digits. Raises `DataError` naming a sample that its codebook cannot
-    read, or whose base ids are not as many as recorded.
+    arrays' sizes, which change losses only by rounding. Raises `DataError` naming a sample whose ids its codebook
+    cannot read, or whose number of base ids differs from the recorded one.
     """
     if params.policy != "freeze":
         raise DataError(f"training follows codebooks of policy freeze, not {params.policy}")
@@ -278,7 +277,7 @@ def order_batches(
 ) -> list[NDArray[np.int64]]:
     """Returns the batches of one epoch, each an array of sample indices. Equal arguments give equal batches.
 
-    lengths: ids of every sample. starts: number of entries in every sample's starting codebook; None: no entries.
+    lengths: ids per sample. starts: number of entries in every sample's starting codebook; None: no entries.
     Samples are shuffled; groups of them are sorted by `starts` and length and cut into batches, so that a batch needs
     little padding; then the batches are shuffled. Left out: samples of fewer than two ids, which predict nothing, and
     those that do not fill a batch.
@@ -306,11 +305,11 @@ def call_here(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 @contextmanager
 def start_batch_workers(count: int) -> Iterator[CallFunction]:
-    """Yields a function that calls a function in one of `count` processes and waits for it; 0: in this process.
+    """Yields a function that runs a function in one of `count` processes and waits for the result; 0: in this process.
 
-    Batches that Python makes in a thread take time from the thread that launches a card's kernels. Call it from threads
-    that `block_stop_signals`: the processes, which the first call starts, then survive a stop signal of the terminal.
-    A call raises `BrokenProcessPool` when a process was killed.
+    Making batches in a thread would slow down the thread that launches GPU kernels. Call the yielded function only from
+    threads that have called `block_stop_signals`: the worker processes, which the first call starts, then survive a
+    stop signal from the terminal. A call raises `BrokenProcessPool` when a worker process was killed.
     """
     if not count:
         yield call_here
@@ -327,7 +326,7 @@ def block_stop_signals() -> None:
 def _start_batch_worker() -> None:
     os.setsid()  # from now on a terminal's signals do not come here
     for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # forgets one that has come
+        signal.signal(number, signal.SIG_IGN)  # discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends its processes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     follow_parent_process()

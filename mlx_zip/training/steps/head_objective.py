@@ -3,10 +3,10 @@
 At every position the head makes `depth` guesses in a row, each from its own last guess and the text's next id. The loss
 of a guess is the cross entropy of its distribution over base ids and entries with the model's own distribution there,
 not with the text's next id: a draft is accepted if it is what the model says. The loss of a position is the mean over
-the depths. A soft cap of the model's logits is left out of the guess's, because it does not change their order.
+the depths. The model's soft cap is not applied to a guess's logits, because it does not change their order.
 
-A cross entropy of distributions needs no table of both: the mean logit under the model's probabilities is the product
-of the guess and the mean output row.
+The two distributions are never multiplied element by element: a guess's mean logit under the model's probabilities is
+the product of the guess and the mean output row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class _Taught:
-    """What a frozen model says of a batch.
+    """Outputs of the frozen model for a batch, from which the head learns.
 
-    h [B, L, D]: the body's output. rows [B, K, D]: output rows of each sample's slots, None for a plain model.
-    mean_row [B, L, D]: the mean of all output rows, weighted with the probabilities of the ids that they belong to.
-    best [B, L]: the likeliest ids, as columns of [base ids | slots].
+    h [B, L, D]: the body's output. rows [B, K, D]: output rows of each sample's slots, None for a plain model. mean_row
+    [B, L, D]: the mean of all output rows, weighted with the probabilities of the ids that they belong to. best [B, L]:
+    the likeliest ids, as columns of [base ids | slots].
     """
 
     h: mx.array
@@ -44,9 +44,10 @@ class _Taught:
 
 
 class HeadTrainee(Trainee):
-    """A frozen model, and the head that is trained. pack: what samples begin with, whose rows are tuned, or None.
+    """A frozen model, and the draft head that is trained.
 
-    size: width inside the head. depth: guesses in a row. Raises `ModelError` for a model that cannot have a head.
+    size: width inside the head. depth: number of guesses in a row. pack: the pack that samples begin with, with tuned
+    rows, or None. Raises `ModelError` for a model that cannot have a head.
     """
 
     def __init__(self, model: Any, size: int, depth: int = DEPTH, pack: Pack | None = None) -> None:
@@ -71,8 +72,8 @@ class HeadTrainee(Trainee):
     def losses(self, arrays: Arrays, long: bool = False) -> Arrays:
         """Returns sums over the positions that count: `nats`, `count`, and `accepted` outside of training.
 
-        accepted: how many guesses in a row are what the model would choose, with greedy decoding and the text's ids
-        before them.
+        accepted: the number of guesses before the first one that differs from the model's greedy choice after the
+        text's ids.
         """
         taught = self._ask_model(arrays, long)
         rows, state, length = self._rows_of_next_ids(arrays["targets"], taught.rows), taught.h, taught.h.shape[1]
@@ -135,7 +136,7 @@ class HeadTrainee(Trainee):
 
 
 def _close_slots(hyper: mx.array, arrays: Arrays, first: int) -> mx.array:
-    """Returns logits hyper [B, L - first, K] in float32, closed where a slot has no entry yet. first: position."""
+    """Returns logits [B, L - first, K] in float32, closed for slots without an entry. first: the first position."""
     is_open = mx.arange(hyper.shape[-1]) < arrays["available"][:, first:, None]
     return mx.where(is_open, hyper.astype(mx.float32), CLOSED_LOGIT)
 

@@ -1,9 +1,9 @@
 """The objective: cross entropy over base ids and entries together, and two optional losses.
 
-Every loss is a sum over the positions that count. Gradients of several batches and machines can so be added, and one
-division by the number of positions gives those of one large batch.
+Every loss is a sum over the positions that count. So gradients of several batches and machines can be added, and
+dividing the sum once by the number of positions gives the gradients of one large batch.
 
-Base and hyper logits are normalised separately and joined by `logaddexp`, so the joint softmax is never laid out. A
+Base and hyper logits are normalised separately and joined by `logaddexp`, so the joint softmax is never materialized. A
 closed entry's logit is -1e30, so that its gradient is 0 and not NaN.
 
 Rows of a pack's entries are trained alone, with the model frozen, or together with the model.
@@ -72,7 +72,7 @@ class Trainee(nn.Module):
                 self.type_head = nn.Linear(width, 1)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns a batch with the arrays that `losses` needs; runs on the CPU while the device trains on another."""
+        """Returns a batch with the arrays that `losses` needs; runs on the CPU while the device trains."""
         return batch
 
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
@@ -185,11 +185,11 @@ def sum_joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array])
 
 
 def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays: dict[str, mx.array]) -> mx.array:
-    """Returns nats [B, L], at most 0: how much cheaper each target is when excluded ids get no probability.
+    """Returns nats [B, L], at most 0: the change of each target's loss when excluded ids get no probability.
 
-    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `sum_joint_nats`;
-    normaliser [B, L]: their logsumexp. Equals setting excluded logits to minus infinity
-    (`mlx_zip.sampling.canonical`), without a second pass.
+    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `sum_joint_nats`; normaliser [B,
+    L]: their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.sampling.canonical`), without a
+    second pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]
     batch, length, vocab = base.shape
@@ -237,8 +237,8 @@ class PackTrainee(Trainee):
 class PackAndModelTrainee(Trainee):
     """A model that is trained together with rows of the P entries that every sample begins with.
 
-    output_rows, input_rows: as of `PackTrainee`, but added to the hyper-encoder's rows, and 0 at first. So what
-    the encoder learns of one entry serves all others, and the rest is the entry's own.
+    output_rows, input_rows: as in `PackTrainee`, but added to the hyper-encoder's rows, and 0 at first. So what the
+    encoder learns applies to all entries, and these rows hold what is specific to one entry.
     """
 
     def __init__(self, model: Model, entries: int) -> None:
@@ -272,8 +272,8 @@ class PackAndModelTrainee(Trainee):
 def _places_in_pack(arrays: Mapping[str, NDArray[Any]], pack: int) -> NDArray[np.int64]:
     """Returns the place of each distinct entry in the pack, -1 for none, [U].
 
-    arrays: those of a `Batch`, whose samples have the pack's entries in their first `pack` slots, in one order; plain
-    samples have no entry.
+    arrays: those of a `Batch`, whose samples have the pack's entries in their first `pack` slots, all in the same
+    order; plain samples have no entry.
     """
     places = np.full(len(arrays["entries"]), -1)
     with_pack = np.flatnonzero(arrays["available"].max(1) >= pack)
@@ -299,12 +299,12 @@ def separate_pack(
 ) -> dict[str, NDArray]:
     """Returns a batch's arrays for a model that already has rows for the pack's entries.
 
-    arrays: as of `_places_in_pack`. distinct: number of real entries, which come before the padding. padding: rules for
+    arrays: as in `_places_in_pack`. distinct: number of real entries, which come before the padding. padding: rules for
     the arrays' sizes. "Grown" entries are those outside the pack.
 
-    entries, lengths: only of grown entries. slots: index of each slot's row in [pack rows | grown rows]. read: the
-    grown entries that inputs use, as indices into `entries`. input_rows: index of each input's row in [pack rows | rows
-    of `read`], -1 for a base id.
+    In the result, `entries` and `lengths` hold only grown entries. slots: index of each slot's row in [pack rows |
+    grown rows]. read: the grown entries that inputs use, as indices into `entries`. input_rows: index of each input's
+    row in [pack rows | rows of `read`], -1 for a base id.
     """
     place = _places_in_pack(arrays, pack)  # of each entry in [pack | grown]
     grown = np.flatnonzero(place[:distinct] < 0)

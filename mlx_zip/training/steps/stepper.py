@@ -96,7 +96,7 @@ class Stepper:
         return nats.item()
 
     def sync_to_trainee(self) -> None:
-        """Brings trainee and optimizer up to date; here they always are."""
+        """Does nothing, because trainee and optimizer are always up to date; see `TorchStepper`."""
 
     def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
         """Returns the loss to minimise and all sums, computed in the settings' dtype."""
@@ -113,7 +113,7 @@ class Stepper:
         return value.astype(self._low_precision) if mx.issubdtype(value.dtype, mx.floating) else value
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
-        """Returns the sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
+        """Returns the loss sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
         self.traces += 1
         (_, sums), gradients = self._value_and_grad(arrays, long)
         if previous is not None:
@@ -149,7 +149,7 @@ def to_mlx_arrays(batch: Batch) -> dict[str, mx.array]:
 
 
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
-    """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the rest.
+    """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the other weights.
 
     Weights with a learning rate of their own have an optimizer of their own.
     """
@@ -170,7 +170,7 @@ def _list_own_rates(settings: TrainSettings) -> list[tuple[Callable[[str, Any], 
 
 
 def _make_single_optimizer(settings: TrainSettings, peak: float) -> optim.Optimizer:
-    """Returns one optimizer with the schedule that rises to `peak`; for "muon", the AdamW beside it."""
+    """Returns one optimizer with the schedule that rises to `peak`; for "muon", the AdamW of the other weights."""
     rate, decay = make_schedule(settings, peak), settings.weight_decay
     if settings.optimizer == "adafactor":  # by default it would choose its own rate
         return optim.Adafactor(rate, relative_step=False, scale_parameter=False)
@@ -197,7 +197,7 @@ def peak_rate_of_weight(settings: TrainSettings, name: str) -> float:
 def make_schedule(settings: TrainSettings, peak: float) -> Any:
     """Returns a schedule: linear warm-up to `peak`, then a cosine until the run's end.
 
-    Its final rate is the share of `peak` that `min_learning_rate` is of `learning_rate`.
+    The final rate is `peak * min_learning_rate / learning_rate`.
     """
     end = peak * (settings.min_learning_rate / settings.learning_rate if settings.learning_rate else 0.0)
     arguments = [peak, max(1, settings.iters - settings.warmup), end]
@@ -218,10 +218,7 @@ def _is_hidden_matrix(path: str, value: mx.array) -> bool:
 
 
 def last_learning_rate(optimizer: optim.Optimizer) -> float:
-    """Returns the last step's learning rate.
-
-    With several, that of the weights without a rate of their own.
-    """
+    """Returns the last step's learning rate; if weights have rates of their own, that of the other weights."""
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]
     rate: Any = optimizer.learning_rate.item()
@@ -229,7 +226,7 @@ def last_learning_rate(optimizer: optim.Optimizer) -> float:
 
 
 def clip_gradients(gradients: Any, limit: float) -> tuple[Any, mx.array]:
-    """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before that."""
+    """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before."""
     squares = (g.astype(mx.float32).square().sum() for _, g in named_arrays(gradients))
     norm = mx.sqrt(sum(squares, mx.array(0.0)))
     if not limit:

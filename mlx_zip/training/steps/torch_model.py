@@ -116,9 +116,9 @@ class TorchModel(nn.Module):
         filled.add(name)
 
     def _cast_weights_on_read(self) -> None:
-        """Lets layers read trained weights in `dtype`, each time, so also when activations are computed again.
+        """Makes layers cast trained weights to `dtype` whenever they read them, also when activations are recomputed.
 
-        `Lora` casts its own, and the embedding's readers cast what they read.
+        Left out are `Lora`, which casts its own weights, and the embedding, whose readers cast the rows that they read.
         """
         embedding = self.body.embed_tokens
         modules = [one for one in self.body.modules() if one is not embedding and not isinstance(one, Lora)]
@@ -164,7 +164,7 @@ class TorchModel(nn.Module):
         return self._add_pack_rows("input_rows", read, places), output
 
     def _add_pack_rows(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Adds to rows [N, D] what the pack's entries add to the encoder's. places [N]: as `in_pack` of a batch."""
+        """Returns encoder rows [N, D] plus trained rows of the pack's entries. places [N]: as `in_pack` of a batch."""
         if places is None:
             return rows
         own = self.parts[name].to(rows.dtype)
@@ -239,9 +239,9 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
 
 
 def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
-    """Returns transformers' decoder for a config.json, without weights of use. Raises `TrainingError`.
+    """Returns transformers' decoder for a config.json, with random weights. Raises `TrainingError`.
 
-    eager: whether attention is computed in plain products, which in bfloat16 are faster on a CPU than the fused one.
+    eager: compute attention in plain matrix products, which in bfloat16 are faster on a CPU than fused attention.
     """
     from transformers import AutoConfig, AutoModel
 

@@ -1,12 +1,12 @@
 """Takes optimizer steps on PyTorch for a run whose data, checkpoints and log are those of the MLX trainer.
 
-The MLX model stays the owner of names, checkpoints, fingerprints and the saved folder; trained weights and the
-optimizer's moments are copied back when a checkpoint is written. So either engine goes on from the other's checkpoint,
-at the price of a second copy of the base's weights in memory.
+The MLX model keeps names, checkpoints, fingerprints and the saved folder; trained weights and the optimizer's moments
+are copied back when a checkpoint is written. So either engine can continue from the other's checkpoint. The base's
+weights are in memory twice.
 
-The objective's sums are those of `mlx_zip.training.steps.objective`, chunk by chunk. Logits over tens of thousands of
-base ids are never laid out for a whole batch. Each chunk of positions gets its logits, its loss and the loss's gradient
-at once, in the forward pass; the backward pass only scales these gradients.
+The objective's sums are those of `mlx_zip.training.steps.objective`, computed chunk by chunk, because logits over tens
+of thousands of base ids would be too large for a whole batch. For each chunk of positions, logits, loss and the loss's
+gradient are computed in the forward pass; the backward pass only scales these gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mlx_zip.training.steps.stepper import BATCH_COUNTS, make_schedule, optimize
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MOST_BATCH_WORKERS = 6  # with a card: a step of 24 windows takes 0.2 s on an H200, its batch 0.3 s of Python
+MOST_BATCH_WORKERS = 6  # with a GPU: a step of 24 windows takes 0.2 s on an H200, making its batch 0.3 s of Python
 MOMENT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
 
 
@@ -96,14 +96,14 @@ class TorchStepper:
     def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
         """Trains one step on its batches; arguments and result are those of `Stepper.step`."""
         self.model.train()
-        torch.manual_seed(hash((self.settings.seed, self.steps)) & 0xFFFFFFFF)  # of dropout: the same after a restart
+        torch.manual_seed(hash((self.settings.seed, self.steps)) & 0xFFFFFFFF)  # of dropout, equal after a restart
         count, sums = float(sum(batch.arrays["weights"].sum() for batch in batches)), dict[str, Any]()
         for batch in batches:
             found = compute_losses(self.model, self.weights, self._to_device(batch), batch.longest)
             (self.weights.total_loss(found) / max(count, 1.0)).backward()
             sums = {name: sums.get(name, 0.0) + value.detach() for name, value in found.items()}
         norm = self._apply_gradients()
-        sums = {name: value.item() for name, value in sums.items()}  # a card computes until here without a wait
+        sums = {name: value.item() for name, value in sums.items()}
         counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in BATCH_COUNTS}
         samples = float(sum(len(batch.samples) for batch in batches))
         return {**sums, **counts, "samples": samples, "stop": float(stop), "grad_norm": norm}
@@ -174,8 +174,8 @@ def _get_subtree(tree: Any, name: str) -> dict[str, Any]:
 
 # ---- the objective
 
-CHUNK_POSITIONS = {"cpu": 256, "cuda": 2048}  # most positions whose logits are there together
-CHUNK_LOGITS = 100_000_000  # most of their logits, if that is more than 256 positions
+CHUNK_POSITIONS = {"cpu": 256, "cuda": 2048}  # maximum number of positions per chunk
+CHUNK_LOGITS = 100_000_000  # maximum number of logits per chunk; a chunk has 256 positions at least
 Arrays = Mapping[str, torch.Tensor]
 
 
@@ -216,7 +216,7 @@ def _sum_joint_nats(
 class JointNats(torch.autograd.Function):
     """The summed cross entropy over base ids and available entries together (arXiv 2506.01084 eq. 2).
 
-    A column is a base id or one of the batch's U entries, whichever samples have it: V + U columns in all.
+    The logits have V + U columns: base ids, then the batch's U distinct entries, which samples share.
     """
 
     @staticmethod
@@ -231,8 +231,8 @@ class JointNats(torch.autograd.Function):
     ) -> torch.Tensor:
         """Returns nats, a float32 scalar, of h [B, L, D], head [V, D] and the output rows [U, D] of all entries.
 
-        for_training: whether gradients may be asked for. PyTorch's own mark is also true of a part of a trained matrix
-        in validation.
+        for_training: whether gradients may be asked for. It is needed because `ctx.needs_input_grad` is also true for a
+        slice of a trained matrix in validation.
         """
         wanted = for_training and any(ctx.needs_input_grad)
         flat, table, vocab = h.flatten(0, 1), torch.cat([head.to(h.dtype), rows.to(h.dtype)]), len(head)
@@ -278,7 +278,7 @@ class _Chunk:
 
 
 def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> Iterator[_Chunk]:
-    """Yields the positions whose loss counts, `size` at a time. entries: U, all of the batch."""
+    """Yields the positions whose loss counts, `size` at a time. entries: U, the batch's number of distinct entries."""
     length = arrays["targets"].shape[1]
     weights, targets = arrays["weights"].flatten(), arrays["targets"].flatten()
     counting = torch.nonzero(weights > 0)[:, 0]
@@ -317,7 +317,7 @@ def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor,
 def _loss_and_gradient(
     logits: torch.Tensor, chunk: _Chunk, vocab: int, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the nats of a chunk, and their gradient by its logits [N, V + U] float32, which are overwritten."""
+    """Returns a chunk's nats, and their gradient with respect to `logits` [N, V + U] float32, which are overwritten."""
     if cap is not None:
         logits.div_(cap).tanh_()
         slope = 1 - logits.square()
