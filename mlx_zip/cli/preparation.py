@@ -121,7 +121,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=NAME",
-        help="where a field of the records has another name, as FIELD=NAME ...: text=content reads the text from "
+        help="where a field of the records has another name, as KEY=NAME ...: text=content reads the text from "
         "content; fields: text, messages, prompt, completion, tools (default: these names)",
     )
     add(

@@ -318,13 +318,13 @@ def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int 
 
 
 def limit_to_bytes(texts: Iterable[LicensedText], most: int) -> list[LicensedText]:
-    """Returns texts of at most `most` bytes together; the first one is cut to `most` characters."""
+    """Returns the texts that fit into `most` bytes of UTF-8; the first one is cut if it is longer."""
     taken, size = list[LicensedText](), 0
     for one in texts:
-        cut = one if taken else replace(one, text=one.text[:most])
-        if size + len(cut.text.encode()) <= most or not taken:
-            taken.append(cut)
-            size += len(cut.text.encode())
+        text = one.text.encode() if taken else one.text.encode()[:most]
+        if size + len(text) <= most:
+            taken.append(replace(one, text=text.decode(errors="ignore")))
+            size += len(text)
     return taken
 
 

@@ -70,6 +70,14 @@ def test_cuda_is_refused_with_what_to_do(run, tmp_path):
     assert "mlx_zip serve --session-files" in err
 
 
+@pytest.mark.parametrize("engine", ["mlx", "auto"])
+def test_the_device_of_the_environment_is_used_with_each_engine(run, tmp_path, monkeypatch, engine):
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "tpu")
+    status, _, err = cached(run, tmp_path / "p.safetensors", "--engine", engine)
+    assert status
+    assert "MLX_ZIP_DEVICE=tpu: it is one of cpu, gpu" in err
+
+
 def test_a_cached_prompt_of_another_model_is_refused_by_a_server(run, tmp_path):
     cached(run, tmp_path / "p.safetensors")
     store = open_session_store(*load(PLAIN))

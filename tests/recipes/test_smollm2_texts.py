@@ -198,3 +198,4 @@ def test_held_out_files_end_before_their_limit_and_one_long_text_is_cut():
     many = [texts.LicensedText(letter * 40, "", "") for letter in "abc"]
     assert texts.limit_to_bytes(many, 100) == many[:2]
     assert texts.limit_to_bytes(many[:1], 10) == [texts.LicensedText("a" * 10, "", "")]
+    assert texts.limit_to_bytes([texts.LicensedText("ä" * 40, "", "")], 5) == [texts.LicensedText("ää", "", "")]

@@ -158,3 +158,11 @@ def test_all_responses_are_forgotten_at_once_in_memory_and_on_disk(tmp_path):
     assert store.clear() == 3
     files.flush()
     assert (len(store), store.bytes, list(tmp_path.iterdir())) == (0, 0, [])
+
+
+def test_a_file_that_is_too_large_is_named_with_its_limit_and_not_used(tmp_path, caplog):
+    name = new_id("resp")
+    (tmp_path / f"{name}.json").write_bytes(b"[" + b"1," * 600 + b"1]")
+    with caplog.at_level(logging.WARNING):
+        assert len(ResponseStore(9, 1000, ResponseFiles(tmp_path))) == 0
+    assert f"{name}.json is not used: it has more than 1,000 bytes" in caplog.text

@@ -139,7 +139,9 @@ class ResponseFiles:
             try:
                 if not path.is_file():  # reading a pipe never ends
                     raise ValueError("it is no ordinary file")
-                text = path.read_bytes() if path.stat().st_size <= most_bytes else b""
+                if path.stat().st_size > most_bytes:
+                    raise ValueError(f"it has more than {most_bytes:,} bytes")
+                text = path.read_bytes()
                 value = json.loads(text)
                 _check_stored(value, path.stem)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
