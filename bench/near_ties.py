@@ -2,8 +2,7 @@
 
 The model writes answers one id per pass, greedily after the first ids, which are sampled so that answers differ. For
 each width, another cache reads the written ids, `width` per pass, as if they had been proposed and accepted. Rounding
-errors thus accumulate over an answer as they do with drafts, but a different choice does not change the ids that
-follow.
+errors thus accumulate as they do with drafts, but a different choice does not change the ids that follow.
 """
 
 from __future__ import annotations

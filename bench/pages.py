@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def update_file(path: Path, data: bytes, only_check: bool) -> bool:
-    """Returns whether a file's content differs from `data`; if so, writes it unless `only_check`, and prints its name.
-    """
+    """Returns whether a file differs from `data`; then writes it, unless `only_check`, and prints its name."""
     old = path.read_bytes() if path.exists() else b""
     if old == data:
         return False

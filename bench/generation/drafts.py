@@ -2,8 +2,7 @@
 trials.
 
 A model writes the text's own answer (replay) or its own greedy answer (free), plain and with hypertokens, with each way
-to draft. Passes replayed without a model give the host's work and, with published costs of a pass, the estimated gain
-on other chips.
+to draft. Passes replayed without a model give the host's work and, with published costs, the gain on other chips.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ KEY = ("model", "workload")  # sections that identify what was measured, with mo
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The upper bound that memory bandwidth sets. step_bytes: read by an average step. steps_per_s: at full bandwidth.
-    """
+    """The upper bound that memory bandwidth sets: bytes read by an average step, and steps/s at full bandwidth."""
 
     bandwidth_bytes_per_s: float
     step_bytes: float

@@ -36,9 +36,7 @@ TILES = 8  # layout parameter of PyTorch's 4-bit product; it hardly changes the 
 
 
 class KernelCase(NamedTuple):
-    """A kernel to time. work: calls it. sets: number of argument sets that calls rotate through, so that none stays
-    cached.
-    """
+    """A kernel to time. work: calls it. sets: argument sets that calls rotate through, so that none stays cached."""
 
     name: str
     work: Work
@@ -149,8 +147,7 @@ def torch_int4_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tens
 
 
 def memory_control_cases(device: torch.device, side: int) -> Iterator[KernelCase]:
-    """Yields a copy and a sum of a float32 matrix [side, side], to compare with the yardstick's matrix-vector product.
-    """
+    """Yields a copy and a sum of a float32 matrix [side, side]: memory accesses unlike the yardstick's product."""
     source = torch.rand((side, side), device=device)
     target = torch.empty_like(source)
     yield KernelCase("control, copy", lambda impl: target.copy_(source))
@@ -162,8 +159,7 @@ def encoder_cases(
 ) -> Iterator[KernelCase]:
     """Yields the encoders' kernels for a batch of `entries` entries.
 
-    Each call gathers different rows. The other kernels read cached input, as in an encoder, where the kernel before
-    wrote it.
+    Each call gathers different rows. The other kernels read cached input, as they do after the kernel before them.
     """
     device, width = table.device, table.shape[1]
     ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])

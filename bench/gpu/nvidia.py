@@ -109,10 +109,9 @@ LARGE, MOST = ("phi-3-medium",), 3  # shapes whose trials take long; most trials
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurements. context, tokens: base ids read and written by the steps. whole: sizes of whole
-    requests.
+    """Sizes of the measurements. context, tokens: base ids that steps read and write. whole: sizes of whole requests.
 
-    trials: per measurement. slots: hyper rows. calls: per trial of a kernel. greedy: base ids compared by the checks.
+    trials: per measurement. slots: hyper rows. calls: per kernel trial. greedy: base ids that the checks compare.
     """
 
     context: int
@@ -281,8 +280,7 @@ def run_whole_requests(
 
 
 def run_bench_generate(cases: CaseRunner, flags: list[str]) -> Sequence[Record]:
-    """Runs `bench generate` with these flags and adds its records to `cases` as they are printed; returns no records.
-    """
+    """Runs `bench generate` with these flags; adds its records to `cases` as they are printed, and returns none."""
     from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()

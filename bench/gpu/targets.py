@@ -151,9 +151,7 @@ def passed_float64_share(records: Sequence[Record]) -> Cases:
 
 
 def launches_per_layer(records: Sequence[Record]) -> Cases:
-    """Returns a warm step's launches divided by the layers, rounded down: fewer than one per layer lie outside the
-    layers.
-    """
+    """Returns launches of a warm step per layer, rounded down: those outside the layers are fewer than the layers."""
     return {
         f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
         for one in records_of_bench(records, "nvidia-trace")
@@ -182,8 +180,8 @@ def records_of_bench(records: Iterable[Record], bench: str) -> list[Record]:
 # ---- targets
 
 UNMEASURED = "not measured"
-SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # shapes and precisions of the part `steps`
-REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # shapes and precisions of the part `generate`
+SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # of `steps`
+REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # of `generate`
 TEXTS = tuple(f"{shape} {size}" for shape in REQUESTS for size in ("512+256", "2048+256"))
 ENCODERS = tuple(
     f"{shape} encoder {piece}, {count} entries"

@@ -31,7 +31,7 @@ Line = dict[str, Any]
 
 
 def recorded_models(records: Any, recipe: str | None) -> list[Line]:
-    """Returns the recorded lines of `bench hbpe_model` that were run with a --recipe (None: without one)."""
+    """Returns the lines of `bench hbpe_model` that were recorded with `recipe`; None: without --recipe."""
     return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
 
 
@@ -76,7 +76,7 @@ FLOPS_COLUMNS: Columns = (  # GFLOPs of the paper's small model on 8,192 bytes, 
     ("with the symbols that there are", gflops_cell("flops_patches_counted")),
     ("with S symbols", gflops_cell("flops_patches_padded")),
 )
-TEXT_COLUMNS: Columns = (  # "patches, counted" has the symbols that the text's patches have, by the paper's formula
+TEXT_COLUMNS: Columns = (  # "patches, counted": the paper's formula with the text's mean symbols per patch
     ("text", "{text}"),
     ("first stage", lambda line: line["tokenizer"].split(".")[0]),
     ("S", "{patch_size}"),
