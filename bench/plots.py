@@ -12,7 +12,7 @@ from mlx_zip.errors import missing_library_error
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids depend on the content; text is not drawn as paths
+STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text not as paths
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,7 @@ def column_table(lines: Iterable[Record], columns: Columns) -> str:
 def make_column_table(
     record: str, columns: Columns, rows: Callable[[Sequence[Record]], Iterable[Record]] = iter
 ) -> Callable[[Records], str]:
-    """Returns a function that makes a record's table. rows: turns the record's lines into rows (default: one per line).
-    """
+    """Returns a function that makes a record's table. rows: turns lines into rows (default: a row per line)."""
     return lambda records: column_table(rows(records.lines(record)), columns)
 
 

@@ -1,8 +1,7 @@
 """Times the row store: opening it, looking rows up and storing rows, in memory and on disk; and its memory.
 
-Rows and their entries are random: to the store a row is only bytes, so no model is needed. The rows to look up are
-spread over all stored rows, and are looked up twice: right after opening, and once more. The files stay in the system's
-cache.
+Rows and their entries are random: to the store a row is only bytes, so no model is needed. Rows spread over all stored
+ones are looked up twice: right after opening, and once more. The files stay in the system's cache.
 """
 
 from __future__ import annotations

@@ -97,11 +97,11 @@ class _GenerateEngine(EngineOnTorch):
 
 @dataclass
 class _StepRecorder:
-    """The streamer of `generate`, its logits processor (`force_next_id`) and its stopping criterion
+    """The streamer of `generate`, also its logits processor (`force_next_id`) and stopping criterion
     (`has_enough_base_ids`).
 
-    expand: returns an emitted id's base ids; called once per id, in order. tokens: most base ids to emit. forced: ids
-    to replay, or None. read: number of ids before the first emitted id.
+    expand: returns the base ids of each new id. tokens: most base ids to emit. forced: ids to replay, None for free
+    generation. read: number of ids before the first emitted id.
     """
 
     detokenizer: Any

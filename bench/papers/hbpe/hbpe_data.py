@@ -62,11 +62,10 @@ class PatchTrainingData:
         return float(self._token_byte_counts(self.tokens)[self.ids[0]].mean())
 
     def windows_for_kind(self, kind: str, patch_size: int) -> Material:
-        """Returns training windows, test windows and table of patches for one kind of model (`KINDS` of
-        `hbpe_model.py`).
+        """Returns training windows, test windows and table of patches for one of the `KINDS` in `hbpe_model.py`.
 
-        `plain` and `bytes` have no patches; their table is None. patch_size: most symbols in a patch of `patches` and
-        `equal`, else ignored. Raises `MlxZipError` for `entropy` without a trained byte model.
+        `plain` and `bytes` have no table (None). patch_size: most symbols in a patch of `patches` and `equal`, else
+        ignored. Raises `MlxZipError` for `entropy` without a trained byte model.
         """
         if kind == "bytes":
             length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])

@@ -1,6 +1,4 @@
-"""The tables and figures of the report on the ablations: the paper's tables 7 and 8 and figures 5 and 6, and all
-results.
-"""
+"""Tables and figures of the report on the ablations: the paper's tables 7 and 8, its figures 5 and 6, all results."""
 
 from __future__ import annotations
 

@@ -155,8 +155,7 @@ class Setting:
 def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
     """Returns the settings that the flags ask for, without duplicates, for every seed.
 
-    These are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError` for a
-    merge size out of range.
+    These are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError`.
     """
     if low := [m for m in (*args.merge_sizes, args.merge_size) if m < 1]:
         raise MlxZipError(f"a merge size must be 1 or more, got {low[0]}")

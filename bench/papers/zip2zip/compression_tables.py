@@ -43,8 +43,7 @@ class PaperRows:
         return self.compressed[i] / self.base[i] - 1
 
     def gain_bounds(self, domain: str) -> tuple[float, float]:
-        """Returns the minimum and maximum gain on a domain that agree with the printed figures, rounded to one decimal.
-        """
+        """Returns the minimum and maximum gain on a domain that agree with the printed, rounded figures."""
         i = DOMAINS.index(domain)
         low, high = (self.compressed[i] + step for step in (-0.05, 0.05))
         return low / (self.base[i] + 0.05) - 1, high / (self.base[i] - 0.05) - 1
@@ -72,8 +71,7 @@ def paper_rows_of(tokenizer: str) -> PaperRows | None:
 class RecordedCounts:
     """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids.
 
-    Raises `MlxZipError` for two lines of the same tokenizer and text, and for a text whose content differs between
-    lines.
+    Raises `MlxZipError` for two lines of the same tokenizer and text, and for a text whose content differs by line.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
@@ -137,8 +135,7 @@ class RecordedCounts:
         return sum(parts) / len(parts) if parts and len(parts) == len(texts) else None
 
     def mean_over_mixture(self, tokenizer: str, window: int | str, column: str, **setting: int) -> float | None:
-        """Returns a count divided by base ids, for a mixture in which each domain has the paper's share of base ids
-        (`SHARES`).
+        """Returns a count divided by base ids, for a mixture of domains by the paper's `SHARES` of base ids.
 
         column: name of the count, for example "ids". Returns None unless every domain has texts and all were measured.
         """

@@ -35,15 +35,12 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 
 
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
-    """Returns the hyper-encoder's share of FLOPs, α ≈ l · M / L, if every id is an entry of M base ids (last equation,
-    table 9).
-    """
+    """Returns the hyper-encoder's share α ≈ l · M / L if every id is an entry of M base ids (last equation)."""
     return encoder_layers * merge_size / layers
 
 
 def relative_flops(rate: float, overhead: float) -> float:
-    """Returns training FLOPs with hypertokens over those without, ρ · (1 + α) (fourth equation). rate: ρ; overhead: α.
-    """
+    """Returns training FLOPs with hypertokens over without, ρ · (1 + α) (fourth equation). rate: ρ; overhead: α."""
     return rate * (1.0 + overhead)
 
 
