@@ -126,7 +126,7 @@ CARD = (  # fields that nvidia-smi is queried for
     *("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"),
     *("power.draw", "power.limit", "temperature.gpu", "pstate"),
 )
-REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # prefixes in newer and older drivers
+REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # field prefixes of newer and older drivers
 HELD_BACK = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 _BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery; removed from reports
 

@@ -197,7 +197,6 @@ class TrainingBench:
         return measure_engines(make, self._samples(), self.shards.params, settings, self.args.trials)
 
     def _samples(self) -> list[list[Any]]:
-        """Returns the samples of each timed batch."""
         from mlx_zip.training.steps.batches import order_batches
 
         order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]

@@ -273,9 +273,9 @@ def measure_engines(
     """Returns the record: base tokens/s of each engine, the machine's GFLOP/s, and the share that PyTorch's steps
     reach.
 
-    make: returns a new model to train, and its config.json. samples: the samples of each batch. MLX's trainer reads one
-    sample per step, because on a CPU a batch may take many minutes; its first step is a warm-up. The share counts only
-    the decoder's products: 4 operations per weight and id.
+    make: returns a new model and its config.json. samples: of each batch. MLX's trainer reads one sample per step,
+    because on a CPU a batch may take many minutes; its first step is a warm-up. The share counts only the decoder's
+    products.
     """
     batches = [make_batch(some, params) for some in samples]
     single = make_batch(samples[0][:1], params)

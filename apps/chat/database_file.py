@@ -69,7 +69,7 @@ def connect(name: str) -> sqlite3.Connection:
     """Returns a connection to an existing database file, or to a new database in memory (":memory:")."""
     db = sqlite3.connect(name, timeout=PATIENCE_S, isolation_level=None, check_same_thread=False)
     db.row_factory = sqlite3.Row
-    db.text_factory = lambda text: text.decode("utf-8", "replace")  # one damaged text must not hide the others
+    db.text_factory = lambda text: text.decode("utf-8", "replace")  # a damaged text must not make the others unreadable
     search.add_search_functions(db)
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten

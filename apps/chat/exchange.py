@@ -21,7 +21,7 @@ from mlx_zip.server.fields import Body, BodyError
 from mlx_zip.server.http import json_response, read_body, with_body_class
 
 FORMAT, VERSION = "mlx_zip conversations", 1
-MOST_TOKENS = 1_000_000  # in one message
+MOST_TOKENS = 1_000_000  # per message
 MOST_MESSAGES = MOST_CONVERSATIONS = 1_000_000  # not reached: `MOST_BYTES` allows fewer
 Time = Annotated[float, Field(ge=0, le=1e11)]
 Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
@@ -152,7 +152,7 @@ def _import_message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any
     fields["figures"] = None if given.figures is None else given.figures.model_dump(exclude_none=True)
     tokens = None if given.tokens is None else [one.model_dump(exclude_none=True) for one in given.tokens]
     if tokens is not None and "".join(one["t"] for one in tokens) != given.text:
-        tokens = None  # the page would show the tokens, whose text is another
+        tokens = None  # the page would show the tokens, whose text differs
     if given.state == "running":
         fields |= {"state": "cut", "reason": CUT}
     return {**fields, "tokens": tokens, "id": ids[given.id], "parent": given.parent and ids[given.parent]}
@@ -188,7 +188,7 @@ def download_name(title: str, end: str) -> str:
     return f"{words or 'conversation'}.{end}"
 
 
-MOST_BYTES = 256 << 20  # of an import
+MOST_BYTES = 256 << 20  # per import
 
 
 def routes(store: Store, core: Core) -> list[Route]:

@@ -18,7 +18,7 @@ from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
 from mlx_zip.server.vendor import live_json, token_json, vendor_notes
 
-WRITE_S = 0.4  # between writes to the store
+WRITE_S = 0.4  # seconds between writes to the store
 STOPPED = "You stopped it."
 LEFT = "The page was closed."
 
@@ -172,7 +172,7 @@ class _StoredAnswer:
 
 
 def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures of a continued answer: counts and times summed over both parts, and rates computed anew."""
+    """Returns the figures of a continued answer: counts and times summed over both parts, and rates recomputed."""
     if not before:
         return {}
     counted = ("base_tokens", "steps", "hypertokens", "proposed", "accepted", "seconds")

@@ -37,7 +37,7 @@ _VERSION_1 = (
     INSERT INTO words (words, rowid, text) SELECT 'delete', old.n, old.text WHERE old.state <> 'running';
     INSERT INTO words (rowid, text) SELECT new.n, new.text WHERE new.state <> 'running'; END""",
 )
-TABLES = frozenset({"conversations", "messages", "pieces", "words"})  # of every version
+TABLES = frozenset({"conversations", "messages", "pieces", "words"})  # tables of every version
 _VERSION_2 = (
     "ALTER TABLE conversations ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE conversations ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
@@ -45,7 +45,7 @@ _VERSION_2 = (
 MIGRATIONS: tuple[Sequence[str], ...] = (
     _VERSION_1,
     _VERSION_2,
-)  # the statements that lead from version i to version i + 1
+)  # [i]: statements that migrate version i to i + 1
 
 
 @contextmanager

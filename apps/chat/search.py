@@ -26,7 +26,7 @@ def add_search_functions(db: sqlite3.Connection) -> None:
 def find_conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
     """Returns conversations that have all wanted words, from `offset` on, at most `limit`, and the number of all hits.
 
-    The last changed comes first; without words, pinned ones and then those in folders precede it.
+    The last changed comes first. Without words, pinned conversations, then those in folders, come before all others.
     """
     words = wanted.lower().split()[:MOST_WORDS]
     where, values = _search_condition(words)

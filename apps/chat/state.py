@@ -97,7 +97,6 @@ def _size_with_pack(core: Core, base_ids: Sequence[int], pack: Any) -> int | Non
 
 
 async def _opening_frames(models: Models, name: str) -> AsyncGenerator[bytes, None]:
-    """Yields a frame at once, and a second one when the model is open."""
     yield event_bytes({"type": "opening", "name": name})
     await models.open(name)
     yield event_bytes({"type": "done", "name": name})

@@ -38,7 +38,7 @@ CHUNK = 2048  # ids of a prompt in one prefill pass
 def torch_models_from_flags(
     shape: str | None, precision: str, model: str | None, base: str | None, tokenizer: str, options: Any
 ) -> Models:
-    """Returns `Models` from the flags, as `from_shape` and `from_folders` do, but without models in MLX.
+    """Returns `Models` from the flags, as `models_from_shape` and `models_from_folders` do, but without models in MLX.
 
     Raises `MlxZipError` for an unknown shape, an unreadable folder, and a tokenizer with more ids than the model.
     """
@@ -213,7 +213,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def peak_memory_bytes(model: CudaModel, before: int) -> int | None:
-    """Returns the model's weight bytes plus the peak bytes of a run beyond `before`; None on a CPU."""
+    """Returns the model's `step_weight_bytes` plus the peak bytes of a run beyond `before`; None on a CPU."""
     if model.device.type != "cuda":
         return None
     return model.step_weight_bytes + max(0, torch.cuda.max_memory_allocated(model.device) - before)

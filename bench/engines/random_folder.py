@@ -19,7 +19,7 @@ from mlx_zip.layout import MODEL_TYPE
 
 @dataclass
 class RandomFolder(Folder):
-    """Returns a random tensor of the right shape for each name that is read.
+    """A folder whose `take` returns a random tensor of the requested shape for any name.
 
     bits, group: quantization of matrices whose width is a multiple of `group`; bits None keeps them dense. generator:
     source of the random numbers. stored: dtype of dense matrices, scales and biases; None for the folder's dtype.

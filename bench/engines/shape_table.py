@@ -107,7 +107,7 @@ class ZipOptions:
     """Settings of a random model's hypertokens: type and layers of its two separate hyper-encoders, and its codebook.
 
     The encoder `res_latent_attn` has half the model's width. encoder_bits: bits of the encoders' weights if the model
-    is quantized (`mlx_zip convert -q` takes 8); None uses the model's bits for the layers that can be quantized.
+    is quantized (`mlx_zip convert -q` takes 8); None leaves the encoders unquantized.
     """
 
     encoder: str = "transformer"

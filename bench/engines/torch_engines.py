@@ -97,8 +97,7 @@ class _GenerateEngine(EngineOnTorch):
 
 @dataclass
 class _StepRecorder:
-    """The streamer of `generate`, also its logits processor (`force_next_id`) and stopping criterion
-    (`has_enough_base_ids`).
+    """The streamer of `generate`, also its logits processor (`force_next_id`) and stopping criterion.
 
     expand: returns the base ids of each new id. tokens: most base ids to emit. forced: ids to replay, None for free
     generation. read: number of ids before the first emitted id.

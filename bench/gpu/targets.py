@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
-Cases = dict[str, float]  # figure by case, such as a shape or a text
+Cases = dict[str, float]  # case, such as a shape or a text -> figure
 
 
 # ---- steps
@@ -180,8 +180,8 @@ def records_of_bench(records: Iterable[Record], bench: str) -> list[Record]:
 # ---- targets
 
 UNMEASURED = "not measured"
-SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # of `steps`
-REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # of `generate`
+SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # cases of the part `steps`
+REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # cases of `generate`
 TEXTS = tuple(f"{shape} {size}" for shape in REQUESTS for size in ("512+256", "2048+256"))
 ENCODERS = tuple(
     f"{shape} encoder {piece}, {count} entries"

@@ -108,9 +108,7 @@ def start_times(rate: float, most: int, seconds: float, arrivals: str, seed: int
 
 @dataclass
 class Sent:
-    """A sent request. late_s: delay after the planned time. ended_s: time of the run at its end. reply: None if
-    incomplete.
-    """
+    """A sent request. late_s: delay after the planned time. ended_s: seconds into the run. reply: None if partial."""
 
     late_s: float
     ended_s: float

@@ -53,7 +53,7 @@ BUFFER_US = 20.0  # time of a command buffer
 KV_IDS = 1024  # ids in the KV cache
 ROWS = 1024  # entries in the codebook
 INSTALL_IDS = 4000  # number of ids over which the share of installing steps is computed
-INSTALLS_OF: dict[str, Any] = {"tokenizer": "llama3", "merge_size": 3, "codebook_size": 2048}  # rows of record `tokens`
+INSTALLS_OF: dict[str, Any] = {"tokenizer": "llama3", "merge_size": 3, "codebook_size": 2048}  # which rows of `tokens`
 ENCODER_BITS = {"4": 8, "16": 16}  # weights' bits -> encoders' bits, as `mlx_zip convert` makes them
 SMALL = {"intermediate_size": 256, "vocab_size": 512}
 WIDTHS = {  # widths of the small models: quantized layers need 64 columns, LongRoPE needs 48 factors
@@ -143,7 +143,7 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
         rows = [dict(zip(line["columns"], row, strict=True)) for row in line["counts"]]
         points, size = [(0.0, 0.0)], INSTALLS_OF["codebook_size"]
         for row in sorted((one for one in rows if isinstance(one["window"], int)), key=lambda one: one["window"]):
-            same = row["codebook_size"] == size or row["window"] <= row["codebook_size"] < size  # a codebook that is never full
+            same = row["codebook_size"] == size or row["window"] <= row["codebook_size"] < size  # never full
             if row["merge_size"] == INSTALLS_OF["merge_size"] and same:
                 windows = line["base_ids"] / row["window"]
                 points.append((row["ids"] / windows, min(size, row["entries"] / windows)))

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_zip.errors import MlxZipError
 
-PARTS = {  # name: what it is; in a step's order
+PARTS = {  # name: what the time is spent on, in the order of a step
     "wait": "reading the last id: waiting for the device",
     "call": "the model call besides what follows: checks, positions",
     "codec": "codebook: learning the id, listing entries, expanding",
@@ -48,8 +48,7 @@ def arrays_in_result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def arrays_in_row_tables(args: tuple[Any, ...], result: Any) -> Any:
-    """Returns the arrays that `RowSource.fill_inputs(self, state, ...)` or `fill_outputs` made in the state's tables.
-    """
+    """Returns the arrays that `fill_inputs(self, state, ...)` or `fill_outputs` of `RowSource` made, from `state`."""
     return [table.array for table in (args[1].inputs, args[1].outputs)]
 
 

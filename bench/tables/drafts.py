@@ -62,10 +62,9 @@ def chips_table(records: Records) -> str:
 
 
 def host_table(records: Records) -> str:
-    """Returns the host's processor us per emitted id, with `auto` at costs where drafts gain nothing, and with
-    `lookup`.
+    """Returns the host's processor us per emitted id, with `lookup`, and with `auto` where drafts gain nothing.
 
-    The last columns are steps per second with `auto` at these costs, over those without drafts.
+    Last columns: steps per second with `auto` at these costs, over those without drafts.
     """
     rows = []
     for model, kind, *both in by_kind(records.lines(PASSES)):

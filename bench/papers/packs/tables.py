@@ -17,10 +17,7 @@ LEARNERS = ("learn", "multitok", "bpe")
 
 
 def _own_domain_table(records: Records) -> str:
-    """Returns the table of base ids per id on held-out texts of a pack's own domain, by size of the pack.
-
-    The packs come from `vocab pack learn`.
-    """
+    """Returns base ids per id on held-out texts of the pack's own domain, by size; packs of `vocab pack learn`."""
     lines = records.lines("packs")
     sizes = sorted({pack["size"] for pack in lines[0]["packs"]})
     rows = []
@@ -32,10 +29,7 @@ def _own_domain_table(records: Records) -> str:
 
 
 def _crossed_table(records: Records) -> str:
-    """Returns the table of base ids per id of every domain with every domain's pack; a pack's own domain is bold.
-
-    Packs have `CROSSED` entries.
-    """
+    """Returns base ids per id of each domain with each domain's pack of `CROSSED` entries, its own pack in bold."""
     lines = records.lines("packs")
     tests = lines[0]["tests"]
     rows = [["none: growth alone", *(f"{test['empty']:.3f}" for test in tests.values())]]

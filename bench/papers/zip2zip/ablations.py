@@ -1,8 +1,8 @@
 """The paper's ablations at small scale: merge size (table 7, figure 5) and hyper-encoder (table 8, figure 6).
 
 Every setting starts from the same base model, reads the same training windows and is evaluated on the same bytes. An
-entry may be used from the id that created it on, as in generation. No more windows are prepared than are read: batches
-are sorted by length in ids, so from a larger set each merge size would read different windows.
+entry can be predicted right after the id that created it, as in generation. No more windows are prepared than are read:
+batches are sorted by length in ids, so from a larger set each merge size would read different windows.
 
 A result is a JSON line in OUT/ablations.jsonl. A setting with a result is skipped, and an interrupted setting continues
 where it stopped. Source: arXiv 2506.01084, appendix A.
