@@ -274,8 +274,7 @@ def measure_engines(
     reach.
 
     make: returns a new model and its config.json. samples: of each batch. MLX's trainer reads one sample per step,
-    because on a CPU a batch may take many minutes; its first step is a warm-up. The share counts only the decoder's
-    products.
+    because on a CPU a batch may take many minutes; its first step is a warm-up. The share counts decoder products only.
     """
     batches = [make_batch(some, params) for some in samples]
     single = make_batch(samples[0][:1], params)

@@ -152,8 +152,8 @@ def measure_plain_model(models: Models, prompt: Sequence[int], steps: int, round
     """Returns step times of the plain model: `step_ms`, the median of each of `rounds` runs, and `over`, the median
     ratios.
 
-    Ratios are over mlx-lm's `generate_step`. stream_generate: mlx_zip's. engine: the scheduler with one request. Runs
-    alternate, after a warm-up round.
+    Ratios are over mlx-lm's `generate_step`. stream_generate: mlx_zip's. engine: the scheduler with one request. The
+    ways alternate, after a warm-up round.
     """
     from mlx_lm.generate import generate_step
 

@@ -22,7 +22,7 @@ NAMES = {
     "entropy": "patches cut by entropy",
 }
 TABLE2 = {"plain": "1.16", "patches": "1.11", "bytes": "1.16", "space": "1.14", "entropy": "1.20"}  # bits per byte
-TABLE2_FLOPS = {"plain": "562", "patches": "554", "bytes": "4214", "space": "534", "entropy": "668"}  # GFLOPs per 8192 bytes
+TABLE2_FLOPS = {"plain": "562", "patches": "554", "bytes": "4214", "space": "534", "entropy": "668"}  # GFLOPs at 8192 B
 TABLE2_FERTILITY = {"plain": "1.51", "patches": "1.51", "bytes": "4.5", "space": "1.45", "entropy": "1.83"}
 TABLE3 = {"patches": "1.20", "space": "1.24", "entropy": "1.27"}  # bits per byte
 TABLE3_PATCHES = {"patches": "3.62", "space": "3.06", "entropy": "1.66"}  # bytes per patch
