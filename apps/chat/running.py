@@ -112,8 +112,8 @@ def _open_browser(address: str) -> None:
         webbrowser.open(address)
 
 
-def _serve_in_window(server: Server, listener: socket.socket, address: str, kept: Path | None) -> None:
-    """Serves in a second thread while the main thread shows the page in a window. kept: its storage folder, or None.
+def _serve_in_window(server: Server, listener: socket.socket, address: str, folder: Path | None) -> None:
+    """Serves in a second thread while the main thread shows the page in a window. folder: its storage folder.
 
     None turns on pywebview's private mode, which deletes the page's local storage at every start. On a Mac, WebKit
     chooses the folder itself.
@@ -127,7 +127,7 @@ def _serve_in_window(server: Server, listener: socket.socket, address: str, kept
             time.sleep(0.02)
         webview.create_window("mlx_zip", address, width=1180, height=820, min_size=(360, 480))
         ended.start()
-        webview.start(private_mode=kept is None, storage_path=None if kept is None else str(kept))
+        webview.start(private_mode=folder is None, storage_path=None if folder is None else str(folder))
     finally:
         server.should_exit = True
         serving.join()
