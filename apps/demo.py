@@ -1,7 +1,7 @@
-"""`make demo`: converts a checkpoint, runs it, compares it with the published package, and lets stories tell a story.
+"""`make demo`: converts a checkpoint, runs it, compares it with the published package, and prints a story.
 
-The checkpoint is a test fixture in the published layout (format 2) with random weights, so its text is noise. Every id
-must be the one that zip2zip 0.2.0 chose on PyTorch: the exit status is 0 if all are equal, else 1.
+The checkpoint is a test fixture in the published layout (format 2) with random weights, so its text is noise. The exit
+status is 0 if every id equals the one that zip2zip 0.2.0 chose on PyTorch, else 1.
 """
 
 import json
@@ -24,7 +24,7 @@ CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_un
 
 def main() -> int:
     """Runs the demo; returns 0 if all ids equal the recorded ones, else 1."""
-    disable_tf32()  # the recorded ids come from float32; before anything imports MLX
+    disable_tf32()  # the recorded ids were computed in float32; must be called before MLX is imported
     choose_device()
     expected = json.loads((CHECKPOINT / "expected.json").read_text(encoding="utf-8"))
     prompts = expected["prompts"]
@@ -46,17 +46,17 @@ def main() -> int:
 
 
 def beginning_of_text() -> str:
-    """Returns the token that the recorded prompts begin with, which this tokenizer does not add."""
+    """Returns the token that begins the recorded prompts; this tokenizer does not add it."""
     return json.loads((CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"]
 
 
 def print_line(line: str) -> None:
-    """Prints and flushes, so that the lines of the commands that are run appear in order."""
+    """Prints a line and flushes, so that it appears before the output of the next command."""
     print(line, flush=True)
 
 
 def run_command(*arguments: object) -> None:
-    """Prints a command as a user would type it, and runs it."""
+    """Prints a `mlx_zip` command as a user would type it, and runs it."""
     words = [str(argument) for argument in arguments]
     print_line("$ " + shlex.join(["mlx_zip", *words]))
     subprocess.run([sys.executable, "-m", "mlx_zip", *words], check=True)
@@ -80,7 +80,7 @@ def compare_steps(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
 
 
 def tell_story() -> None:
-    """Prints a story with coloured hypertokens, or why there is none if the bundled model is not installed."""
+    """Prints a story with coloured hypertokens, or why the bundled model cannot be used."""
     print_line("\n4. A story by the bundled model, which was trained to use hypertokens.")
     try:
         bundled_model_folder(DEFAULT)

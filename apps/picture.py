@@ -1,8 +1,8 @@
 """`make picture`: draws an answer with its hypertokens in colour, as an SVG file.
 
-The bundled model answers its default request, greedily. Each box in the picture is one step of the model, coloured by
-the number of base tokens that the step produced, in the colours of `mlx_zip generate --color always`. The file depends
-on the emitted ids alone, so the same model and request give the same bytes.
+The bundled model answers its default request, greedily. Each box in the picture is one step of the model. Its colour
+shows the number of base tokens that the step produced, as in `mlx_zip generate --color always`. The file depends only
+on the emitted ids, so the same model and request give the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_zip.files import atomic_file
 from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT
 
 COLUMNS = 86  # characters per line
-CELL, LINE, MARGIN = 9, 24, 24  # width of a character, distance of lines, border; in pixels
+CELL, LINE, MARGIN = 9, 24, 24  # width of a character, height of a line, border; in pixels
 BACKGROUND, TEXT, QUIET = "#0d1117", "#e6edf3", "#8b949e"
 COLOURS = {1: "#21262d", 2: "#0e5a6b", 3: "#1c6b35", 4: "#7a5d00", 5: "#7d2f7d"}  # base tokens (5: or more) -> box
 PURPOSE = "Draws an answer with its hypertokens in colour, as an SVG file."
@@ -76,7 +76,7 @@ def draw_svg(prompt: str, answer: Sequence[Step]) -> str:
 
 
 def wrap_cells(answer: Sequence[Step]) -> list[list[Cell]]:
-    """Returns the answer in lines of at most `COLUMNS` characters, broken at spaces; longer words are cut."""
+    """Returns the answer in lines of at most `COLUMNS` characters, broken at spaces; longer words are split."""
     lines: list[list[Cell]] = [[]]
     cells = (Cell(character, step) for step, (text, _) in enumerate(answer) for character in text)
     for word in _group_words(cells):
@@ -91,7 +91,7 @@ def wrap_cells(answer: Sequence[Step]) -> list[list[Cell]]:
 
 
 def _group_words(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Returns the characters in groups that stay on one line: a word with the space before it, or a newline alone."""
+    """Groups characters that stay on one line: a word with the space before it, or a newline alone."""
     words: list[list[Cell]] = []
     for cell in cells:
         if not words or cell.character in " \n" or words[-1][0].character == "\n":
@@ -103,7 +103,7 @@ def _group_words(cells: Iterable[Cell]) -> list[list[Cell]]:
 def _draw_line(line: Sequence[Cell], answer: Sequence[Step], y: int) -> list[str]:
     """Returns the SVG elements of one line: a box and a text for each run of characters of the same step.
 
-    y: height of the text's baseline in pixels.
+    y: position of the text's baseline in pixels.
     """
     drawn, x = [], MARGIN
     for step, run in groupby(line, key=lambda cell: cell.step):

@@ -1,1 +1,1 @@
-"""Measurements: one JSON line per result, with raw samples, median and spread, machine and versions."""
+"""Benchmarks: one JSON line per result, with raw samples, median and spread, machine and versions."""

@@ -80,8 +80,8 @@ TIMED = {
     "codec",
     "rows",
     "training",
-}  # benches that measure time: they have --record
-PAPERS = "mlx_zip.bench.papers"  # its experiments are benches too; a checkout has it, a package does not
+}  # benches that measure time; they accept --record
+PAPERS = "mlx_zip.bench.papers"  # its experiments are benches too; an installed package lacks them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
 """Times the codec, and zip2zip-compression on the same ids in the same run: JSON lines, times in ns per id.
 
-zip2zip-compression takes and gives Python lists; our codec takes lists or numpy arrays and gives arrays. So compressing
-and decoding are measured twice: arrays in and out on our side (`compress arrays`, `decode arrays`), and Python lists in
-and out on both sides (`compress lists`, `decode lists`). On both sides decoding includes a new codebook, following the
-ids and expanding them to base ids. `push_one` is a single push from Python, as generation does once per step.
+zip2zip-compression takes and returns Python lists; our codec takes lists or numpy arrays and returns arrays. So
+compressing and decoding are each measured twice: with arrays on our side (`compress arrays`, `decode arrays`), and with
+Python lists on both sides (`compress lists`, `decode lists`). On both sides, decoding includes making a codebook,
+following the ids and expanding them to base ids. `push_one` is a single push from Python, as in each decoding step.
 
 Trials of the two codecs alternate, and a trial repeats a call for `TRIAL_S` seconds, so that neither always finds the
 processor's caches filled by the other. Times of compressing are per base id, all others per compressed id.
@@ -33,7 +33,7 @@ except ImportError:
     upstream = None
 
 WINDOW, MERGE_SIZE = 2048, 3
-UNMERGED, MOST_IDS = 256, 1 << 24  # base ids that never merge, and the most base ids
+UNMERGED, MOST_IDS = 256, 1 << 24  # number of base ids that never merge; most base ids of a vocabulary
 TRIAL_S = 0.1
 
 
@@ -130,14 +130,14 @@ def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
 
 
 def _disabled_ids(vocab_size: int) -> range:
-    """The last base ids, which never merge here, as a real tokenizer's special tokens do not."""
+    """Returns the last base ids, which never merge here, like a real tokenizer's special tokens."""
     return range(vocab_size - UNMERGED, vocab_size)
 
 
 class OurAndUpstreamCodec:
-    """Parameters of our codec, and zip2zip-compression's objects with equal ones.
+    """Parameters of our codec, and zip2zip-compression's objects with the same parameters.
 
-    theirs: its compressor; config: its configuration; both None if the package is not installed.
+    theirs: the package's compressor; config: the package's configuration; both None if it is not installed.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -172,7 +172,7 @@ def decode_with_new_codebook(params: CodecParams, ids: Any) -> Uint32s:
 
 
 def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
-    """Returns the record of an operation: ns per id of our call and of theirs (None: not measured), trials in turns.
+    """Returns the record of an operation: ns per id of our call and of theirs (None: not measured); trials alternate.
 
     what: the operation's name. count: ids that one call reads.
     """
@@ -219,7 +219,7 @@ def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], tria
 
 
 def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
-    """Returns the summary of each trial's median, and the 99th percentile of all calls. calls: ns, [trials][calls]."""
+    """Returns the summary of the trials' medians, and the 99th percentile of all calls. calls: ns, [trials][calls]."""
     flat = np.concatenate(calls)
     return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
 

@@ -1,8 +1,8 @@
-"""The machine under an engine: memory bandwidth, energy where it has a counter, and its power and thermal state.
+"""The machine under an engine: memory bandwidth, energy if it has a counter, and power and thermal state.
 
-Bandwidth is that of products that only read: a copy also writes, and reaches another figure than a step, which reads
-all and writes little. MLX's products do not reach a CPU's bandwidth, so where PyTorch reads from the same chip in a
-run, its faster reading counts for all engines.
+Bandwidth is measured by matrix-vector products, which only read, as a decoding step nearly does; a copy also writes and
+gives another figure. MLX's products do not reach a CPU's bandwidth, so if PyTorch measures the same chip in a run, the
+higher figure counts for all engines.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ __all__ = [
 ]
 
 RAPL = Path("/sys/class/powercap")
-PRODUCTS = 8  # on a GPU: several hide the time of a launch
+PRODUCTS = 8  # products per call on a GPU: several hide the launch time
 
 
 def mlx_read_bandwidth() -> float:
-    """Measures how many bytes per second MLX's default device reads in matrix-vector products (`mlx_zip.device`)."""
+    """Measures the bytes per second that matrix-vector products read on MLX's default device (`mlx_zip.device`)."""
     return measured(PRODUCTS if on_gpu() else 1, BANDWIDTH_SIDE)
 
 
 def yardstick_name(library: str, side: int) -> str:
-    """Returns the name of what measures the memory's bandwidth: products that only read. side: of the matrix."""
+    """Returns the name of the bandwidth measurement: products that only read. side: side of the matrix."""
     return f"float32 matrix {side} x {side} times a vector, read only, by {library}"
 
 
 def describe_mlx_device() -> dict[str, Any]:
-    """Returns MLX's device and its chip, and the numbers of threads that environment variables set."""
+    """Returns MLX's device, its chip, and the thread counts set by environment variables."""
     import mlx.core as mx
 
     return {
@@ -55,9 +55,9 @@ def describe_mlx_device() -> dict[str, Any]:
 
 
 class EnergyMeter:
-    """Reads the joules used so far from a Linux counter of the CPU package, if it may be read, else from an NVIDIA GPU.
+    """Reads the joules used so far: from Linux's counter of the CPU package if it is readable, else from an NVIDIA GPU.
 
-    source: "package", "gpu", or None where there is no counter; on a Mac only the superuser can read one.
+    source: "package", "gpu", or None without a readable counter; on a Mac only the superuser can read one.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class EnergyMeter:
 
 
 def joules_between(before: float | None, after: float | None) -> float | None:
-    """Returns the joules between two readings; None if one of them is None or the counter restarted between them."""
+    """Returns the joules between two readings; None if a reading is None or the counter restarted between them."""
     return None if before is None or after is None or after < before else after - before
 
 
@@ -94,7 +94,7 @@ def gpu_energy_reader() -> Any:
 
 
 def resident_bytes() -> int:
-    """Returns this process's resident memory in bytes: the current one on Linux, the peak elsewhere."""
+    """Returns this process's resident memory in bytes: current on Linux, the peak on other systems."""
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -103,7 +103,7 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# ---- power and heat, as the system reports them: a hot or saving machine is slower
+# ---- power and heat, as the system reports them: a hot or power-saving machine is slower
 
 TIMEOUT_S = 5.0
 MAC = {  # name of a figure: (command, pattern of the lines to keep)
@@ -122,19 +122,19 @@ LINUX = {  # name of a figure: files with one value each
 }
 METAL = "mlx-metal"  # the package with MLX's kernels for Macs; each macOS may have a wheel of its own
 
-CARD = (  # what nvidia-smi is asked for
+CARD = (  # fields that nvidia-smi is queried for
     *("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"),
     *("power.draw", "power.limit", "temperature.gpu", "pstate"),
 )
-REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # what newer drivers and older ones call them
+REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # field prefixes of newer and older drivers
 HELD_BACK = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
-_BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery, which no report needs
+_BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery; removed from reports
 
 
 def power_and_thermal_state(root: Path = Path("/")) -> dict[str, str]:
-    """Returns what is known of power, heat, chip and memory, by name; what the system does not report is absent.
+    """Returns name -> text about power, heat, chip and memory; names that the system does not report are absent.
 
-    root: where the files of Linux are.
+    root: the root folder of Linux's /proc and /sys.
     """
     if sys.platform == "darwin":
         found = {name: matching_output_lines(command, kept) for name, (command, kept) in MAC.items()}
@@ -146,7 +146,7 @@ def power_and_thermal_state(root: Path = Path("/")) -> dict[str, str]:
 
 
 def metal_wheel_version() -> str:
-    """Returns version and platform tags of the wheel with MLX's kernels for Macs, "" where it is not installed.
+    """Returns version and platform tags of the wheel with MLX's kernels for Macs, "" if it is not installed.
 
     Only kernels built for macOS 26 use the neural accelerators of an M5.
     """
@@ -159,10 +159,10 @@ def metal_wheel_version() -> str:
 
 
 def card_state() -> dict[str, str]:
-    """Returns clocks, power and temperature of the NVIDIA card in use, with units, and what holds its clocks back.
+    """Returns the NVIDIA card's clocks, power and temperature, with units, and which causes limit its clocks.
 
-    Values are by the names of `CARD` and `HELD_BACK`; those of the latter are "Active" or "Not Active". Empty without
-    nvidia-smi, and where CUDA_VISIBLE_DEVICES shows no card.
+    The keys are those of `CARD` and `HELD_BACK`; values of the latter are "Active" or "Not Active". Empty without
+    nvidia-smi, and if CUDA_VISIBLE_DEVICES hides all cards.
     """
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     for reasons in REASONS if card else ():
@@ -175,7 +175,7 @@ def card_state() -> dict[str, str]:
 
 
 def active_clock_limits(state: dict[str, str]) -> list[str]:
-    """Returns the names in `HELD_BACK` that a card's state says are active."""
+    """Returns the names in `HELD_BACK` that are active in a card's state."""
     return [name for name in HELD_BACK if state.get(name) == "Active"]
 
 
@@ -193,7 +193,7 @@ def read_matching_files(root: Path, pattern: str) -> str:
     for file in sorted(root.glob(pattern)):
         try:
             found.append(file.read_text(encoding="utf-8", errors="replace").strip())
-        except OSError:  # some sensors cannot be read while they sleep
+        except OSError:  # some sensors cannot be read while suspended
             continue
     return "; ".join(value for value in found if value)
 

@@ -1,8 +1,8 @@
-"""Measures how often passes over several ids choose another id than passes over one id, because they round otherwise.
+"""Measures how often a pass over several ids chooses another id than passes over one id, because of rounding.
 
-The model writes answers by passes over one id, greedily after the first ids, which are drawn so that answers differ.
-For each width another cache reads the same ids, that many per pass, as if all had been proposed and accepted. So
-rounding adds up over an answer as it does in drafts, and an id that differs changes nothing that comes after it.
+The model writes answers one id per pass, greedily after the first ids, which are sampled so that answers differ. For
+each width, another cache reads the written ids, `width` per pass, as if they had been proposed and accepted. Rounding
+errors thus accumulate as they do with drafts, but a different choice does not change the ids that follow.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .machine import describe_mlx_device
 from .recording import print_header, print_record
 from .records import Record, Records, libraries_cell, table
 
-BLOCK = WIDTHS[-1]  # ids that are compared at a time
-DRAWN = BLOCK  # first ids of an answer
+BLOCK = WIDTHS[-1]  # ids compared at a time
+DRAWN = BLOCK  # number of sampled ids at the beginning of an answer
 MARGINS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-ALONE = "alone"  # the last id of each pass over `BLOCK` ids, read again by a pass over one id
+ALONE = "alone"  # comparison: the last id of each pass over `BLOCK` ids, read again by itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares passes of all widths and prints one JSON line. Raises `MlxZipError`."""
+    """Compares passes of all widths and prints one JSON line. Raises `MlxZipError` for bad flags."""
     check_at_least(args, BLOCK, "ids", "max_ids")
     model, tokenizer = load(args.model)
     device = describe_mlx_device()
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare_widths(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the record's figures: counts of `margins` below those of `MARGINS`, and of each width what differed."""
+    """Returns the record's figures: counts of margins below each of `MARGINS`, and the differences of each width."""
     requests = read_requests(None)
     prompts = [list(one.turns[0].prompt) for one in make_conversations(tokenizer, requests, len(requests), 1, 1)]
     found = {name: Differences() for name in (*map(str, WIDTHS[1:]), ALONE)}
@@ -96,10 +96,10 @@ def logits_dtype(model: Any) -> mx.Dtype:
 
 
 class Differences:
-    """What differed from passes over one id.
+    """Differences from passes over one id.
 
-    ids: how many were compared. differing: for how many the largest logit is another one. largest: difference of two
-    logits. largest_in_logits: the same as a share of the largest absolute logit of its id.
+    ids: number of compared ids. differing: number of ids at which another logit is the largest. largest: largest
+    difference of two logits. largest_in_logits: largest difference divided by the largest absolute logit of its id.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Differences:
         self.largest = self.largest_in_logits = 0.0
 
     def add(self, logits: np.ndarray, other: np.ndarray) -> None:
-        """Compares logits [n, W] of the same ids; impossible ids are at -inf in both."""
+        """Compares logits [n, W] of the same n ids; ids that cannot be chosen have -inf in both."""
         possible = np.isfinite(logits)
         size = np.abs(logits, where=possible, out=np.zeros_like(logits)).max(axis=1)
         apart = np.abs(np.subtract(other, logits, where=possible, out=np.zeros_like(logits))).max(axis=1)
@@ -120,9 +120,9 @@ class Differences:
 def read_answer(
     model: Any, prompt: Sequence[int], ends: Sequence[int], most: int
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Yields logits [BLOCK, W] of the next ids by passes over one id, and those by other passes, until the answer ends.
+    """Yields logits [BLOCK, W] from passes over one id, and from other passes by name, until the answer ends.
 
-    prompt: base ids. ends: ids that end an answer. most: ids of an answer.
+    prompt: base ids. ends: ids that end an answer. most: most ids of an answer.
     """
     cache = make_prompt_cache(model)
     state = find_zip_state(cache)
@@ -147,7 +147,7 @@ def read_answer(
 
 
 def read_ids(model: Any, cache: list[Any], ids: Sequence[int]) -> list[mx.array]:
-    """Has a pass over ids append them to the cache; returns the logits [W] after each."""
+    """Runs one pass over ids, which appends them to the cache; returns the logits [W] after each id."""
     causal = {"causal": True} if len(ids) > 1 and has_hypertokens(model) else {}
     return list(model(mx.array([ids], mx.uint32), cache=cache, **causal)[0])
 
@@ -166,7 +166,7 @@ def as_array(rows: Sequence[mx.array]) -> np.ndarray:
 
 
 def near_ties_table(records: Records) -> str:
-    """Returns the table of the record `near-ties`, whose lines of one model and BLAS are taken together."""
+    """Returns the table of the record `near-ties`; lines of equal model, dtype and BLAS are added up."""
     runs: dict[tuple[str, str, str], list[Record]] = {}
     for line in records.lines("near-ties"):
         runs.setdefault((line["model"]["name"], line["dtype"], libraries_cell(line)), []).append(line)

@@ -1,9 +1,9 @@
 """Writes every generated table and picture of the documentation: `python -m mlx_zip.bench.pages [--check]`.
 
-A page is Markdown with tables between `<!-- table: NAME -->` and `<!-- end -->`; only what is between these two is
-written. Tables come from the records (`records.py`) and from the command line's own parsers, which are imported only
-when a table needs them. A paper registers its tables and pictures in `bench/papers/PAPER/tables.py`, which is found by
-its name.
+A page is Markdown with tables between `<!-- table: NAME -->` and `<!-- end -->`; only the text between these markers is
+replaced. Tables come from the records (`records.py`) and from the command line's parsers, which are imported only when
+a table needs them. A paper registers its tables and pictures in `bench/papers/PAPER/tables.py`, a path that is found
+automatically.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md", "mlx_zip/bundle/**/*.md")
 DIFFERS = 1  # exit status of --check if a page or picture would change
-# begin or end of a table, each on its own line
+# start or end marker of a table, on its own line
 _MARK = re.compile(r"^<!-- (?:table: ([^\n]+?)|end) -->(?=\r?$)", re.MULTILINE)
 _VERSION = re.compile(rb"Matplotlib v[\d.]+")  # in an SVG's metadata
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def update_file(path: Path, data: bytes, only_check: bool) -> bool:
-    """Whether a file does not hold `data`; it is then written, unless `only_check`, and named on standard error."""
+    """Returns whether a file differs from `data`; then writes it, unless `only_check`, and prints its name."""
     old = path.read_bytes() if path.exists() else b""
     if old == data:
         return False
@@ -73,7 +73,7 @@ def update_file(path: Path, data: bytes, only_check: bool) -> bool:
 
 
 def render_all(root: Path) -> list[tuple[Path, bytes]]:
-    """Returns every page and picture of a checkout with the bytes it should have; nothing is written.
+    """Returns every page and picture of a checkout with the bytes it should have; writes nothing.
 
     Raises `MlxZipError` for a page, marker or record that cannot be used, and for a table that no page shows.
     """
@@ -90,7 +90,7 @@ def render_all(root: Path) -> list[tuple[Path, bytes]]:
 
 
 def pages_of(root: Path) -> list[Path]:
-    """Returns the pages of a checkout. Raises `MlxZipError` for a folder that is none."""
+    """Returns the pages of a checkout. Raises `MlxZipError` for a folder that is not a checkout."""
     if not (root / "bench/records").is_dir():
         raise MlxZipError(f"{root} is no checkout of mlx_zip: it has no bench/records")
     return sorted({path for pattern in PAGES for path in root.glob(pattern)})
@@ -101,7 +101,7 @@ def table_names(text: str) -> list[str]:
 
 
 def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
-    """Returns all tables and pictures by name, the papers' too in a checkout.
+    """Returns all tables and pictures by name; in a checkout, those of the papers too.
 
     Raises `MlxZipError` for a name that is used twice.
     """
@@ -121,7 +121,7 @@ def paper_table_modules() -> Iterator[Any]:
 
 
 def render_page(path: Path, text: str, tables: Tables, records: Records) -> str:
-    """Returns a page with every table made anew. Raises `MlxZipError` for an unknown name or an unpaired marker."""
+    """Returns a page with every table rebuilt. Raises `MlxZipError` for an unknown name or an unpaired marker."""
     out, at, opened = [], 0, None
     for mark in _MARK.finditer(text):
         if (mark[1] is None) == (opened is None):
@@ -151,7 +151,7 @@ def render_table(path: Path, name: str, tables: Tables, records: Records) -> str
 
 
 def make_or_explain(name: str, make: Callable[[Records], Any], records: Records) -> Any:
-    """Returns `make(records)`; errors from records that lack something become a `MlxZipError` with the table's name."""
+    """Returns `make(records)`; errors from incomplete records become a `MlxZipError` that names the table."""
     try:
         return make(records)
     except KeyError as missing:

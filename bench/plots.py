@@ -1,4 +1,4 @@
-"""Pictures by matplotlib; equal figures give equal bytes, so that `pages --check` sees an outdated picture."""
+"""Pictures by matplotlib; equal figures give equal bytes, so that `pages --check` detects an outdated picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_zip.errors import missing_library_error
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text stays text
+STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text not as paths
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def new_figure(width: float = 10, height: float = 4) -> Figure:
 
 
 def line_charts(panels: Sequence[Panel]) -> Figure:
-    """Draws line charts side by side. Curves of one name have one colour and one place in the legend below."""
+    """Draws line charts side by side. Curves of equal name share a colour and an entry in the legend below."""
     figure = new_figure(3.6 * len(panels), 3.8)
     colours: dict[str, str] = {}
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -59,7 +59,7 @@ def line_charts(panels: Sequence[Panel]) -> Figure:
 
 
 def render_figure(figure: Figure, suffix: str) -> bytes:
-    """Returns the figure as the bytes of an .svg or .png file; the same figure gives the same bytes."""
+    """Returns the figure as the bytes of an .svg or .png file; equal figures give equal bytes."""
     import matplotlib
 
     out = BytesIO()

@@ -1,4 +1,4 @@
-"""What every JSON record of a bench carries: samples, machine, versions, commit, and how busy the machine was."""
+"""The common fields of every JSON record of a bench: samples, machine, versions, commit, and the machine's load."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
-IDLE_S = 2.0  # seconds for which the idle share of the processors is measured before a command measures
-BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # in names of libraries
+IDLE_S = 2.0  # seconds over which the processors' idle share is measured before a bench
+BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # matches file names of libraries
 
 
 def environment_fields(*packages: str) -> dict[str, Any]:
-    """Returns what every record carries: time (UTC), machine, Python, versions, commit, load and libraries.
+    """Returns the common fields of a record: time (UTC), machine, Python, versions, commit, load and libraries.
 
-    packages: whose versions are given, besides mlx_zip's and numpy's; None for one that is not installed.
+    packages: names whose versions are given, besides mlx_zip and numpy; None for a package that is not installed.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -54,16 +54,16 @@ def environment_fields(*packages: str) -> dict[str, Any]:
 
 
 def print_record(record: Mapping[str, Any], *packages: str) -> None:
-    """Prints a record as a JSON line, with what `environment_fields` returns."""
+    """Prints a record as a JSON line, with the fields of `environment_fields`."""
     print(json.dumps({**record, **environment_fields(*packages)}), flush=True)
 
 
 @cache
 def load_before_bench() -> dict[str, float | None]:
-    """Returns the load average, and the share of all processors' time that is idle during the next `IDLE_S` seconds.
+    """Returns the load average, and the idle share of all processors during the next `IDLE_S` seconds.
 
-    Later calls return the values of the first one, so commands call this before they measure. idle_share is None
-    where the system has no /proc/stat.
+    Later calls return the values of the first call, so commands call this before they measure. idle_share is None if
+    the system has no /proc/stat.
     """
     load = round(os.getloadavg()[0], 2)
     before = read_processor_ticks()
@@ -76,7 +76,7 @@ def load_before_bench() -> dict[str, float | None]:
 
 
 def print_header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
-    """Prints one line: the bench, model and device, how busy the machine was before, and `plan`: what will be run."""
+    """Prints one line: bench, model, device, `plan` (what will run), and the load before the bench."""
     load = load_before_bench()
     idle = "" if load["idle_share"] is None else f", processors {load['idle_share']:.0%} idle"
     where = f"{device['chip']} ({device['device']})"
@@ -96,7 +96,7 @@ def read_processor_ticks() -> tuple[int, int] | None:
 
 
 def preloaded_libraries() -> list[str]:
-    """Returns the names of the libraries that LD_PRELOAD or its Mac counterpart loads first, such as a BLAS."""
+    """Returns the names of the libraries in LD_PRELOAD (or its Mac counterpart), such as a BLAS."""
     names = os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", ""))
     return [Path(name).name for name in names.replace(":", " ").split()]
 
@@ -144,7 +144,7 @@ def current_commit() -> str | None:
 
 
 def command_output(*command: str) -> str | None:
-    """Runs a command and returns what it prints, stripped; None if it fails, takes over 10 s or prints nothing."""
+    """Runs a command and returns its output, stripped; None if it fails, takes over 10 s or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -152,9 +152,9 @@ def command_output(*command: str) -> str | None:
     return done.stdout.strip() or None
 
 
-# ---- files of records, which `--record` adds to
+# ---- files of records, to which `--record` appends
 
-QUIET = 0.9  # least share of the processors that must be idle before a bench whose records are kept
+QUIET = 0.9  # minimum idle share of the processors before a bench with --record
 
 
 def add_record_flag(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +169,7 @@ def add_record_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_recorded(file: Path, run: Callable[[], int]) -> int:
-    """Runs a bench and appends the lines that it prints to the file, whole; returns the bench's exit status.
+    """Runs a bench and appends the lines that it prints to the file; returns the bench's exit status.
 
     Nothing is written if the bench fails. Raises `MlxZipError` before the bench begins if the machine is busy or the
     file cannot be written.
@@ -184,10 +184,10 @@ def run_recorded(file: Path, run: Callable[[], int]) -> int:
 
 
 def check_machine_is_quiet() -> None:
-    """Raises `MlxZipError` if fewer than `QUIET` of the processors are idle now; the bench's records have this share.
+    """Raises `MlxZipError` if the processors' idle share is below `QUIET` now; the bench's records will have this
+    share.
 
-    Where the system gives no idle share, the load average of the last minute over the number of processors counts as
-    busy.
+    If the system gives no idle share, it is estimated as 1 minus the load average over the number of processors.
     """
     load_before_bench.cache_clear()
     load = load_before_bench()
@@ -211,20 +211,20 @@ def check_record_file(file: Path) -> None:
 
 
 def append_lines(file: Path, lines: str) -> None:
-    """Writes the file's lines and these after them, whole or not at all. Raises `MlxZipError` if that fails."""
+    """Appends lines to a file, all or none. Raises `MlxZipError` if that fails."""
     old = file.read_text(encoding="utf-8") if file.exists() else ""
     write_whole(file, old + ("\n" if old and not old.endswith("\n") else "") + lines, "--record")
 
 
 class CopyingStream(StringIO):
-    """Keeps the text that is written to it, and writes it to another stream too."""
+    """Keeps the text that is written to it, and also writes it to another stream."""
 
     def __init__(self, shown: TextIO) -> None:
         super().__init__()
         self.shown = shown
 
     def write(self, text: str) -> int:
-        """Writes the text to both and returns its length."""
+        """Writes the text to both streams and returns its length."""
         self.shown.write(text)
         return super().write(text)
 

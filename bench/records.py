@@ -1,4 +1,4 @@
-"""Reads recorded JSON lines by name, those of the harness and of each paper, and writes rows of cells as tables."""
+"""Reads recorded JSON lines of the harness and the papers by name, and writes rows of cells as Markdown tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_zip.files import atomic_file, check_regular_file, refuse_json_constant
 
 PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
-# build and version in a library's file name, which tables leave out
+# build and version in a library's file name; tables omit them
 _BUILD = re.compile(r"_?(-[0-9a-f]{8})?\.(so|dylib).*")
 
 
@@ -27,7 +27,7 @@ class Records:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Returns record name -> its file. Raises `MlxZipError` for a name that is in two folders."""
+        """Record name -> its file. Raises `MlxZipError` for a name that is in two folders."""
         found: dict[str, Path] = {}
         for path in sorted(path for place in PLACES for path in self.root.glob(f"{place}/*.jsonl")):
             if path.stem in found:
@@ -47,7 +47,7 @@ class Records:
     ) -> tuple[Record, Record]:
         """Returns (record of the engine `base`, record of mlx-zip) for one turn, counted from 0.
 
-        rows: "warm" or "cold"; None if the file has only one of them.
+        rows: "warm" or "cold"; None if the file has only one kind.
         """
         lines = [line for line in self.lines(name) if line["workload"]["turn"] == turn]
         found = {line["engine"]: line for line in lines if rows in (None, line["setting"]["rows"])}
@@ -60,7 +60,7 @@ class Records:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """Returns the JSON lines of a file. Raises `MlxZipError` with its name if it is no file of JSON objects."""
+    """Returns the JSON lines of a file. Raises `MlxZipError`, with the file's name, if a line is not a JSON object."""
     try:
         check_regular_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -78,7 +78,7 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def write_whole(path: Path, data: str | bytes, what: str = "") -> None:
-    """Writes a file, whole or not at all. Raises `MlxZipError`. what: the flag that names the file, for the message."""
+    """Writes a file atomically. Raises `MlxZipError`. what: the flag that names the file, for the error message."""
     try:
         with atomic_file(path) as partial:
             partial.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -87,7 +87,7 @@ def write_whole(path: Path, data: str | bytes, what: str = "") -> None:
 
 
 def machines_table(records: Records, names: Sequence[str]) -> str:
-    """Returns a table of where and how each record was measured; "-" for what a record lacks.
+    """Returns a table of the machine and conditions of each record; "-" for a missing field.
 
     A record that was measured at several commits, or with several numbers of trials, has a row for each.
     """
@@ -124,13 +124,13 @@ def trials_cell(line: Record) -> str:
 
 
 def load_cell(line: Record) -> str:
-    """Returns load average and idle share of the processors before the command, as a table's cell."""
+    """Returns a table cell with the load average and idle share before the bench."""
     load, idle = field_of_record_or_device(line, "load_average"), line.get("idle_share")
     return ", ".join(["-" if load is None else str(load), *([] if idle is None else [f"{idle:.0%} idle"])])
 
 
 def libraries_cell(line: Record) -> str:
-    """Returns preloaded libraries and the BLAS in use, as a table's cell."""
+    """Returns a table cell with the preloaded libraries and the BLAS in use."""
     preloaded, blas = field_of_record_or_device(line, "preloaded"), line.get("blas")
     shown = "-" if preloaded is None else ", ".join(preloaded) or "none"
     used = sorted({_BUILD.sub("", name) for name in blas or ()})
@@ -138,24 +138,24 @@ def libraries_cell(line: Record) -> str:
 
 
 def field_of_record_or_device(line: Record, name: str) -> Any:
-    """Returns a field of a record, or of its section `device` (older records of `bench generate`); None without it."""
+    """Returns a field of a record, or of its section `device` (older records of `bench generate`); None if missing."""
     return line.get(name, line.get("device", {}).get(name) if isinstance(line.get("device"), dict) else None)
 
 
 # ---- rows of cells as Markdown
 
-Cell = str | Callable[[Record], str]  # a format such as "{times[median]:.2f}", or a function of the line
-Columns = Sequence[tuple[str, Cell]]  # (head, cell) of each
+Cell = str | Callable[[Record], str]  # a format string such as "{times[median]:.2f}", or a function of the line
+Columns = Sequence[tuple[str, Cell]]  # (head, cell) of each column
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns header and rows as Markdown; every row has as many cells as the header."""
+    """Returns header and rows as Markdown; every row must have as many cells as the header."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(escape_cell(cell) for cell in line)} |" for line in lines)
 
 
 def column_table(lines: Iterable[Record], columns: Columns) -> str:
-    """Returns a Markdown table with a row per line. columns: (head, cell) of each; see `Cell`."""
+    """Returns a Markdown table with a row per line. columns: (head, cell) of each column; see `Cell`."""
     rows = [[c.format_map(line) if isinstance(c, str) else c(line) for _, c in columns] for line in lines]
     return table([head for head, _ in columns], rows)
 
@@ -163,12 +163,12 @@ def column_table(lines: Iterable[Record], columns: Columns) -> str:
 def make_column_table(
     record: str, columns: Columns, rows: Callable[[Sequence[Record]], Iterable[Record]] = iter
 ) -> Callable[[Records], str]:
-    """Returns what makes a table of a record. rows: makes rows of the record's lines (default: a row per line)."""
+    """Returns a function that makes a record's table. rows: turns lines into rows (default: a row per line)."""
     return lambda records: column_table(rows(records.lines(record)), columns)
 
 
 def median_and_range(figure: Record | None, digits: int = 2, between: str = "-", divisor: float = 1) -> str:
-    """Returns a summary as "median (least-greatest)", each divided by `divisor`; "" for None."""
+    """Returns a summary as "median (minimum-maximum)", each divided by `divisor`; "" for None."""
     if figure is None:
         return ""
     middle, low, high = (f"{figure[name] / divisor:.{digits}f}" for name in ("median", "min", "max"))

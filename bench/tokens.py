@@ -1,8 +1,8 @@
 """Counts bytes per token with and without compression: tokenizers x domains x merge size x window x codebook size.
 
-The ids of a domain's documents follow one another and are cut into windows, each with a codebook of its own;
-"document" is one window per document, whatever its length. Every byte of text counts once. Nothing is timed: the
-numbers depend only on text, tokenizer and codec. Source: arXiv 2506.01084, table 2, and the rates of table 7.
+The ids of a domain's documents are concatenated and cut into windows, each with its own codebook; "document" is one
+window per document, whatever its length. Every byte of text counts once. Nothing is timed: the counts depend only on
+text, tokenizer and codec. Source: arXiv 2506.01084, table 2, and the rates of table 7.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 from .recording import print_record
 
-WHOLE = "document"  # value of --windows: a document is one window
+WHOLE = "document"  # value of --windows: each document is one window
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # of each row of `counts`
 
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> list[int | None]:
-    """Checks the flags and returns the windows of --windows, None for whole documents. Raises `MlxZipError`."""
+    """Checks the flags and returns the windows, None for whole documents. Raises `MlxZipError` for a bad flag."""
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
             raise MlxZipError(f"--{name} is missing")
@@ -115,7 +115,7 @@ def check_flags(args: argparse.Namespace) -> list[int | None]:
 def distinct_settings(
     windows: Sequence[int | None], merge_sizes: Sequence[int], codebook_sizes: Sequence[int]
 ) -> Iterator[Any]:
-    """Yields (window, merge size, codebook size), with only the smallest of the sizes that a window cannot fill."""
+    """Yields (window, merge size, codebook size); of the sizes that a window cannot fill, only the smallest."""
     sizes = sorted(set(codebook_sizes))
     for window in windows:
         fillable = [size for size in sizes if window is None or size < window]
@@ -131,7 +131,7 @@ def read_domains(
 ) -> dict[str, Corpus]:
     """Reads documents by domain, from arguments `DOMAIN=FILE[:FIELD[+FIELD]]`, at most `limit_bytes` of each domain.
 
-    separator: a line that ends a document of a text file. Raises `DataError` with the argument, or with file and line.
+    separator: a line that ends a document in a text file. Raises `DataError`, naming the argument, or file and line.
     """
     files: dict[str, list[str]] = {}
     columns: dict[str, dict[str, str]] = {}
@@ -166,10 +166,10 @@ def count_corpus(
 ) -> dict[str, Any]:
     """Returns the number of base ids of a corpus, and its counts under each setting, as rows of `COLUMNS`.
 
-    settings: (window, None for whole documents; merge size; codebook size). In the rows, entries are all installed ones
-    and entries_used those emitted at least once. disabled: base ids that never merge. upstream: the module
-    zip2zip_compression, whose ids are compared with ours; None: no comparison. Raises `MlxZipError` if they differ, and
-    `DataError` for a corpus without ids.
+    settings: (window, None for whole documents; merge size; codebook size). In the rows, `entries` counts installed
+    entries and `entries_used` those emitted at least once. disabled: base ids that never merge. upstream: the module
+    zip2zip_compression, to compare its ids with ours, or None. Raises `MlxZipError` if ids differ, and `DataError` for
+    a corpus without ids.
     """
     documents = [np.array(vocabulary.encode(document.text), np.uint32) for document in corpus.documents]
     stream = np.concatenate(documents)
@@ -178,7 +178,7 @@ def count_corpus(
     counts = []
     for window, merge_size, codebook_size in settings:
         pieces = documents if window is None else [stream[i : i + window] for i in range(0, len(stream), window)]
-        # the vocabulary has one id more than the tokenizer: a pad id that no text has
+        # the codec's vocabulary has one more id than the tokenizer: a pad id that occurs in no text
         params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, vocabulary.size)
         counted = count_pieces(params, pieces)
         counts.append([window or WHOLE, merge_size, codebook_size, *counted])

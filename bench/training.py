@@ -1,7 +1,7 @@
-"""Measures training: time of a step and its parts, and steps of both training engines.
+"""Measures training: the time of a step and its parts, and steps of both training engines.
 
-Without --model and --data a small decoder with random weights reads synthetic ids: enough to see that everything runs
-and roughly where the time goes. Figures to quote need a real model and prepared text.
+Without --model and --data, a small decoder with random weights reads synthetic ids: enough to check that everything
+runs and roughly where the time goes. Figures for publication need a real model and prepared text.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, and prints one JSON line per part. Returns 0. Raises `MlxZipError`."""
+    """Measures, and prints one JSON line per part. Returns 0. Raises `MlxZipError` for bad flags, models or data."""
     check_at_least(args, 1, "context", "batch_size", "batches", "trials")
     if (args.model is None) != (args.data is None):
         raise MlxZipError("--model and --data go together: the data are prepared with the model's tokenizer")
@@ -108,9 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_synthetic(folder: Path, length: int, context: int, merge_size: int) -> Path:
-    """Writes `length` Zipf-distributed base ids, half of them in repeated phrases, as `mlx_zip prepare` writes texts.
+    """Writes `length` Zipf-distributed base ids, half of them in repeated phrases, in the format of `mlx_zip prepare`.
 
-    They are cut into documents of `DOCUMENT` base ids, and these into windows of `context`. Returns the folder.
+    The ids are cut into documents of `DOCUMENT` base ids, and these into windows of `context`. Returns the folder.
     """
     from mlx_zip.training.prepare.encoding import EncodedRecord, compress_window, cut_windows
     from mlx_zip.training.prepare.shards import ShardWriter, make_codec_record, write_index
@@ -151,7 +151,7 @@ class TrainingBench:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The settings of the measurement, which its record keeps."""
+        """The settings of the measurement, for the record."""
         names = (
             "batch_size",
             "batches",
@@ -174,7 +174,7 @@ class TrainingBench:
     # ---- a step and its parts
 
     def step(self) -> dict[str, Any]:
-        """Measures a step and its parts; returns the record that `training_step` describes."""
+        """Measures a step and its parts; returns the record of `StepMeasurements`."""
         from .training_step import measure_steps
 
         settings = self._settings()
@@ -182,7 +182,7 @@ class TrainingBench:
         return measure_steps(*models, self._samples(), self.shards.params, settings, self.args.trials).record()
 
     def torch(self) -> dict[str, Any]:
-        """Measures steps of both engines; returns the record that `training_step` describes."""
+        """Measures steps of both engines; returns the record of `measure_engines`."""
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import make_starting_model
 
@@ -197,7 +197,6 @@ class TrainingBench:
         return measure_engines(make, self._samples(), self.shards.params, settings, self.args.trials)
 
     def _samples(self) -> list[list[Any]]:
-        """Returns the samples of each batch that is timed."""
         from mlx_zip.training.steps.batches import order_batches
 
         order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]

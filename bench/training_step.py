@@ -1,9 +1,8 @@
-"""Times the parts of a training step, each on its own, on the same batches.
+"""Times the parts of a training step separately, on the same batches.
 
-A zip2zip step is compared with what it cannot do without: a step of the same decoder without hypertokens on as many
-ids, and the encoders' forward and backward pass over the batch's distinct entries. The rest is overhead: moving rows
-into the embedding and the head, more columns in the loss, padding, and the encoders' second forward pass, which a step
-takes to save memory.
+A zip2zip step is compared with its unavoidable work: a step of the same decoder without hypertokens on as many ids, and
+the encoders' forward and backward pass over the batch's distinct entries. The rest is overhead: moving rows into the
+embedding and the head, more columns in the loss, padding, and the encoders' second forward pass, which saves memory.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from .recording import summarize_samples
 
 @dataclass
 class StepMeasurements:
-    """Results: seconds of each part, one value per trial, and the batches that were measured."""
+    """Seconds of each part, one value per trial, and the measured batches."""
 
     seconds: dict[str, list[float]]
     batches: list[Batch]
 
     def record(self) -> dict[str, Any]:
-        """Returns the record: times in ms, their ratio to what is unavoidable, and what sharing entries saves."""
+        """Returns the record: times in ms, ratio of a step to its unavoidable work, and counts of shared entries."""
         parts = {name: summarize_samples([1e3 * s for s in samples]) for name, samples in self.seconds.items()}
         least = np.add(self.seconds["plain step"], self.seconds["encoders"])
         ratios = np.divide(self.seconds["zip step"], least)
@@ -78,9 +77,9 @@ def measure_steps(
     settings: TrainSettings,
     trials: int,
 ) -> StepMeasurements:
-    """Times every part `trials` times, on one batch after the other, after one warm-up of every part per batch.
+    """Times every part `trials` times, on the batches in turn, after one warm-up of every part per batch.
 
-    samples: those of each batch. params: their codec.
+    samples: the samples of each batch. params: their codec.
     """
     batches = [make_batch(some, params) for some in samples]
     whole, plain = TrainedModel(zip_model, settings), TrainedModel(plain_model, settings)
@@ -110,7 +109,7 @@ def parts_to_time(
 
 
 def plain_batch_of_same_size(batch: Batch, vocab_size: int) -> Batch:
-    """Returns a batch of as many ids and targets for the plain decoder, with base id 0 in place of hypertokens."""
+    """Returns a batch of as many ids and targets for the plain decoder; hypertoken targets become base id 0."""
     targets = batch.arrays["targets"]
     arrays = {**batch.arrays, "targets": np.where(targets < vocab_size, targets, 0)}
     kept = ("inputs", "targets", "weights")
@@ -131,7 +130,7 @@ def time_call(call: Callable[[], Any]) -> float:
 
 
 class TrainedModel:
-    """A model with its optimizer, trained as a run trains it."""
+    """A model with its optimizer, set up as in a training run."""
 
     def __init__(self, model: nn.Module, settings: TrainSettings) -> None:
         freeze_and_add_lora(model, settings)
@@ -143,15 +142,15 @@ class TrainedModel:
         self.stepper = Stepper(self.trainee, self.optimizer, settings, mx.distributed.init())
 
     def step(self, batch: Batch) -> list[mx.array]:
-        """Trains one step; returns no arrays, because all are evaluated already."""
+        """Trains one step; returns no arrays, because all are already evaluated."""
         self.stepper.step([batch], [False])
         return []
 
 
 def encode_rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
-    """Returns what `encode_rows` of training does, in one forward pass that keeps its activations.
+    """Returns the rows that training's `encode_rows` returns, from one forward pass that keeps its activations.
 
-    That is the least that the encoders can cost.
+    This is the minimum cost of the encoders.
     """
     output = model.row_encoder(matrix_rows(model.head_matrix, samples.entries), samples.lengths)
     if model.config.encoder.tie_encoders and model.traits.tied:
@@ -161,7 +160,7 @@ def encode_rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
 
 
 class TrainablePart(nn.Module):
-    """What a part's gradients are for: modules of the model, and arrays that other parts would give it."""
+    """The parameters of a part whose gradients are computed: modules of the model, and given arrays."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__()
@@ -170,7 +169,7 @@ class TrainablePart(nn.Module):
 
 
 class StepParts:
-    """The parts of a step on one batch; each method returns a call that computes the part's value and gradients."""
+    """The parts of a step on one batch; each method returns a call that computes a part's value and gradients."""
 
     def __init__(self, whole: TrainedModel, batch: Batch) -> None:
         self.whole, self.model = whole, whole.model
@@ -180,11 +179,11 @@ class StepParts:
 
     @cached_property
     def dtype(self) -> mx.Dtype:
-        """The number type of the forward pass."""
+        """The dtype of the forward pass."""
         return LOW_PRECISION[self.whole.settings.dtype] or mx.float32
 
     def encoders(self) -> Callable[[], Any]:
-        """Makes rows of the distinct entries: input rows of those that inputs use, output rows of all."""
+        """Encodes the distinct entries: input rows of entries that occur in inputs, output rows of all."""
         names = ("input_encoder", "output_encoder")
         part = TrainablePart(**{name: self.model[name] for name in names if name in self.model})
 
@@ -195,7 +194,7 @@ class StepParts:
         return self._compiled_gradient_call(part, loss)
 
     def body(self) -> Callable[[], Any]:
-        """Runs the decoder's blocks on random embeddings."""
+        """Runs the decoder's layers on random embeddings."""
         model = self.model
         h = self._random_normal(*self.samples.inputs.shape, model.config.encoder.model_size)
         part: Any = TrainablePart(layers=model.model.layers, norm=model.model.norm, h=h)
@@ -239,7 +238,7 @@ class StepParts:
         return call
 
     def _compiled_gradient_call(self, part: nn.Module, loss: Callable[[], mx.array]) -> Callable[[], Any]:
-        """Returns a call for value and gradients of a part's loss, in the step's dtype, compiled if the step is."""
+        """Returns a call for a part's loss and gradients, in the step's dtype; compiled if the step is compiled."""
         settings = self.whole.settings
 
         def lowered() -> mx.array:
@@ -258,9 +257,9 @@ class StepParts:
         return values
 
 
-# ---- steps of both engines on one model, and the machine's own matrix products beside them, in one run
+# ---- steps of both engines on one model, and the machine's matrix products, in one run
 
-PRODUCT = 2048  # rows and columns of the matrices whose product tells the machine's rate
+PRODUCT = 2048  # rows and columns of the matrices whose product measures the machine's speed
 PASSES = 4  # operations per weight and id of LoRA training: 2 in the forward pass, 2 for gradients of activations
 
 
@@ -271,11 +270,11 @@ def measure_engines(
     settings: TrainSettings,
     trials: int,
 ) -> dict[str, Any]:
-    """Returns the record: base tokens/s of each engine, the machine's rates, and the share that PyTorch's steps reach.
+    """Returns the record: base tokens/s of each engine, the machine's GFLOP/s, and the share that PyTorch's steps
+    reach.
 
-    make: returns the model to train, anew, and its config.json. samples: those of each batch. MLX's trainer reads one
-    sample per step, because on a processor a whole batch may take many minutes; its first step is not counted. The
-    share counts the decoder's products only: 4 operations per weight and id.
+    make: returns a new model and its config.json. samples: of each batch. MLX's trainer reads one sample per step,
+    because on a CPU a batch may take many minutes; its first step is a warm-up. The share counts decoder products only.
     """
     batches = [make_batch(some, params) for some in samples]
     single = make_batch(samples[0][:1], params)
@@ -288,7 +287,7 @@ def measure_engines(
     for trial in range(-1, trials):
         batch = batches[trial % len(batches)]
         seconds = time_step(torch_step, batch)
-        slow = time_step(mlx_step, single) if trial < 2 else None  # once to warm up, and twice
+        slow = time_step(mlx_step, single) if trial < 2 else None  # one warm-up, two timed
         products = {name: matrix_product_gflops(name) for name in ("float32", "bfloat16")}
         if trial < 0:
             continue
@@ -320,7 +319,7 @@ def matrix_product_gflops(dtype: str, trials: int = 2) -> float:
     a, b = (torch.randn(PRODUCT, PRODUCT, device=device).to(getattr(torch, dtype)) for _ in range(2))
 
     def multiply() -> None:
-        torch.nn.functional.linear(a, b)[0, 0].item()  # waits for the card; as a layer multiplies
+        torch.nn.functional.linear(a, b)[0, 0].item()  # multiplies as a layer does, and waits for the GPU
 
     multiply()
     began = time.perf_counter()
@@ -338,7 +337,7 @@ def make_trained_stepper(engine: str, model: Any, config: dict[str, Any], settin
 
 
 def count_matrix_weights(model: Any) -> int:
-    """Returns the number of weights that the decoder multiplies by for each id: its matrices, the head included."""
+    """Returns the number of weights that the decoder multiplies by for each id: its matrices and the head."""
     named = named_arrays(model.parameters())
     matrices = {name: value.size for name, value in named if value.ndim == 2 and "encoder" not in name}
     embedding = matrices.get("model.embed_tokens.weight", 0)

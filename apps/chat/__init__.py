@@ -1,1 +1,1 @@
-"""The local chat app: a page, the routes that it talks to, and the database of its conversations."""
+"""The local chat app: a page, the routes that the page calls, and the database of conversations."""

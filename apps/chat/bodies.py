@@ -1,4 +1,4 @@
-"""The bodies of the app's requests."""
+"""The request bodies of the app's routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_PACKS = 100
 
 
 def _check_unicode(text: str) -> str:
-    """Returns a text. Raises `ValueError` for half of a surrogate pair, which no file can hold."""
+    """Returns a text. Raises `ValueError` for an unpaired surrogate, which UTF-8 cannot encode."""
     text.encode()
     return text
 
@@ -27,7 +27,7 @@ Limit = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 
 
 class SamplingBody(Body):
-    """How an answer is chosen; what is left out is as the app was started."""
+    """How an answer is sampled; the app's start settings apply for fields that are left out."""
 
     temp: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Fraction | None = None
@@ -39,12 +39,12 @@ class SamplingBody(Body):
 
     @property
     def fields_set(self) -> dict[str, Any]:
-        """The fields that are set."""
+        """The fields that are set, by name."""
         return self.model_dump(exclude_none=True)
 
 
 class ConversationBody(Body):
-    """A new conversation, or what to change of one."""
+    """The fields of a new conversation, or the fields to change of an existing one."""
 
     title: Title | None = None
     model: Name | None = None
@@ -54,12 +54,12 @@ class ConversationBody(Body):
 
     @property
     def fields_set(self) -> dict[str, Any]:
-        """The fields that are set, as the store takes them."""
+        """The fields that are set, as `Store.create` and `Store.change` take them."""
         return self.model_dump(exclude_none=True)
 
 
 class ChangeBody(ConversationBody):
-    """What to change of a conversation."""
+    """The fields to change of a conversation."""
 
     draft: Words | None = None
     leaf: Name | None = None
@@ -68,15 +68,15 @@ class ChangeBody(ConversationBody):
 
 
 class FitBody(Body):
-    """A prompt that a pack may help. packs: those that its conversation has."""
+    """A prompt to find a pack for. packs: the packs that its conversation uses."""
 
     text: Annotated[Words, Field(min_length=1)]
     packs: PackNames = Field(default_factory=list)
 
 
 class AnswerBody(Body):
-    """An answer that is asked for. parent: the message before. text: a new message of the user. continue: go on with
-    the answer `parent`.
+    """A request for an answer. parent: id of the message before. text: a new message of the user, to be answered.
+    continue: extend the answer `parent` instead of starting a new one.
     """
 
     parent: Name | None = None
@@ -86,22 +86,22 @@ class AnswerBody(Body):
 
 
 class ModelBody(Body):
-    """A model to open: a name of the app's, a folder or a hub id."""
+    """A model to open: the name of one of the app's models, a folder or a hub id."""
 
     name: Name
 
 
 class RaceMessage(Body):
-    """A message of a race that belongs to no conversation."""
+    """A message of a race without a stored conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[Words, Field(min_length=1)]
 
 
 class RaceBody(Body):
-    """The same request to the main model and to `base`, one after the other.
+    """A request that the main model answers first and `base` second.
 
-    conversation, leaf: the message of the user to answer; or messages, in their place.
+    conversation, leaf: the user's message to answer and its conversation; or messages: the whole request.
     """
 
     conversation: Name | None = None

@@ -1,9 +1,9 @@
-"""A database that several threads use, and that goes on in memory while its file takes no more.
+"""A SQLite database that several threads use, and that switches to memory while its file cannot be written.
 
-One SQLite file in WAL mode, and every commit is flushed. A running answer adds rows of what is new, every 0.4 s, so no
-write copies a long answer; at its end, or at the next start after a crash, the rows become the message. When the disk
-is full, the whole database goes on as a copy in memory, and the conversations that changed are written back when the
-disk takes them.
+The file is in WAL mode, and every commit is flushed. A running answer inserts a row with its new text every 0.4 s, so
+no write copies a long answer; when the answer ends, or at the next start after a crash, the rows are merged into the
+message. When the disk is full, the whole database continues as a copy in memory; once the disk has room again, the
+conversations that changed are written to the file.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from mlx_zip.apps.chat.database_file import (
 from mlx_zip.apps.chat.schema import rebuild_indexes, transaction
 
 Some = TypeVar("Some")
-RETRY_S = 5.0  # between attempts to write to a full disk, one before the next write
-IDLE_RETRY_S = 5.0  # between attempts while nothing is written
-RETURN_MS = 200  # for another process that writes, in such an attempt
-_INDEXES = (sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_CORRUPT_VTAB)  # what is damaged can be built anew
+RETRY_S = 5.0  # a write first tries to return to the file, if the last attempt is this long ago
+IDLE_RETRY_S = 5.0  # time between attempts by timer
+RETURN_MS = 200  # how long these attempts wait for a process that holds the write lock
+_INDEXES = (sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_CORRUPT_VTAB)  # damage that rebuilding the indexes can repair
 _LOST = "changes are in memory only, and lost when the app ends"
-_CONVERSATION_QUERIES = {  # what belongs to a conversation, in the order in which it can be added
+_CONVERSATION_QUERIES = {  # table -> query of a conversation's rows, in an order that satisfies the foreign keys
     "conversations": "SELECT * FROM conversations WHERE id = ?",
     "messages": "SELECT * FROM messages WHERE conversation = ? ORDER BY n",
     "pieces": "SELECT * FROM pieces WHERE message IN (SELECT id FROM messages WHERE conversation = ?) ORDER BY n",
@@ -47,24 +47,24 @@ _CONVERSATION_QUERIES = {  # what belongs to a conversation, in the order in whi
 
 
 class Database:
-    """path: the file, None for a database that stays in memory.
+    """A database that is used from several threads. path: the file; None keeps the database in memory.
 
-    problem: why what is written is in memory only at the moment, None if it is where it belongs.
+    problem: why changes are in memory only at the moment; None while they go to the file, or if there is no file.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.problem: str | None = None
         self._lock = threading.RLock()
-        self._opened: OpenedFile | None = None  # None only while there is a spare
-        self._spare: sqlite3.Connection | None = None  # in memory, while the file takes nothing
-        self._changed: set[str] = set()  # conversations that the spare has otherwise than the file
+        self._opened: OpenedFile | None = None  # may be None while `_spare` is in use
+        self._spare: sqlite3.Connection | None = None  # the copy in memory, while the file cannot be written
+        self._changed: set[str] = set()  # ids of conversations that differ between `_spare` and the file
         self._tried, self._shrinks = 0.0, False
-        self._timer: threading.Timer | None = None  # of the next attempt to write to the file
+        self._timer: threading.Timer | None = None  # starts the next attempt to write to the file
         self._open()
 
     def _open(self) -> None:
-        """Opens the file; if its disk takes nothing, a copy in memory. Raises `StoreError`."""
+        """Opens the file, or a copy in memory if its disk cannot be written. Raises `StoreError`."""
         try:
             self._opened = open_in_memory() if self.path is None else open_file(self.path)
         except UnwritableError as error:
@@ -73,7 +73,7 @@ class Database:
 
     @property
     def note(self) -> str | None:
-        """What happened to an older file at the opening."""
+        """What happened to an unusable older file when the database was opened; None if nothing happened."""
         return self._opened.note if self._opened else None
 
     @property
@@ -82,7 +82,7 @@ class Database:
         return self._opened is not None and self._opened.alone
 
     def share(self) -> None:
-        """Lets other processes use the database too."""
+        """Makes the exclusive lock shared: other processes wait for this before they open the database."""
         if self._opened:
             share_lock(self._opened)
 
@@ -94,7 +94,7 @@ class Database:
         return self._opened.db
 
     def read(self, work: Callable[[sqlite3.Connection], Some]) -> Some:
-        """Returns what `work` returns for the database. Raises `StoreError`."""
+        """Returns `work(db)` for the current database; `work` may be called twice. Raises `StoreError`."""
         with self._lock:
             try:
                 return work(self._current_db)
@@ -107,22 +107,22 @@ class Database:
                 raise StoreError(f"the conversations cannot be read: {error_in_words(error)}") from error
 
     def _rebuild_indexes(self, error: sqlite3.Error) -> bool:
-        """Builds the indexes anew if an error says that one is damaged; returns whether it did."""
+        """Rebuilds the indexes if an error says that one is damaged; returns whether they were rebuilt."""
         if getattr(error, "sqlite_errorcode", 0) not in _INDEXES:
             return False
         with (
             contextlib.suppress(sqlite3.Error),
             transaction(self._current_db),
-        ):  # if they cannot be, the first error is reported
+        ):  # if the rebuild fails, the caller reports the first error
             rebuild_indexes(self._current_db)
             return True
         return False
 
     def write(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None = None) -> Some:
-        """Returns what `work` returns; what it changes happens whole or not at all. It may be called twice.
+        """Returns `work(db)`, run in one transaction; `work` may be called twice. Raises `StoreError`.
 
-        conversation: the one that it changes, None for all. If the disk is full, or another process keeps the file
-        locked, the database goes on in memory. A file that was removed is written anew. Raises `StoreError`.
+        conversation: id of the conversation that `work` changes; None: any may change. If the disk is full, or another
+        process keeps the file locked, the database continues in memory. If the file was removed, a new one is written.
         """
         with self._lock:
             if time.monotonic() - self._tried >= RETRY_S:
@@ -139,7 +139,7 @@ class Database:
                 raise StoreError(f"the conversations cannot be written: {error_in_words(error)}") from error
 
     def _run_transaction(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None) -> Some:
-        """Does the work in one transaction, and remembers what it changed if that is in memory only."""
+        """Runs `work` in one transaction; adds what it changed to `_changed` if the database is in memory."""
         with transaction(self._current_db):
             before = self._spare_conversations()
             found = work(self._current_db)
@@ -148,11 +148,11 @@ class Database:
         return found
 
     def _spare_conversations(self) -> set[str]:
-        """Returns the ids of the conversations that are in memory while the file takes nothing."""
+        """Returns the ids of the conversations in `_spare`; an empty set if it is not in use."""
         return {row[0] for row in self._spare.execute("SELECT id FROM conversations")} if self._spare else set()
 
     def _leave_full_file(self, error: sqlite3.Error) -> bool:
-        """Goes on in memory if the file takes no more; returns whether it did. Raises `StoreError`."""
+        """Continues in memory if the file cannot be written; returns whether it switched. Raises `StoreError`."""
         if (
             self._spare is not None
             or self.path is None
@@ -163,7 +163,7 @@ class Database:
         return True
 
     def _copy_to_memory(self, why: str) -> None:
-        """Goes on in memory, with a copy of what the file holds. Raises `StoreError` if it cannot be read."""
+        """Continues in memory, with a copy of the file's content. Raises `StoreError` if the file cannot be read."""
         spare = connect(":memory:")
         try:
             self._current_db.backup(spare)
@@ -175,7 +175,7 @@ class Database:
         self._use_spare(spare, f"{self.path}: {why}")
 
     def _replace_removed_file(self) -> None:
-        """Writes everything to a new file if somebody has removed or replaced the file. Raises `StoreError`."""
+        """Writes all conversations to a new file if the file was removed or replaced. Raises `StoreError`."""
         if self._spare is not None or self.path is None or self._is_in_place(self.path):
             return
         self._copy_to_memory("the file has been removed")
@@ -186,13 +186,13 @@ class Database:
         return self._opened is not None and self._opened.file == file_identity(path)
 
     def _use_spare(self, spare: sqlite3.Connection, why: str) -> None:
-        """Goes on in memory until the file takes what is written."""
+        """Continues in `spare` until the file can be written. why: the reason, for `problem`."""
         self._spare, self._tried, self._changed = spare, time.monotonic(), set()
         self.problem = f"{why}; {_LOST}"
         self._schedule_return()
 
     def _schedule_return(self) -> None:
-        """Has `_return_to_file` called in a while, also if nothing is written until then."""
+        """Starts a timer that calls `_return_to_file` every `IDLE_RETRY_S` seconds until the file is in use again."""
 
         def again() -> None:
             with self._lock:
@@ -201,13 +201,13 @@ class Database:
                     self._schedule_return()
 
         if self._timer is not None:
-            self._timer.cancel()  # of an earlier time without room
+            self._timer.cancel()  # left from an earlier switch to memory
         self._timer = threading.Timer(IDLE_RETRY_S, again)
         self._timer.daemon = True
         self._timer.start()
 
     def _return_to_file(self, patience_ms: float) -> None:
-        """Writes to the file what is in memory only, if the disk takes it. patience_ms: for another process."""
+        """Writes what is only in memory to the file, if possible. patience_ms: longest wait for another process."""
         if self._spare is None or self.path is None:
             return
         self._tried = time.monotonic()
@@ -236,7 +236,7 @@ class Database:
         return self._opened
 
     def _copy_changed(self, spare: sqlite3.Connection, db: sqlite3.Connection, patience_ms: float) -> None:
-        """Brings the changed conversations to the file's database, all or none. Raises `sqlite3.Error`."""
+        """Copies the changed conversations to the file's database in one transaction. Raises `sqlite3.Error`."""
         db.execute(f"PRAGMA busy_timeout = {patience_ms:.0f}")
         try:
             with transaction(db):
@@ -252,12 +252,12 @@ class Database:
         )
 
     def shrink(self) -> None:
-        """Gives back the room of what was deleted, and leaves no trace of it in the files. Raises `StoreError`."""
-        self._shrinks = self._spare is not None  # then the file has to be shrunk later
+        """Frees the disk space of deleted rows and overwrites their content in the files. Raises `StoreError`."""
+        self._shrinks = self._spare is not None  # the file is shrunk when it is in use again
         self.read(_shrink)
 
     def close(self) -> None:
-        """Closes the database, after a last attempt to write what is in memory only."""
+        """Closes the database, after a last attempt to write what is only in memory."""
         with self._lock:
             self._return_to_file(1000 * PATIENCE_S)
             if self._timer is not None:
@@ -270,7 +270,7 @@ class Database:
 
 
 def _shrink(db: sqlite3.Connection) -> None:
-    """Gives back the room of what was deleted, and overwrites it. Raises `sqlite3.Error`."""
+    """Frees the space of deleted rows and overwrites their content. Raises `sqlite3.Error`."""
     db.execute("INSERT INTO words (words) VALUES ('rebuild')")
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.execute("VACUUM")
@@ -278,9 +278,9 @@ def _shrink(db: sqlite3.Connection) -> None:
 
 
 def _copy_conversation(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:
-    """Brings what one database has of a conversation to another, or deletes it there if the first has none.
+    """Copies a conversation from one database to another, or deletes it there if the source does not have it.
 
-    Messages that only the other one has stay: another process has written them.
+    Messages that only the target has are kept, unless the conversation is deleted: another process has written them.
     """
     rows = {table: source.execute(query, (conversation,)).fetchall() for table, query in _CONVERSATION_QUERIES.items()}
     if not rows["conversations"]:

@@ -1,4 +1,4 @@
-"""Opens the file of the database, which only its owner can read. What is no database of ours is kept aside."""
+"""Opens the database file, which only its owner can read. A file that is not a database of this app is renamed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlx_zip.apps.chat.schema import (
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
 from mlx_zip.files import check_regular_file
 
-PATIENCE_S = 5.0  # for another process that writes
+PATIENCE_S = 5.0  # how long to wait for another process that holds the write lock
 _FILE_SUFFIXES = ("", "-wal", "-shm")  # SQLite's files of one database
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
@@ -36,19 +36,19 @@ class StoreError(MlxZipError):
 
 
 class UnwritableError(StoreError):
-    """A place that takes nothing at the moment: its disk is full, or it may only be read."""
+    """A place that cannot be written at the moment: its disk is full, or it is read-only."""
 
 
 class ForeignError(Exception):
-    """A file that is no database of this app; the message says why."""
+    """A file that is not a sound database of this app; the message says why."""
 
 
 @dataclass
 class OpenedFile:
-    """An open database. alone: whether no other process has it open. note: what happened to an older file.
+    """An open database. alone: whether no other process had it open. note: what happened to an unusable older file.
 
-    lock: file descriptor of the lock that says that this process uses the database. file: device and number of the
-    file, None in memory.
+    lock: descriptor of the lock file, held while this process uses the database. file: device and inode number, None in
+    memory.
     """
 
     db: sqlite3.Connection
@@ -58,7 +58,7 @@ class OpenedFile:
     file: tuple[int, int] | None = None
 
     def close(self) -> None:
-        """Closes the database and gives up the lock."""
+        """Closes the database and releases the lock."""
         self.db.close()
         if self.lock is not None:
             os.close(self.lock)
@@ -66,10 +66,10 @@ class OpenedFile:
 
 
 def connect(name: str) -> sqlite3.Connection:
-    """Returns a connection to a database that is there, or to a new one in memory (":memory:")."""
+    """Returns a connection to an existing database file, or to a new database in memory (":memory:")."""
     db = sqlite3.connect(name, timeout=PATIENCE_S, isolation_level=None, check_same_thread=False)
     db.row_factory = sqlite3.Row
-    db.text_factory = lambda text: text.decode("utf-8", "replace")  # one damaged text must not hide the others
+    db.text_factory = lambda text: text.decode("utf-8", "replace")  # a damaged text must not make the others unreadable
     search.add_search_functions(db)
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten
@@ -77,14 +77,14 @@ def connect(name: str) -> sqlite3.Connection:
 
 
 def open_in_memory() -> OpenedFile:
-    """Returns an empty database that is gone when it is closed."""
+    """Returns an empty database in memory, which is lost when it is closed."""
     db = connect(":memory:")
     migrate(db)
     return OpenedFile(db, True, None, None)
 
 
 def copy_to_memory(path: Path) -> sqlite3.Connection:
-    """Returns a database in memory with what a file holds, as far as it can be read and is a database of ours."""
+    """Returns a copy in memory of a database file; an empty database if the file cannot be read or is not ours."""
     with contextlib.suppress(sqlite3.Error, ForeignError):
         source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         with contextlib.closing(source):
@@ -101,11 +101,11 @@ def copy_to_memory(path: Path) -> sqlite3.Connection:
 
 
 def open_file(path: Path) -> OpenedFile:
-    """Opens the database in a file, and makes file and folder if need be.
+    """Opens the database in a file; creates the file and its folder if they are missing.
 
-    A damaged file and one of another program are renamed, so that nothing in them is lost, and an empty database takes
-    their place; `note` says so. Raises `UnwritableError` if the disk takes nothing, and `StoreError` for a file that
-    cannot be opened, also because another process uses what is damaged, and for a database of a later version.
+    A damaged file, or one of another program, is renamed and replaced by an empty database; `note` says so. Raises
+    `UnwritableError` if the disk cannot be written. Raises `StoreError` for a file that cannot be opened, for a damaged
+    file that another process uses, and for a database of a later version.
     """
     try:
         check_regular_file(path)
@@ -115,7 +115,7 @@ def open_file(path: Path) -> OpenedFile:
         raise _open_error(path, error) from error
     try:
         db, note = _open_or_replace(path, alone)
-    except OSError as error:  # of a file that could not be kept aside
+    except OSError as error:  # the unusable file could not be renamed
         os.close(lock)
         raise _open_error(path, error) from error
     except BaseException:
@@ -125,7 +125,7 @@ def open_file(path: Path) -> OpenedFile:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """Returns device and number of the file at a path, None if there is none."""
+    """Returns device and inode number of the file at a path, None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -142,7 +142,7 @@ def _open_error(path: Path, error: Exception) -> StoreError:
 
 
 def _lock_file(path: Path) -> tuple[int, bool]:
-    """Returns the descriptor of a shared lock on the database, and whether no other process has one."""
+    """Returns the descriptor of a lock on the database, and whether the lock is exclusive, so nobody else has one."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -156,13 +156,13 @@ def _lock_file(path: Path) -> tuple[int, bool]:
 
 
 def share_lock(opened: OpenedFile) -> None:
-    """Lets other processes use the database too, after what only one may do is done."""
+    """Makes an exclusive lock shared, so that other processes can open the database as well."""
     if opened.lock is not None:
         fcntl.flock(opened.lock, fcntl.LOCK_SH)
 
 
 def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
-    """Returns a connection to the file's database, and a note if an older file was kept aside."""
+    """Returns a connection to the file's database, and a note if an unusable file was renamed."""
     try:
         return _open_sound(path), None
     except (ForeignError, sqlite3.DatabaseError) as error:
@@ -180,7 +180,7 @@ def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str |
 
 
 def _open_sound(path: Path) -> sqlite3.Connection:
-    """Returns a connection to a sound database of today's version. Raises `ForeignError` and `sqlite3.Error`."""
+    """Returns a connection to a sound database, migrated to the newest version. Raises as `_check_database`."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(handle, 0o600)  # SQLite gives its other files the mode of this one
@@ -199,20 +199,20 @@ def _open_sound(path: Path) -> sqlite3.Connection:
 
 
 def _check_database(db: sqlite3.Connection, path: Path) -> None:
-    """Raises an error for a database that is damaged, of another program or of a later version.
+    """Raises `ForeignError` for a damaged database or one of another program, `StoreError` for one of a later version.
 
-    Indexes that are damaged are built anew from what they index.
+    Damaged indexes are rebuilt; the error is raised only if damage remains.
     """
     try:
         _check_kind(db, path)
         if damage := _find_damage(db):
             _mend_indexes(db, damage)
-    except UnicodeDecodeError as error:  # of SQLite's message, which quotes the damaged place
+    except UnicodeDecodeError as error:  # from SQLite's message, which quotes the damaged bytes
         raise ForeignError("it is damaged") from error
 
 
 def _check_kind(db: sqlite3.Connection, path: Path) -> None:
-    """Raises an error for a database of another program or of a later version, and for one without its tables."""
+    """Raises `ForeignError` for a foreign database or missing tables, `StoreError` for a later version."""
     tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise ForeignError("it is the database of another program")
@@ -223,7 +223,7 @@ def _check_kind(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _mend_indexes(db: sqlite3.Connection, damage: str) -> None:
-    """Builds the indexes of a damaged database anew. Raises `ForeignError`, and changes nothing, if that is no help."""
+    """Rebuilds the indexes of a damaged database. Raises `ForeignError`, and changes nothing, if damage remains."""
     try:
         with transaction(db):
             rebuild_indexes(db)
@@ -236,13 +236,13 @@ def _mend_indexes(db: sqlite3.Connection, damage: str) -> None:
 
 
 def _find_damage(db: sqlite3.Connection) -> str | None:
-    """Returns what is wrong with a database, None if nothing is. Raises `sqlite3.Error`."""
+    """Returns the first damage that SQLite's integrity check finds, None if there is none. Raises `sqlite3.Error`."""
     found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
     return None if found == "ok" else found
 
 
 def _move_aside(path: Path) -> Path:
-    """Renames the files of a database and returns the new name of the first."""
+    """Renames the files of a database; returns the new path of the main file."""
     kept = path.with_name(f"{path.name}.kept-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     for end in _FILE_SUFFIXES:
         with contextlib.suppress(FileNotFoundError):
@@ -251,7 +251,7 @@ def _move_aside(path: Path) -> Path:
 
 
 def sqlite_code(error: BaseException) -> int:
-    """Returns SQLite's code of an error, -1 without one."""
+    """Returns SQLite's primary result code of an error; 255 if the error has none."""
     return getattr(error, "sqlite_errorcode", -1) & 0xFF
 
 

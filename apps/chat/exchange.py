@@ -1,4 +1,4 @@
-"""Conversations as files: JSON that can be imported again, and Markdown to read; and the routes for both."""
+"""Exports conversations as JSON, which can be imported again, and as Markdown; with the routes for both."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mlx_zip.server.fields import Body, BodyError
 from mlx_zip.server.http import json_response, read_body, with_body_class
 
 FORMAT, VERSION = "mlx_zip conversations", 1
-MOST_TOKENS = 1_000_000  # in one message
-MOST_MESSAGES = MOST_CONVERSATIONS = 1_000_000  # more than the size of an import allows
+MOST_TOKENS = 1_000_000  # per message
+MOST_MESSAGES = MOST_CONVERSATIONS = 1_000_000  # not reached: `MOST_BYTES` allows fewer
 Time = Annotated[float, Field(ge=0, le=1e11)]
 Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
 
@@ -40,7 +40,7 @@ class TokenBody(Body):
 
 
 class DiffersBody(Body):
-    """Where an answer's prompt differed from what was kept; see the server's `PromptDifference`."""
+    """Where an answer's prompt differed from the cached ids; see the server's `PromptDifference`."""
 
     at: int = 0
     kept: Words = ""
@@ -66,7 +66,7 @@ class FiguresBody(Body):
 
 
 class MessageBody(Body):
-    """A message of an imported conversation; its parent stands before it."""
+    """A message of an imported conversation; its parent comes earlier in the list."""
 
     id: Name
     parent: Name | None = None
@@ -101,7 +101,7 @@ class ImportedBody(Body):
 
 
 class ImportBody(Body):
-    """What an export has written."""
+    """The content of an exported file."""
 
     format: Literal["mlx_zip conversations"]
     version: Literal[1]
@@ -124,12 +124,12 @@ def export_conversations(conversations: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def import_conversations(body: ImportBody) -> list[dict[str, Any]]:
-    """Returns an import's conversations as `Store.add` takes them, with ids of their own. Raises `BodyError`."""
+    """Returns an import's conversations with new ids, as `Store.add` takes them. Raises `BodyError`."""
     return [_import_conversation(one, f"conversations.{i}") for i, one in enumerate(body.conversations)]
 
 
 def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
-    """Returns a conversation with new ids. place: its path in the body. Raises `BodyError` for a tree that is none."""
+    """Returns a conversation with new ids. place: its path in the body. Raises `BodyError` for bad ids."""
     ids: dict[str, str] = {}
     messages = []
     for i, one in enumerate(given.messages):
@@ -147,12 +147,12 @@ def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
 
 
 def _import_message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a message with new ids; one that was being written when it was exported is cut."""
+    """Returns a message with its new ids from `ids`; a message exported while it was running gets the state "cut"."""
     fields = given.model_dump(exclude={"tokens", "figures"})
     fields["figures"] = None if given.figures is None else given.figures.model_dump(exclude_none=True)
     tokens = None if given.tokens is None else [one.model_dump(exclude_none=True) for one in given.tokens]
     if tokens is not None and "".join(one["t"] for one in tokens) != given.text:
-        tokens = None  # the page shows the tokens, and they would show another text
+        tokens = None  # the page would show the tokens, whose text differs
     if given.state == "running":
         fields |= {"state": "cut", "reason": CUT}
     return {**fields, "tokens": tokens, "id": ids[given.id], "parent": given.parent and ids[given.parent]}
@@ -183,12 +183,12 @@ def _shown_branch(conversation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def download_name(title: str, end: str) -> str:
-    """Returns a name for a file, of letters that every system takes."""
+    """Returns a file name of ASCII letters, digits and hyphens for a title. end: the extension."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-")[:60].strip("-")
     return f"{words or 'conversation'}.{end}"
 
 
-MOST_BYTES = 256 << 20  # of an import
+MOST_BYTES = 256 << 20  # per import
 
 
 def routes(store: Store, core: Core) -> list[Route]:

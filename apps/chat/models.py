@@ -15,10 +15,10 @@ from mlx_zip.text.prompts import check_system_message
 
 
 class Models:
-    """The app's models. main: answers unless a conversation names another model.
+    """The app's models. main: the model that answers unless a conversation names another.
 
-    open_model: opens a model by its name; None if no further model can be named. hypertokens: name -> whether the model
-    has any, for the models of which that is known.
+    open_model: opens a model by its name; None if only the known models can be used. hypertokens: name -> whether the
+    model has hypertokens, where that is known.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class Models:
         self._hypertokens = {self.main.model: self.main.engine.info.merge_size > 0, **(hypertokens or {})}
         self._refusals = {self.main.model: _system_refusal(self.main)}
         for other in cores.engines.others.values():
-            if other.kind == "control":  # the main model's opposite
+            if other.kind == "control":  # has hypertokens if the main model has none, and vice versa
                 self._hypertokens.setdefault(other.name, not self._hypertokens[self.main.model])
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncGenerator[Core, None]:
-        """Gives what answers with a model, opened if it is not open; None for the main one.
+        """Yields the `Core` of a model, opened first if needed; None is the main model.
 
-        Raises `RequestError` for an unknown name, and what opening the model raises.
+        Raises `RequestError` for an unknown name, and the errors of opening the model.
         """
         name = name or self.main.model
         if name != self.main.model and name not in self.cores.engines.others:
@@ -52,14 +52,14 @@ class Models:
     def check_system(self, system: str, name: str | None = None) -> None:
         """Raises `GenerationError` for a system prompt that the main model's chat template cannot render.
 
-        name: the conversation's model. A system prompt for another model than the main one passes: its template is not
-        known here. "" is no system prompt.
+        name: the conversation's model. A system prompt for any other model is not checked, as its template is not
+        loaded here. An empty `system` means no system prompt.
         """
         if system and name in (None, self.main.model):
             check_system_message(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:
-        """Opens a model, which may be a new one. Raises `RequestError`, and what opening the model raises."""
+        """Opens a model and lists it if it is new. Raises `RequestError`, and the errors of opening the model."""
         others, make = self.cores.engines.others, self._open_model
         known = name == self.main.model or name in others
         if not known and make is not None:
@@ -73,12 +73,12 @@ class Models:
                 others.pop(name, None)
             raise
         if other is not None:
-            others[name] = other  # another request that could not open it may have taken it out
+            others[name] = other  # a concurrent request that failed may have removed it
 
     def list_models(self) -> list[dict[str, Any]]:
         """Returns the models that a conversation can choose, as the page shows them.
 
-        no_system: why a model takes no system prompt; None if it takes one, or was not opened yet.
+        no_system: why the model accepts no system prompt; None if it accepts one or was not opened yet.
         """
         others = [one for one in self.cores.engines.others.values() if one.kind != OFF]
         control = next((one.name for one in others if one.kind == "control"), None)
@@ -96,13 +96,13 @@ class Models:
         ]
 
     def list_race_rivals(self) -> list[dict[str, Any]]:
-        """Returns what the main model can race against, as the page shows it."""
+        """Returns the models that the main model can race against, as the page shows them."""
         others = self.cores.engines.others.values()
         return [{name: getattr(one, name) for name in ("name", "kind", "label", "quality")} for one in others]
 
 
 def _system_refusal(core: Core) -> str | None:
-    """Returns why a model's chat template takes no system prompt, None if it takes one."""
+    """Returns why a model's chat template rejects a system prompt, None if it accepts one."""
     try:
         check_system_message(core.engine.tokenizer, "Be brief.", core.options.template_options)
     except GenerationError as error:

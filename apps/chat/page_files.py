@@ -1,4 +1,4 @@
-"""The page's files, and the headers that keep what it shows from running."""
+"""The page's files, and the response headers that forbid scripts and content from other sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_zip.server.errors import RequestError
 
 FOLDER = Path(__file__).parent
-OPEN = ("/app", "/app/", "/app/page/*", "/app/vendor/*")  # need no key
+OPEN = ("/app", "/app/", "/app/page/*", "/app/vendor/*")  # paths that need no key
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -64,9 +64,9 @@ def routes(folder: Path = FOLDER) -> list[Route]:
 
 
 def _file_response(request: Request, folder: Path, part: str, name: str) -> Response:
-    """Returns a file of a folder. Raises `RequestError` for anything else.
+    """Returns a file of a folder, or status 304 if the browser's copy is current. Raises `RequestError` for others.
 
-    The browser keeps it, and asks before each use whether it has changed.
+    The browser may cache the file, but asks before each use whether it has changed.
     """
     names = name.split("/")
     path = folder.joinpath(part, *names)
@@ -77,18 +77,18 @@ def _file_response(request: Request, folder: Path, part: str, name: str) -> Resp
     headers = {"Cache-Control": "no-cache", "ETag": f'"{known.st_mtime_ns:x}-{known.st_size:x}"'}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
-    # Read here and not in a thread: the page asks for fifty small files at once, and a thread costs more than a read.
+    # Read here, not in a thread: the page requests fifty small files at once, and a thread costs more than a read.
     return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=headers)
 
 
 class PageHeaders:
-    """Gives each answer below /app the headers that forbid inline code, other hosts and frames."""
+    """Adds `HEADERS` to each response below /app; they forbid inline code, other hosts and frames."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, and its answer back with the headers."""
+        """Handles a request and adds the headers to its response."""
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -34,7 +34,7 @@ MOST_LISTED = 1000
 
 
 def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -> list[Route]:
-    """Returns the routes of conversations and their answers. system: system prompt of those that choose none."""
+    """Returns the routes of conversations and answers. system: the system prompt of new conversations that set none."""
     core, in_thread = models.main, models.main.run_in_thread
 
     async def listed(request: Request) -> Response:
@@ -103,7 +103,7 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
 
 
 def _deletion_response(store: Store, count: int) -> Response:
-    """Returns the answer to a deletion. It has a "problem" if the file still holds what was deleted."""
+    """Returns the response to a deletion. "problem" is set if the deletion is not in the file yet."""
     problem = store.database.problem
     return json_response({"deleted": count, **({"problem": problem} if problem else {})})
 
@@ -131,7 +131,7 @@ async def _answer_frames(
 
 
 def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, Any]], prefill: str = "") -> Turn:
-    """Returns the turn that answers a conversation. path: its messages. prefill: how the answer begins."""
+    """Returns the turn that answers a conversation. path: its messages in order. prefill: how the answer begins."""
     sampling = dict(conversation["sampling"])
     return Turn(
         messages=turn_messages(conversation["system"], path),
@@ -144,7 +144,7 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
 
 
 def _check_parent(body: AnswerBody, path: list[dict[str, Any]]) -> None:
-    """Raises `RequestError` unless what is asked for can follow the message `parent`. path: the messages up to it."""
+    """Raises `RequestError` unless the request can follow the message `parent`. path: the messages up to `parent`."""
     if body.parent is not None and not path:
         raise RequestError(404, "there is no such message", "unknown_message", "parent")
     role = path[-1]["role"] if path else None
@@ -169,7 +169,7 @@ def _parse_number(given: str | None, default: int, most: int) -> int:
 
 
 def require_conversation(value: Any) -> Any:
-    """Returns a value. Raises `RequestError` for None, the conversation that is not there."""
+    """Returns `value`, a store's answer. Raises `RequestError` (404) if it is None."""
     if value is None:
         raise RequestError(404, "there is no such conversation", "unknown_conversation")
     return value
@@ -181,7 +181,7 @@ def _require_message(value: Any) -> Any:
     return value
 
 
-# ---- races: the same request to the main model and to what it is compared with, one after the other
+# ---- races: the main model and a second model answer the same request, one after the other
 
 
 def race_routes(store: Store, models: Models) -> list[Route]:
@@ -198,7 +198,7 @@ def race_routes(store: Store, models: Models) -> list[Route]:
 
 
 async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the frames of both lanes, "zip" before "base", then the figures of both. Raises `RequestError`."""
+    """Yields the frames of lane "zip", those of lane "base", then the figures of both. Raises `RequestError`."""
     base = next((one for one in models.list_race_rivals() if one["name"] == body.base), None)
     if base is None:
         raise RequestError(404, f"there is no {body.base!r:.200} to race against", "model_not_found", "base")

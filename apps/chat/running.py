@@ -1,4 +1,4 @@
-"""Runs the app: on a free port of this machine, with a key of its own, until a signal comes or its window is closed."""
+"""Runs the app on a local port, with a new key for each run, until a signal arrives or its window is closed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bind_socket
 
 HOST = "127.0.0.1"
-PREFERRED_PORT = 7437  # of each start, so that the browser finds what it keeps for the page
+PREFERRED_PORT = 7437  # the same at each start, so that the browser finds the page's local storage
 
 
 @dataclass(frozen=True)
 class PageDisplay:
-    """How the page is shown. browser: opened in the browser. window: in a window of its own.
+    """How the page is shown: in the browser, in its own window, or, with neither, not at all. window takes precedence.
 
-    kept: the folder in which the window keeps what the page keeps in a browser, None to keep nothing.
+    storage_folder: where the window keeps the page's local storage; None keeps nothing.
     """
 
     browser: bool = True
@@ -47,7 +47,7 @@ class PageDisplay:
 
 
 def open_listener(port: int | None) -> socket.socket:
-    """Returns a socket of a port of this machine; None: the usual one, or a free one if that is taken.
+    """Returns a socket bound to a port of this machine. None: `PREFERRED_PORT`, or a free port if that one is taken.
 
     Raises `OSError`.
     """
@@ -65,7 +65,7 @@ def open_listener(port: int | None) -> socket.socket:
 
 
 def new_token() -> str:
-    """Returns a key for one run of the app."""
+    """Returns a random key for one run of the app."""
     return secrets.token_urlsafe(32)
 
 
@@ -79,11 +79,11 @@ def run_app(
     open_model: Callable[[str], Engine] | None = None,
     hypertokens: dict[str, bool] | None = None,
 ) -> BaseException | None:
-    """Serves the app until a signal comes, which is then raised again, or until its window is closed.
+    """Serves the app until its window is closed or a signal arrives; the signal is then raised again.
 
-    options.api_key: the key in the page's address. open_model, hypertokens: as in `Models`. Returns what ended the main
-    engine's thread if that is why the app stopped. Raises `GenerationError` for a system prompt that the model's chat
-    template cannot render.
+    options.api_key: the key in the page's address. open_model, hypertokens: as in `Models`. Returns the error that
+    ended the main engine's thread if that stopped the app, else None. Raises `GenerationError` for a system prompt that
+    the model's chat template cannot render.
     """
     address = f"http://{HOST}:{listener.getsockname()[1]}/app/#token={options.api_key}"
     cores = Cores(engines, Core(engines.main, with_open_page(options)))
@@ -112,11 +112,11 @@ def _open_browser(address: str) -> None:
         webbrowser.open(address)
 
 
-def _serve_in_window(server: Server, listener: socket.socket, address: str, kept: Path | None) -> None:
-    """Serves while a window shows the page; windows belong to the main thread. kept: as in `PageDisplay`.
+def _serve_in_window(server: Server, listener: socket.socket, address: str, folder: Path | None) -> None:
+    """Serves in a second thread while the main thread shows the page in a window. folder: its storage folder.
 
-    pywebview's own default, its private mode, deletes what the page kept at every start. On a Mac, WebKit keeps it in
-    a folder of its own choice.
+    None turns on pywebview's private mode, which deletes the page's local storage at every start. On a Mac, WebKit
+    chooses the folder itself.
     """
     webview: Any = import_module("webview")
     serving = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -127,7 +127,7 @@ def _serve_in_window(server: Server, listener: socket.socket, address: str, kept
             time.sleep(0.02)
         webview.create_window("mlx_zip", address, width=1180, height=820, min_size=(360, 480))
         ended.start()
-        webview.start(private_mode=kept is None, storage_path=None if kept is None else str(kept))
+        webview.start(private_mode=folder is None, storage_path=None if folder is None else str(folder))
     finally:
         server.should_exit = True
         serving.join()
@@ -139,16 +139,16 @@ def _close_windows_after(serving: threading.Thread, webview: Any) -> None:
         window.destroy()
 
 
-# ---- the app as an ASGI app: the server's routes, the page and what the page talks to
+# ---- the app as an ASGI app: the server's routes, the page's files and the page's own routes
 
 
 def with_open_page(options: Options) -> Options:
-    """Returns the server's settings with what the app needs: the page is open to all, the rest to its own page only."""
+    """Returns the server's settings with the page's files (`OPEN`) readable without a key."""
     return replace(options, open_paths=(*options.open_paths, *OPEN))
 
 
 def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:
-    """Returns the app. `models.main.options` are `with_open_page`."""
+    """Returns the ASGI app. `models.main.options` must come from `with_open_page`."""
     answers = RunningAnswers(store)
     more = [
         *page_files.routes(),

@@ -1,4 +1,4 @@
-"""An answer that is written to the store while it streams."""
+"""Answers that are written to the store while they stream."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
 from mlx_zip.server.vendor import live_json, token_json, vendor_notes
 
-WRITE_S = 0.4  # between writes to the store
+WRITE_S = 0.4  # seconds between writes to the store
 STOPPED = "You stopped it."
 LEFT = "The page was closed."
 
 
 class RunningAnswers:
-    """The answers under way, by conversation, so that they can be stopped."""
+    """The answers that are being written, by conversation, so that they can be stopped."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._running: dict[str, set[asyncio.Event]] = {}
-        self._written: set[str] = set()  # ids of the messages that are written at the moment
+        self._written: set[str] = set()  # ids of the messages that are being written
 
     def stop(self, conversation: str | None = None) -> int:
-        """Stops the answers of a conversation, or of all; returns how many there were."""
+        """Stops the answers of a conversation, or of all; returns how many were stopped."""
         named = list(self._running) if conversation is None else [conversation]
         events = [event for one in named for event in self._running.get(one, ()) if not event.is_set()]
         for event in events:
@@ -44,11 +44,11 @@ class RunningAnswers:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the frames of an answer; the last one is "done" or "error".
 
-        new: messages to add to the conversation, the answer's among them unless it goes on. message: the answer's.
-        Nothing is written before the engine has taken the request. Raises, before the first frame, what it refuses, and
-        `RequestError` for a message that another answer goes on with.
+        new: messages to add to the conversation; it ends with the answer, and is empty if an existing answer is
+        extended. message: the answer. Nothing is written before the engine accepts the request. Raises, before the
+        first frame, the engine's refusal, and `RequestError` for a message that is already being written.
         """
-        if message["id"] in self._written:  # the store may not know it yet
+        if message["id"] in self._written:  # the store may not have it yet
             raise RequestError(409, "this answer is still being written", "running", "parent")
         stop = asyncio.Event()
         self._running.setdefault(conversation, set()).add(stop)
@@ -78,7 +78,7 @@ class RunningAnswers:
     async def _answer_frames(
         self, written: _StoredAnswer, deltas: AsyncGenerator[Delta | None, None], stop: asyncio.Event
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the frames of the deltas, and of the end."""
+        """Writes the deltas to the store; yields their frames and a last frame."""
         try:
             async for delta in deltas:
                 if (frame := await written.add_delta(delta)) is not None:
@@ -98,21 +98,21 @@ class RunningAnswers:
 
 
 class _StoredAnswer:
-    """One answer and what of it is in the store. done: whether the engine has ended it."""
+    """One answer and how much of it is in the store. done: whether the engine has finished it."""
 
     def __init__(self, store: Store, core: Core, conversation: str, message: dict[str, Any]) -> None:
         self._store, self._core, self._conversation, self.message = store, core, conversation, message
-        self._piece: dict[str, Any] = {}  # not in the store yet
+        self._piece: dict[str, Any] = {}  # what is not in the store yet
         self._at, self._begun, self._ended = time.monotonic(), False, False
         self._reported: str | None = None
-        self._reason: str | None = None  # of an answer that is whole
+        self._reason: str | None = None  # why a whole answer ended, if at its length limit
         self._problem: str | None = None
-        self._last: asyncio.Future[Any] | None = None  # the store's work that was begun last
-        self._before: dict[str, Any] | None = None  # the figures of an answer that goes on
+        self._last: asyncio.Future[Any] | None = None  # the newest job for the store
+        self._before: dict[str, Any] | None = None  # earlier figures of an answer that is extended
         self.done = False
 
     async def begin(self, new: list[dict[str, Any]]) -> None:
-        """Writes the new messages, or marks the message as running if there are none."""
+        """Writes the new messages; if there are none, marks the existing message as running."""
         self._begun = True
         self.message |= {"state": "running", "reason": None}
         if new:
@@ -122,7 +122,7 @@ class _StoredAnswer:
             await self._run_in_store(self._store.resume, self._conversation, dict(self.message))
 
     async def add_delta(self, delta: Delta | None) -> dict[str, Any] | None:
-        """Adds a delta (None: nothing new for a while), writes if it is time, and returns the delta's frame."""
+        """Adds a delta (None: no news) and returns its frame; writes to the store every `WRITE_S` seconds."""
         frame = None if delta is None else make_frame(delta)
         if delta is not None:
             piece = make_piece(delta)
@@ -150,9 +150,9 @@ class _StoredAnswer:
         await self._run_in_store(self._store.finish, self._conversation, dict(self.message))
 
     async def _run_in_store(self, work: Callable[..., Any], *args: Any) -> None:
-        """Does the store's work in a thread, after what was begun before it, also if the task is cancelled meanwhile.
+        """Runs `work` in a thread after the job before it; the job runs to its end even if this task is cancelled.
 
-        What goes wrong there ends no answer; `problems` returns it.
+        A `StoreError` does not end the answer; `problems` reports it.
         """
         if self._last is not None:
             await asyncio.wait({self._last})
@@ -164,7 +164,7 @@ class _StoredAnswer:
             self._problem = str(error)
 
     def problems(self) -> list[dict[str, Any]]:
-        """Returns a frame if the store has a problem that was not reported yet."""
+        """Returns a frame for the store's problem if it has a new one, else []."""
         if self._problem is None or self._problem == self._reported:
             return []
         self._reported = self._problem
@@ -172,7 +172,7 @@ class _StoredAnswer:
 
 
 def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures of a continued answer: counts and times summed over both parts, and rates computed anew."""
+    """Returns the figures of a continued answer: counts and times summed over both parts, and rates recomputed."""
     if not before:
         return {}
     counted = ("base_tokens", "steps", "hypertokens", "proposed", "accepted", "seconds")
@@ -190,7 +190,7 @@ def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> di
 async def _until_stopped(
     deltas: AsyncGenerator[Delta, None], stop: asyncio.Event
 ) -> AsyncGenerator[Delta | None, None]:
-    """Yields deltas until they end or `stop` is set, and None when there was nothing new for a while."""
+    """Yields deltas until they end or `stop` is set; yields None after every `WRITE_S` seconds without a delta."""
     stopping = asyncio.ensure_future(stop.wait())
     coming: asyncio.Future[Delta | None] | None = None
     try:
@@ -214,7 +214,7 @@ async def _until_stopped(
 
 
 def new_message(role: str, parent: str | None, text: str, model: str | None = None) -> dict[str, Any]:
-    """Returns a message that was not written before; an assistant's is running."""
+    """Returns a new message for the store; an assistant's message has the state "running"."""
     return {
         "id": new_id(),
         "parent": parent,
@@ -232,9 +232,9 @@ def new_message(role: str, parent: str | None, text: str, model: str | None = No
 
 
 def strip_end(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message without the white space at its end.
+    """Returns a message without trailing whitespace.
 
-    Chat templates drop that space, so a model that goes on with the message writes it again.
+    Chat templates strip that whitespace, so a model that continues the message writes it again.
     """
     text = message["text"].rstrip()
     if message["tokens"] is None:
@@ -249,7 +249,7 @@ def strip_end(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates take them. path: from the first message to the last."""
+    """Returns a system prompt and messages as chat templates take them. path: the messages, first to last."""
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in path:
         reasoning = {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
@@ -258,7 +258,7 @@ def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 async def encode_frames(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Yields frames of an answer as an event stream has them; meanwhile a Mac stays at work."""
+    """Yields frames encoded for an event stream; keeps a Mac awake meanwhile."""
     with _stay_awake("writing an answer"):
         async with aclosing(frames):
             async for frame in frames:
@@ -270,7 +270,7 @@ def failure_frame(failure: RequestError) -> bytes:
     return event_bytes({"type": "error", "message": str(failure), "state": "failed"})
 
 
-# ---- what the page gets of deltas, and what the store keeps of them
+# ---- deltas as frames for the page and as pieces for the store
 
 
 def make_frame(delta: Delta) -> dict[str, Any] | None:
@@ -304,17 +304,17 @@ def make_piece(delta: Delta) -> dict[str, Any]:
     return {}
 
 
-# ---- macOS slows down apps that nobody looks at, and sleeps when idle
+# ---- macOS slows down hidden apps, and sleeps when idle
 
-_USER_INITIATED = 0x00FFFFFF  # NSActivityUserInitiated: what the user asked for; the idle machine stays awake
+_USER_INITIATED = 0x00FFFFFF  # NSActivityUserInitiated: work that the user started; prevents idle sleep
 
 
 @contextmanager
 def _stay_awake(reason: str) -> Iterator[None]:
-    """Inside, macOS neither slows this process down nor lets the idle machine sleep; its screen may go dark.
+    """Keeps macOS from slowing this process down and from sleeping when idle; the display may still turn off.
 
-    reason: what macOS shows of it (`pmset -g assertions`). Does nothing without PyObjC, which comes with pywebview on
-    a Mac. Source: NSProcessInfo's beginActivityWithOptions:reason:.
+    reason: shown by `pmset -g assertions`. Does nothing without PyObjC, which pywebview installs on a Mac. Source:
+    NSProcessInfo's beginActivityWithOptions:reason:.
     """
     info = _mac_process_info()
     activity = None if info is None else info.beginActivityWithOptions_reason_(_USER_INITIATED, reason)

@@ -1,4 +1,4 @@
-"""The database's tables, and how a database of an earlier version gets today's."""
+"""The database's tables, and the migrations from earlier versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Some = TypeVar("Some")
 
-APPLICATION_ID = 0x6D7A6368  # in the head of the file: whose database it is
+APPLICATION_ID = 0x6D7A6368  # in the file's header: names the program that the database belongs to
 
 _VERSION_1 = (
     """CREATE TABLE conversations (
@@ -23,11 +23,11 @@ _VERSION_1 = (
     state TEXT NOT NULL, reason TEXT, tokens TEXT, figures TEXT, learned TEXT NOT NULL, model TEXT, writer INTEGER)""",
     "CREATE INDEX messages_of ON messages (conversation, n)",
     "CREATE INDEX running_messages ON messages (state) WHERE state = 'running'",
-    # What a running answer has added since it was last whole: each write adds a row, so that none copies a long answer.
+# The parts of a running answer: each write adds a row, so that no write copies a long answer.
     """CREATE TABLE pieces (
     n INTEGER PRIMARY KEY, message TEXT NOT NULL REFERENCES messages(id) ON DELETE CASCADE, piece TEXT NOT NULL)""",
     "CREATE INDEX pieces_of ON pieces (message, n)",
-    # The index of texts holds the messages that are not running.
+# The text index: messages with the state "running" are left out.
     "CREATE VIRTUAL TABLE words USING fts5(text, content='messages', content_rowid='n', tokenize='trigram')",
     """CREATE TRIGGER message_added AFTER INSERT ON messages WHEN new.state <> 'running' BEGIN
     INSERT INTO words (rowid, text) VALUES (new.n, new.text); END""",
@@ -37,7 +37,7 @@ _VERSION_1 = (
     INSERT INTO words (words, rowid, text) SELECT 'delete', old.n, old.text WHERE old.state <> 'running';
     INSERT INTO words (rowid, text) SELECT new.n, new.text WHERE new.state <> 'running'; END""",
 )
-TABLES = frozenset({"conversations", "messages", "pieces", "words"})  # of every version
+TABLES = frozenset({"conversations", "messages", "pieces", "words"})  # tables of every version
 _VERSION_2 = (
     "ALTER TABLE conversations ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE conversations ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
@@ -45,12 +45,12 @@ _VERSION_2 = (
 MIGRATIONS: tuple[Sequence[str], ...] = (
     _VERSION_1,
     _VERSION_2,
-)  # the statements that lead from version i to version i + 1
+)  # [i]: statements that migrate version i to i + 1
 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Makes what is done inside happen whole or not at all."""
+    """Commits what is done inside; rolls all of it back if an error is raised."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -61,7 +61,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def parse_value(text: str, kind: type[Some]) -> Some | None:
-    """Returns the JSON value in a column, None for a damaged one, which is no JSON or of another kind."""
+    """Returns the JSON value in a column, None if the text is not JSON or the value is not a `kind`."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -75,11 +75,11 @@ def schema_version(db: sqlite3.Connection) -> int:
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> None:
-    """Gives a database the tables of the newest version, whole or not at all. Raises `sqlite3.Error`."""
+    """Migrates a database to the newest version in one transaction. Raises `sqlite3.Error`."""
     if schema_version(db) >= len(migrations):
         return
     with transaction(db):
-        for statements in migrations[schema_version(db) :]:  # asked again: another process may have been faster
+        for statements in migrations[schema_version(db) :]:  # read again: another process may have migrated it
             for statement in statements:
                 db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -87,6 +87,6 @@ def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRAT
 
 
 def rebuild_indexes(db: sqlite3.Connection) -> None:
-    """Builds all indexes from what they index; for a transaction. Raises `sqlite3.Error`."""
+    """Rebuilds all indexes; called inside a transaction. Raises `sqlite3.Error`."""
     db.execute("REINDEX")
     db.execute("INSERT INTO words (words) VALUES ('rebuild')")

@@ -1,8 +1,8 @@
-"""Finds conversations by words in their titles and texts.
+"""Finds conversations by words in their titles and messages.
 
-Words of three letters and more are found by a trigram index (FTS5), which knows Chinese and Japanese as well; shorter
-words are looked for in each text. With 10,000 messages in 1,000 conversations a search took 5 to 63 ms (medians on a
-busy two-core machine), so there is no second index for short words.
+A trigram index (FTS5) finds words of three or more characters, in Chinese and Japanese too; for shorter words every
+text is scanned. With 10,000 messages in 1,000 conversations a search took 5 to 63 ms (medians on a busy two-core
+machine), so short words have no index.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 from mlx_zip.apps.chat.schema import parse_value
 
 MOST_WORDS = 10
-SHORTEST = 3  # characters of a word that the index knows; shorter ones are looked for in each text
-_AROUND = 40  # characters of a text before the word that was found
+SHORTEST = 3  # fewest characters of a word that the index finds
+_AROUND = 40  # characters of a snippet before the word that was found
 _SNIPPET = 120
 
 
 def add_search_functions(db: sqlite3.Connection) -> None:
-    """Gives a connection the function that the queries need."""
+    """Registers `holds(text, word)`, which the search queries use, with a connection."""
     db.create_function("holds", 2, _contains, deterministic=True)
 
 
 def find_conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
-    """Returns conversations and the number of all that have the wanted words.
+    """Returns conversations that have all wanted words, from `offset` on, at most `limit`, and the number of all hits.
 
-    The last changed is first; without words the pinned ones stand before it, and then those in folders.
+    The last changed comes first. Without words, pinned conversations, then those in folders, come before all others.
     """
     words = wanted.lower().split()[:MOST_WORDS]
     where, values = _search_condition(words)
@@ -62,12 +62,12 @@ def _search_condition(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _word_condition(word: str) -> tuple[str, str]:
-    """Returns the condition that a message's text has a word, and its value: the fastest one that is exact."""
+    """Returns an SQL condition that a message's text holds a word, and its parameter: the fastest exact condition."""
     if len(word) >= SHORTEST:
         return "n IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + word.replace("\0", "").replace(
             '"', '""'
         ) + '"'
-    if word == word.upper():  # no letters, or those of a script without upper case
+    if word == word.upper():  # no letter has another case
         return "instr(text, ?)", word
     if word.isascii() and word.isalnum():
         return "text LIKE ?", f"%{word}%"
@@ -79,7 +79,7 @@ def _contains(text: str, word: str) -> bool:
 
 
 def _snippet(db: sqlite3.Connection, conversation: str, words: list[str]) -> str:
-    """Returns some of a conversation's text: around the first word found, else the last message's beginning."""
+    """Returns a snippet of a conversation: around the first hit of a word, else the beginning of the last message."""
     for word in words:
         row = db.execute(
             "SELECT text FROM messages WHERE conversation = ? AND holds(text, ?) ORDER BY n LIMIT 1",
@@ -95,8 +95,8 @@ def _snippet(db: sqlite3.Connection, conversation: str, words: list[str]) -> str
 
 
 def cut_around(text: str, word: str) -> str:
-    """Returns at most `_SNIPPET` characters of a text on one line, around the first place of a lower-case word."""
-    at = max(0, text.lower().find(word))  # near enough: lower case seldom changes the length
+    """Returns at most `_SNIPPET` characters of a text, on one line, around the first hit of a lower-case word."""
+    at = max(0, text.lower().find(word))  # approximate: lower-casing seldom changes the length
     begin = max(0, at - _AROUND)
     piece = " ".join(text[begin : begin + _SNIPPET].split())
     return ("…" if begin else "") + piece + ("…" if begin + _SNIPPET < len(text) else "")

@@ -1,4 +1,4 @@
-"""What the page shows of the app: models, packs, storage, defaults."""
+"""The routes that show the app's models, packs, storage and defaults, open models and suggest packs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlx_zip.server.core import Core, NamedPacks
 from mlx_zip.server.http import event_bytes, json_response, read_body, stream_response, with_body_class
 from mlx_zip.text.prompts import encode_text
 
-MOST_FITTED = 20_000  # characters of a prompt that packs are tried on: how the rest is read follows from them
+MOST_FITTED = 20_000  # characters at the beginning of a prompt on which packs are compared
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the app was started with. system: the system prompt of new conversations.
+    """The app's start settings. system: the system prompt of new conversations.
 
-    ceiling: what the machine allows the main model, as `mlx_zip.engine.Ceiling` has it; None where nobody can tell.
+    ceiling: the machine's limits for the main model, as in `mlx_zip.engine.Ceiling`; None where they are not known.
     """
 
     system: str = ""
@@ -35,7 +35,7 @@ class Settings:
 
 
 def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
-    """Returns the route of the app's state."""
+    """Returns the routes of the app's state, of opening a model and of finding a pack."""
     core = models.main
     packs = NamedPacks(core.options.packs, core.options.pack)
 
@@ -74,7 +74,7 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
 
 
 def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:
-    """Returns how many ids a prompt is read as with a pack, and with the pack that helps most; None if none helps."""
+    """Returns a prompt's number of ids with `pack`, and the best pack if another gives fewer, else None."""
     base_ids = encode_text(core.engine.tokenizer, text)
     ids = core.engine.prompt_size(base_ids, pack)
     sizes = {
@@ -89,7 +89,7 @@ def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:
 
 
 def _size_with_pack(core: Core, base_ids: Sequence[int], pack: Any) -> int | None:
-    """Returns the ids that a prompt is read as with a pack, None for a pack that the model cannot use."""
+    """Returns the number of ids that a prompt compresses to, None if the model cannot use the pack."""
     try:
         return core.engine.prompt_size(base_ids, pack)
     except GenerationError:
@@ -97,7 +97,6 @@ def _size_with_pack(core: Core, base_ids: Sequence[int], pack: Any) -> int | Non
 
 
 async def _opening_frames(models: Models, name: str) -> AsyncGenerator[bytes, None]:
-    """Yields a frame at once, and one when the model is open."""
     yield event_bytes({"type": "opening", "name": name})
     await models.open(name)
     yield event_bytes({"type": "done", "name": name})

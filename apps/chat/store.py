@@ -16,12 +16,12 @@ from mlx_zip.apps.chat.database import Database
 from mlx_zip.apps.chat.schema import parse_value
 from mlx_zip.files import data_folder
 
-# Of a conversation, that can be changed. folder: "" for none.
+# Fields of a conversation that `Store.change` can change. folder: "" for none.
 FIELDS = ("title", "model", "system", "packs", "sampling", "draft", "leaf", "pinned", "folder")
-_LEAVE_IN_PLACE = {"draft", "leaf", "pinned", "folder"}  # changes that do not move a conversation to the top
-_AS_JSON = {"packs": list, "sampling": dict, "tokens": list, "figures": dict, "learned": list}  # columns of JSON
-_MAY_BE_NONE = ("tokens", "figures")  # of these columns
-_LONGEST_TITLE = 60  # characters of a title that is made of the first message
+_LEAVE_IN_PLACE = {"draft", "leaf", "pinned", "folder"}  # fields that leave `updated` as it is
+_AS_JSON = {"packs": list, "sampling": dict, "tokens": list, "figures": dict, "learned": list}  # JSON columns
+_MAY_BE_NONE = ("tokens", "figures")  # columns of `_AS_JSON` that may hold NULL
+_LONGEST_TITLE = 60  # characters of a title made from the first message
 CUT = "The app ended while this was being written."
 
 
@@ -38,7 +38,7 @@ def new_id() -> str:
 class Store:
     """The conversations in a file; path None keeps them in memory only. All methods may be called from any thread.
 
-    Conversations and messages are maps with the fields of the app's HTTP interface. Messages form a tree: `parent` is
+    Conversations and messages are dicts with the fields of the app's HTTP interface. Messages form a tree: `parent` is
     the message before. Methods raise `StoreError` for a database that cannot be read or written.
     """
 
@@ -56,10 +56,10 @@ class Store:
         self.database.close()
 
     def conversations(self, wanted: str = "", limit: int = 50, offset: int = 0) -> dict[str, Any]:
-        """Returns conversations without messages, and how many there are in all.
+        """Returns at most `limit` conversations from `offset` on, without messages, and the number of all that match.
 
-        wanted: words that must all occur in a conversation's title or texts; the last changed one is first. Without
-        words the pinned ones come first, then those in folders, by the folders' names.
+        wanted: words that must all occur in a conversation's title or texts. The last changed comes first; without
+        wanted words, pinned conversations and then those in folders, by folder name, precede the others.
         """
         return self.database.read(lambda db: search.find_conversations(db, wanted, limit, offset))
 
@@ -93,7 +93,7 @@ class Store:
     def change(self, one: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Changes fields of a conversation and returns it without messages, None if there is none.
 
-        Draft, leaf, pin and folder leave the time of the last change; any other field is a change.
+        Changes of draft, leaf, pinned or folder leave the field `updated` as it is; all others set it to now.
         """
         stored = {name: _encode_value(name, fields[name]) for name in FIELDS if name in fields}
         if stored.keys() - _LEAVE_IN_PLACE:
@@ -115,7 +115,7 @@ class Store:
         return self.database.write(work, one)
 
     def purge(self) -> int:
-        """Deletes all conversations, leaves no trace of them in the database, and returns how many there were."""
+        """Deletes all conversations, overwrites their content in the database, and returns how many there were."""
 
         def work(db: sqlite3.Connection) -> int:
             db.execute("DELETE FROM messages")
@@ -135,12 +135,12 @@ class Store:
         return self.database.read(work)
 
     def path(self, conversation: str, leaf: str | None) -> list[dict[str, Any]]:
-        """Returns the messages from the first one to `leaf`, [] for None or an unknown one."""
+        """Returns the messages from the first to `leaf`, in order; [] for None or an unknown message."""
 
         def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
             found: dict[str, dict[str, Any]] = {}
             at = leaf
-            while at is not None and at not in found:  # a damaged tree may go round in a circle
+            while at is not None and at not in found:  # a damaged tree may hold a cycle
                 row = db.execute(
                     "SELECT * FROM messages WHERE conversation = ? AND id = ?", (conversation, at)
                 ).fetchone()
@@ -153,7 +153,7 @@ class Store:
         return self.database.read(work)
 
     def begin(self, conversation: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Adds messages to a conversation; the last one becomes its leaf. One without a title is named by the first."""
+        """Adds messages; the last becomes the conversation's leaf. A missing title is made from the first of them."""
 
         def work(db: sqlite3.Connection) -> None:
             for message in messages:
@@ -166,22 +166,22 @@ class Store:
         self.database.write(work, conversation)
 
     def resume(self, conversation: str, message: Mapping[str, Any]) -> None:
-        """Marks a message as running again, from its text and tokens on."""
+        """Marks a message as running again, and stores its present text and tokens."""
         fields = {name: _encode_value(name, message[name]) for name in ("text", "tokens")}
         fields |= {"state": "running", "reason": None, "writer": os.getpid()}
         self.database.write(lambda db: _update(db, "messages", message["id"], fields), conversation)
 
     def append(self, conversation: str, one: str, piece: Mapping[str, Any]) -> None:
-        """Adds to a running message. piece: "text", "reasoning", and lists "tokens" and "learned", as far as there are.
+        """Adds to a running message; does nothing if the message no longer exists.
 
-        Does nothing for a message that is not there any more.
+        piece: any of the strings "text" and "reasoning" and the lists "tokens" and "learned".
         """
         text = json.dumps(piece, ensure_ascii=False)
         query = "INSERT INTO pieces (message, piece) SELECT id, ? FROM messages WHERE id = ?"
         self.database.write(lambda db: db.execute(query, (text, one)).rowcount, conversation)
 
     def finish(self, conversation: str, message: Mapping[str, Any]) -> None:
-        """Writes a message that has ended, in place of what `append` has collected."""
+        """Writes a finished message, and deletes the pieces that `append` collected."""
         names = ("text", "reasoning", "state", "reason", "tokens", "figures", "learned", "model")
 
         def work(db: sqlite3.Connection) -> None:
@@ -192,7 +192,7 @@ class Store:
         self.database.write(work, conversation)
 
     def add(self, conversations: Sequence[Mapping[str, Any]]) -> None:
-        """Adds whole conversations with their messages, all or none."""
+        """Adds whole conversations with their messages, in one transaction."""
 
         def work(db: sqlite3.Connection) -> None:
             for one in conversations:
@@ -274,7 +274,7 @@ def _make_title(text: str) -> str:
 
 
 def _is_alive(process: int | None) -> bool:
-    """Returns whether a process of this machine runs, other than this one."""
+    """Returns whether another process with this id runs on this machine."""
     if not process or process == os.getpid():
         return False
     try:

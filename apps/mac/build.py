@@ -1,10 +1,10 @@
 """Builds mlx_zip.app on a Mac, or checks on any machine that everything in the app can be installed.
 
-docs/guides/mac_app.md says how to use this program. It needs nothing but Python, pip and, to build, Briefcase.
+docs/guides/mac_app.md describes the program. It needs only Python, pip and, to build, Briefcase.
 
-Briefcase installs wheels only, and pywebview needs `proxy_tools`, which has none, so that wheel is built here; a window
-of our own in PyObjC would be code that only a Mac can run. pip chooses MLX's wheel by the oldest macOS of the app, so
-an app for macOS 14 and one for macOS 26 are two builds.
+Briefcase installs wheels only, and pywebview needs `proxy_tools`, which has no wheel, so that wheel is built here; a
+window of our own in PyObjC would be code that only a Mac can run. pip chooses MLX's wheel by the oldest macOS that the
+app supports, so apps for macOS 14 and for macOS 26 are separate builds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPO, WHEELS = HERE.parents[1], HERE / "wheels"
-SYSTEMS = ("14.0", "26.0")  # oldest macOS that an app can be built for: each has wheels of MLX of its own
-LOCAL = ("proxy_tools==0.1.0",)  # what pywebview needs and what the registry has as source only; plain Python
-# A program that runs pip with the environment markers of a Mac; argv[1] is the version of the Mac's Python. pip takes
-# markers from the machine that it runs on, so on Linux it would leave out what only a Mac needs.
+SYSTEMS = ("14.0", "26.0")  # choices for the oldest macOS of an app: MLX has separate wheels for each
+LOCAL = ("proxy_tools==0.1.0",)  # required by pywebview; the registry has only its source, plain Python
+# A program that runs pip with the environment markers of a Mac; argv[1] is the version of the Mac's Python. pip
+# evaluates markers for the machine it runs on, so on Linux it would leave out requirements for macOS.
 _PIP_OF_A_MAC = """
 import sys
 from pip._internal.cli.main import main
@@ -65,10 +65,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def newest_record(system: str) -> str:
-    """Returns the newest of `SYSTEMS` that a machine with this version of macOS has. Raises `SystemExit`.
+    """Returns the newest of `SYSTEMS` that runs on a machine with this version of macOS. Raises `SystemExit` if none
+    does.
 
-    A Python that was built for an older macOS is given 16 as the version of macOS 26 (python/cpython#135675), so 16
-    counts as 26.
+    A Python built for an older macOS reports macOS 26 as version 16 (python/cpython#135675), so 16 counts as 26.
     """
     found = _version(system)
     usable = [one for one in SYSTEMS if _version(one) <= ((26, *found[1:]) if found[0] == 16 else found)]
@@ -89,7 +89,7 @@ def _this_python() -> str:
 
 
 def _build(macos: str) -> int:
-    """Builds the wheels that no registry has, then the app; whatever was built before is made anew."""
+    """Builds the wheels that the registry lacks, then the app; deletes earlier builds first."""
     for old in (WHEELS, HERE / "build"):
         shutil.rmtree(old, ignore_errors=True)
     make_wheels(macos, WHEELS, str(REPO), *LOCAL)
@@ -102,7 +102,7 @@ def briefcase_command(macos: str) -> list[str]:
 
 
 def make_wheels(macos: str, folder: Path, *sources: str) -> None:
-    """Builds wheels of the sources into a folder, for this macOS even if Python itself was built for a newer one."""
+    """Builds wheels of the sources into a folder, on a Mac for this macOS even if Python was built for a newer one."""
     found = {"_PYTHON_HOST_PLATFORM": f"macosx-{macos}-arm64", "ARCHFLAGS": "-arch arm64"}
     wanted = {"MACOSX_DEPLOYMENT_TARGET": macos, **found} if sys.platform == "darwin" else {}
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w"]
@@ -113,7 +113,7 @@ def make_wheels(macos: str, folder: Path, *sources: str) -> None:
 
 
 def _check_records(systems: list[str], python: str, record: Path | None) -> int:
-    """Resolves the app's requirements for each macOS and prints the files; returns 1 if one has no answer."""
+    """Resolves the app's requirements for each macOS and prints the wheels; returns 1 if one cannot be resolved."""
     answers, failed = {}, 0
     with tempfile.TemporaryDirectory() as folder:
         make_wheels(SYSTEMS[0], Path(folder), *LOCAL)
@@ -134,9 +134,9 @@ def _check_records(systems: list[str], python: str, record: Path | None) -> int:
 
 
 def resolve_wheels(macos: str, python: str, sources: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the wheels that pip chooses for the app, each with what it requires, without extras.
+    """Returns the wheels that pip chooses for the app: file name -> its requirements without those of extras.
 
-    python: "3.13", for example. sources: pip's options that name where wheels are. Raises `CalledProcessError`.
+    python: a version such as "3.13". sources: pip's options that say where to find wheels. Raises `CalledProcessError`.
     """
     command = [sys.executable, "-c", _PIP_OF_A_MAC, python, "install", "--dry-run", "--quiet", "--report", "-"]
     with tempfile.TemporaryDirectory() as target:
@@ -150,7 +150,7 @@ def resolve_wheels(macos: str, python: str, sources: Iterable[str]) -> dict[str,
 
 
 def pip_options(macos: str) -> list[str]:
-    """Returns the options with which Briefcase 0.4.7 has pip choose wheels for a Mac with Apple silicon."""
+    """Returns the options that Briefcase 0.4.7 passes to pip to choose wheels for a Mac with Apple silicon."""
     only = ["--platform", _platform_tag(macos), "--only-binary", ":all:"]
     return ["--disable-pip-version-check", "--no-user", "--upgrade", *only]
 
@@ -166,7 +166,7 @@ def app_requirements() -> list[str]:
 
 
 def write_our_wheel(folder: Path, macos: str) -> None:
-    """Writes a wheel without content that requires what mlx_zip requires."""
+    """Writes a wheel without content that has mlx_zip's name, version and requirements."""
     project: Any = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [f"Requires-Dist: {one}" for one in project["dependencies"]]
     for extra, needed in project["optional-dependencies"].items():
@@ -179,7 +179,7 @@ def write_our_wheel(folder: Path, macos: str) -> None:
 
 
 def write_wheel(folder: Path, name: str, metadata: Iterable[str]) -> None:
-    """Writes a wheel without content, whose name is `name` and which says what `metadata` says; pip can choose it."""
+    """Writes a wheel without content that pip can choose. name: without ".whl". metadata: further lines of METADATA."""
     project, version, tag = name.split("-", 2)
     about = [f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}", *metadata]
     with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:

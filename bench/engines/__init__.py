@@ -1,1 +1,1 @@
-"""The engines that benches time, and what they are given: models of random weights, texts."""
+"""The engines that benches time, and their inputs: models with random weights, and texts."""

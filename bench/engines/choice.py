@@ -21,7 +21,7 @@ LIBRARIES = {
     **dict.fromkeys(("mlx-lm", "mlx-zip"), ("mlx",)),
 }
 ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
-CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit the ids that they choose, so they replay no text
+CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit only ids that they choose, so they cannot replay a text
 
 
 def check_engine_names(names: Sequence[str]) -> None:
@@ -37,9 +37,9 @@ def check_engine_names(names: Sequence[str]) -> None:
 
 
 def engines_need_mlx(names: Sequence[str]) -> bool:
-    """Returns whether one of these engines, or what it shares with others, needs MLX.
+    """Returns whether one of these engines needs MLX, itself or to share its model with others.
 
-    transformers and the published package take the model from MLX where it is installed, and do without elsewhere.
+    transformers and the published package take the model from MLX where it is installed; elsewhere they need no MLX.
     """
     if find_spec("mlx") is None:
         return any(name.startswith("mlx-") for name in names)
@@ -47,17 +47,17 @@ def engines_need_mlx(names: Sequence[str]) -> bool:
 
 
 def make_engine(name: str, models: Models, options: Any) -> Engine:
-    """Makes the engine called `name`, which `check_engine_names` accepts.
+    """Returns the engine called `name`, which must have passed `check_engine_names`.
 
-    options: the flags `published` and `vllm_args` of `bench generate`, those that the engine needs.
-    Raises `MlxZipError` if the engine cannot run these models.
+    options: the flags of `bench generate`, of which engines read `published` and `vllm_args`. Raises `MlxZipError` if
+    the engine cannot run these models.
     """
     if name.startswith("torch-"):
         from .cuda_engines import TorchEngine  # torch is an extra
 
         return TorchEngine(name, models)
     if name.startswith("vllm-"):
-        from .vllm_engines import VllmBenchEngine  # so is vLLM
+        from .vllm_engines import VllmBenchEngine  # vLLM is an extra
 
         return VllmBenchEngine(name, models, options.vllm_args)
     if name.startswith("mlx-"):

@@ -1,4 +1,4 @@
-"""The engines `torch-zip` and `torch-base`: mlx_zip's own on PyTorch and Triton, with and without hypertokens.
+"""The engines `torch-zip` and `torch-base`: mlx_zip on PyTorch and Triton, with and without hypertokens.
 
 Both run the same code over the same weights, on a GPU if torch finds one, else on the CPU. They need no MLX.
 """
@@ -29,7 +29,7 @@ from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, config_with_hyp
 from .torch_steps import GreedySteps, prefill_in_chunks
 
 NAMES = ("torch-zip", "torch-base")
-CHUNK = 2048  # ids of a prompt that are read at once
+CHUNK = 2048  # ids of a prompt in one prefill pass
 
 
 # ---- models
@@ -38,9 +38,9 @@ CHUNK = 2048  # ids of a prompt that are read at once
 def torch_models_from_flags(
     shape: str | None, precision: str, model: str | None, base: str | None, tokenizer: str, options: Any
 ) -> Models:
-    """Returns what `from_shape` and `from_folders` return, without models in MLX.
+    """Returns `Models` from the flags, as `models_from_shape` and `models_from_folders` do, but without models in MLX.
 
-    Raises `MlxZipError` for an unknown shape, folders that cannot be read, and a tokenizer that is too wide.
+    Raises `MlxZipError` for an unknown shape, an unreadable folder, and a tokenizer with more ids than the model.
     """
     if shape is not None:
         return torch_models_of_shape(shape, precision, load_tokenizer(tokenizer), options)
@@ -98,10 +98,10 @@ def load_cuda_model(models: Models) -> CudaModel:
 
 
 class TorchEngine(EngineOnTorch):
-    """`torch-zip`, or `torch-base`: the same without hypertokens. One batch is kept, so that its graphs are."""
+    """`torch-zip`, or `torch-base`, which runs without hypertokens. One batch is kept, and with it its CUDA graphs."""
 
     def __init__(self, name: str, models: Models) -> None:
-        """Raises `MlxZipError` if these models cannot run so."""
+        """Raises `MlxZipError` if the engine cannot run these models."""
         whole = shared_cuda_model(models)
         if name == "torch-zip" and not whole.hypertokens:
             raise MlxZipError("torch-zip needs a model with hypertokens: --model or --shape")
@@ -115,12 +115,12 @@ class TorchEngine(EngineOnTorch):
         self.batch: Batch | None = None
 
     def forget_encoded_rows(self) -> None:
-        """Empties the store of rows."""
+        """Empties the row store."""
         if self.model.store is not None:
             self.model.store.clear()
 
     def start_conversation(self) -> list[Batch]:
-        """Returns the state of a new conversation: a list that holds its batch, once it has one."""
+        """Returns the state of a new conversation: an empty list, to which the first run adds its batch."""
         return []
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
@@ -134,9 +134,9 @@ class TorchEngine(EngineOnTorch):
         return run
 
     def ready(self, capacity: int) -> Batch:
-        """Returns the kept batch with one new sequence of room for `capacity` ids."""
+        """Returns the kept batch with one new, empty sequence; first replaces a batch of less than `capacity`."""
         if self.batch is None or self.batch.capacity < capacity:
-            self.batch = None  # frees the smaller one first
+            self.batch = None  # frees the smaller batch first
             self.batch = Batch(self.model, 1, capacity)
         while len(self.batch):
             self.batch.remove(0)
@@ -164,7 +164,7 @@ class TorchEngine(EngineOnTorch):
 
 
 class ReplayedSteps(GreedySteps):
-    """Emits given ids in order, each after the model's own choice has been computed. ids [n]: compressed."""
+    """Emits given compressed ids [n] in order, each after the model's own choice has been computed."""
 
     def __init__(self, batch: Batch, tokens: int, ids: Any) -> None:
         super().__init__(batch, tokens)
@@ -177,7 +177,7 @@ class ReplayedSteps(GreedySteps):
 
 
 def conversation_batch(model: CudaModel, held: list[Batch]) -> Batch:
-    """Returns a conversation's batch, which has room for as many ids as the model has positions, or 4096."""
+    """Returns a conversation's batch; a new one has room for as many ids as the model has positions, at most 4096."""
     if not held:
         held.append(Batch(model, 1, min(model.folder.decoder.positions, 4096)))
         held[0].add()
@@ -185,12 +185,12 @@ def conversation_batch(model: CudaModel, held: list[Batch]) -> Batch:
 
 
 def prompt_array(prompt: Sequence[int]) -> Any:
-    """Returns base ids as the codec takes them."""
+    """Returns base ids as a uint32 array for the codec."""
     return np.asarray(prompt, np.uint32)
 
 
 def cut_after_eos(ids: Sequence[int], limit: int, ends: Collection[int]) -> list[int]:
-    """Returns the first `limit` ids, up to and with the first that ends a text."""
+    """Returns at most the first `limit` ids, cut after the first id in `ends`."""
     found = next((at for at, one in enumerate(ids) if one in ends), len(ids))
     return list(ids[: min(limit, found + 1)])
 
@@ -205,7 +205,7 @@ def installed_row_bytes(batch: Batch) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Begins to watch the peak of a GPU's memory and returns the bytes in use; 0 for a CPU."""
+    """Resets a GPU's peak memory counter and returns the bytes in use; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -213,7 +213,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def peak_memory_bytes(model: CudaModel, before: int) -> int | None:
-    """Returns the model's bytes and the most that a run took beside what was in use before; None on a CPU."""
+    """Returns the model's `step_weight_bytes` plus the peak bytes of a run beyond `before`; None on a CPU."""
     if model.device.type != "cuda":
         return None
     return model.step_weight_bytes + max(0, torch.cuda.max_memory_allocated(model.device) - before)

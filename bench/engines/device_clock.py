@@ -1,6 +1,6 @@
-"""Times work on a device of torch: by CUDA events on a GPU, and by the host's clock around the same work everywhere.
+"""Times work on a torch device: by CUDA events on a GPU, and by the host's clock on every device.
 
-Measures and names the device too, also for the engines that run on it.
+Also measures a device's read bandwidth and describes the device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mlx_zip.cuda.devices import measure_read_speed
 
 from .interface import Engine
 
-CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache
+CARD_SIDE = 16384  # side of the float32 matrix (1 GB, larger than any cache) that measures a GPU's bandwidth
 
 
 @dataclass
 class DeviceClock:
-    """Marks moments on a device and on the host. device_ms, host_ms: times between marks, one per `lap`.
+    """Measures the times between calls of `lap`, on the device and on the host: device_ms, host_ms.
 
-    On a CPU both are the host's. Ask for the times after `stop`.
+    On a CPU, both lists are the host's times. They are complete after `stop`.
     """
 
     device: torch.device
@@ -36,7 +36,7 @@ class DeviceClock:
     _host: list[float] = field(default_factory=list)
 
     def lap(self) -> None:
-        """Marks a moment."""
+        """Marks the end of one time and the start of the next."""
         self._host.append(time.perf_counter())
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -54,13 +54,13 @@ class DeviceClock:
         return self
 
     def record(self) -> dict[str, Any]:
-        """Returns both times in ms, with medians and spread, and how the device's were taken."""
+        """Returns device and host times in ms, with medians and spread, and the name of the device's clock."""
         clock = "cuda events" if self.device.type == "cuda" else "host"
         return {"clock": clock, "device_ms": summarize_ms(self.device_ms), "host_ms": summarize_ms(self.host_ms)}
 
 
 def summarize_ms(samples: list[float]) -> dict[str, Any]:
-    """Returns samples in ms as `summarize_samples` does, rounded to ns."""
+    """Summarizes samples in ms as `summarize_samples` does, rounded to ns."""
     scaled = summarize_samples([1e3 * one for one in samples])
     return {
         name: [v / 1e3 for v in value] if isinstance(value, list) else value / 1e3 for name, value in scaled.items()
@@ -68,10 +68,10 @@ def summarize_ms(samples: list[float]) -> dict[str, Any]:
 
 
 def time_calls_on_device(work: Callable[[int], object], device: torch.device, trials: int, warmup: int) -> DeviceClock:
-    """Times `work(trial)`, `trials` times one after the other, after `warmup` calls that do not count.
+    """Times `trials` calls of `work(trial)` in a row, after `warmup` calls that are not timed.
 
-    The device is idle when the first begins. On a GPU the calls follow each other without waiting, and a call's
-    time is that between two events; the host's times are those of handing the work over.
+    The device is idle before the first timed call. On a GPU the calls are queued without waiting; device times are
+    between CUDA events, host times are those of queueing.
     """
     for trial in range(warmup):
         work(trial)
@@ -91,29 +91,29 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def bandwidth_matrix_side(device: torch.device) -> int:
-    """Returns the side of the matrix that is read to measure a device's bandwidth; on a CPU it is that of MLX."""
+    """Returns the side of the matrix that measures a device's bandwidth; on a CPU, the side used for MLX."""
     return CARD_SIDE if device.type == "cuda" else machine.BANDWIDTH_SIDE
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Measures how many bytes per second matrix-vector products read on a device; see `torch_yardstick`."""
+    """Measures the bytes per second that matrix-vector products read on a device; see `torch_yardstick`."""
     return measure_read_speed(device, bandwidth_matrix_side(device))
 
 
 def torch_yardstick(device: torch.device) -> str:
-    """Returns the name of what `measure_read_bandwidth` measures."""
+    """Returns the name of the measurement that `measure_read_bandwidth` makes."""
     return machine.yardstick_name("PyTorch", bandwidth_matrix_side(device))
 
 
 def describe_torch_device(device: torch.device) -> dict[str, Any]:
-    """Returns a device of torch as the records' section `device`."""
+    """Returns a description of a torch device for the records' section `device`."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     threads = {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ}
     return {"device": device.type, "chip": chip, "threads": threads}
 
 
 class EngineOnTorch(Engine):
-    """What engines on PyTorch share. torch_device: where they run."""
+    """The base of engines on PyTorch. torch_device: the device they run on."""
 
     torch_device: torch.device
 

@@ -1,4 +1,4 @@
-"""What all engines share: their names, their interface, and the timed run of a request. Needs no MLX."""
+"""The engines' names and interface, and the record of a timed request. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Run:
     """One timed request.
 
     prompt_ids: length of the prompt in the engine's ids. times: seconds from the request to the end of each step. ids:
-    those emitted at each step, one except with drafts. base_ids: the base ids of all of them, cut where the text
-    ends; the first `first_base` came with the first step. text_bytes: UTF-8 bytes of the text. kv_ids: ids in the KV
-    cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: how many steps ran the
-    decoder's body twice. peak_bytes: peak memory, None if not known.
+    the ids that each step emitted, one without drafts. base_ids: base ids of all emitted ids, cut where the text ends;
+    `first_base` of them came with the first step. text_bytes: UTF-8 bytes of the text. kv_ids: ids in the KV cache at
+    the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: number of steps that ran the
+    decoder's layers twice. peak_bytes: peak memory, None if unknown.
     """
 
     prompt_ids: int
@@ -51,7 +51,7 @@ class Run:
     peak_bytes: int | None = None
 
     def step(self, seconds: float, ids: Iterable[int], base_ids: Iterable[int]) -> None:
-        """Records a step: seconds since the request, the ids emitted, and the base ids they stand for."""
+        """Records a step: seconds since the request began, the emitted ids, and the base ids that they stand for."""
         self.times.append(seconds)
         self.ids.append(list(ids))
         self.base_ids += base_ids
@@ -63,7 +63,7 @@ class Engine(ABC):
     """The interface of an engine.
 
     weight_bytes: bytes of weights that every step reads. kv_bytes: bytes of one id's keys and values in all layers.
-    kv_dtype: their numbers' dtype.
+    kv_dtype: dtype of keys and values.
     """
 
     name = ""
@@ -73,16 +73,16 @@ class Engine(ABC):
 
     @property
     def device(self) -> dict[str, Any]:
-        """The device that the engine runs on, as the records' section `device`."""
+        """A description of the engine's device, for the records' section `device`."""
         return machine.describe_mlx_device()
 
     @property
     def yardstick(self) -> str:
-        """The name of what `bandwidth` measures."""
+        """The name of the measurement that `bandwidth` makes."""
         return machine.yardstick_name("MLX", machine.BANDWIDTH_SIDE)
 
     def bandwidth(self) -> float:
-        """Measures how many bytes per second matrix-vector products read on the engine's device."""
+        """Measures the bytes per second that matrix-vector products read on the engine's device."""
         return machine.mlx_read_bandwidth()
 
     def forget_encoded_rows(self) -> None:
@@ -100,15 +100,15 @@ class Engine(ABC):
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """Reads prompt [n] base ids, emits at most `tokens` base ids, and returns the timed run.
 
-        replay [m]: base ids to emit instead, exactly these. held: state of the conversation to continue, from `start`;
-        None begins a new one.
+        replay [m]: base ids to emit instead of the engine's choices. held: state of the conversation to continue, from
+        `start_conversation`; None begins a new conversation.
         """
 
 
 def compress_prompt_and_text(
     book: Codebook, prompt: Sequence[int], text: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (compressed ids of the prompt, compressed ids of the text after it), as a request that continues `book`.
+    """Returns (compressed ids of the prompt, compressed ids of the text after it) for a request that continues `book`.
 
     prompt, text: base ids. `book` is not changed.
     """
@@ -119,7 +119,7 @@ def compress_prompt_and_text(
 
 
 def kv_bytes_per_id(config: Mapping[str, Any], itemsize: int) -> int:
-    """Returns bytes of one id's keys and values in all layers. config: the decoder's; itemsize: bytes per number."""
+    """Returns the bytes of an id's keys and values in all layers. config: the decoder's. itemsize: bytes per number."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * itemsize

@@ -1,7 +1,7 @@
-"""Engines on MLX: each reads a prompt and emits ids, and records the time of every id.
+"""Engines on MLX: each reads a prompt, emits ids and records the time of every step.
 
 `mlx-lm` and `mlx-zip` run through the functions that their users call, detokenizing included, so users see the times
-measured here. Forced ids (replay) still wait for the sampler's choice, so that the loop does all of its usual work.
+measured here. Forced ids (replay) still wait for the model's choice, so that the loop does all of its usual work.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .shape_table import Models
 class ForcedIdSampler:
     """A sampler that returns given ids in order, each after the model's own choice has been computed."""
 
-    greedy, state = False, None  # as an engine asks of a request's own sampler
+    greedy, state = False, None  # attributes that the engine reads from a sampler
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids, self.at = list(ids), 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Returns the next forced id [1], after the model's own choice from logprobs [1, W] has been computed.
+        """Returns the next forced id [1], after computing the model's own choice from logprobs [1, W].
 
-        After the last id it repeats that one, because the decoding loop begins one step more than it emits.
+        After the last id it repeats that id, because the decoding loop starts one step more than it emits.
         """
         chosen = mx.argmax(logprobs, axis=-1)
         forced = self.ids[min(self.at, len(self.ids) - 1)]
@@ -40,7 +40,7 @@ class ForcedIdSampler:
 
 
 class MlxEngine(Engine):
-    """What the engines on MLX share. make: returns a new model object over the same weights."""
+    """The base of engines on MLX. make: returns a new model object over the same weights."""
 
     def __init__(self, models: Models, make: Callable[[], Any]) -> None:
         self.make, self.tokenizer = make, models.tokenizer
@@ -50,7 +50,7 @@ class MlxEngine(Engine):
         self.kv_dtype = str(activation_dtype(self.model)).removeprefix("mlx.core.")
 
     def forget_encoded_rows(self) -> None:
-        """Makes a new model object over the same weights, so that nothing of earlier requests is left."""
+        """Makes a new model object over the same weights, which has no state of earlier requests."""
         self.model = self.make()
 
     def start_conversation(self) -> Any:
@@ -62,7 +62,7 @@ class MlxEngine(Engine):
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """See `Engine.run`. Waits for the device to be idle before the clock starts and after the run.
 
-        peak_bytes: peak memory of this engine and its weights, without other engines' weights in memory.
+        peak_bytes: peak memory of this engine with its weights, without the weights of other engines in memory.
         """
         held = self.start_conversation() if held is None else held
         wait_and_free_memory()
@@ -76,7 +76,7 @@ class MlxEngine(Engine):
 
     @abstractmethod
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
-        """Runs a request as `run` does, without waiting for the device and without peak_bytes."""
+        """Runs a request as `run` does, but does not wait for the device and leaves peak_bytes unset."""
 
 
 class MlxLm(MlxEngine):
@@ -144,8 +144,7 @@ def installed_row_bytes(state: Any) -> int:
 def weight_bytes(model: Any) -> int:
     """Returns the bytes of weights that a step reads.
 
-    These are all weights but the hyper-encoders' and, unless it is also the head, the embedding, of which a step reads
-    only one row.
+    These are all weights except the hyper-encoders' and an untied embedding's, of which a step reads only one row.
     """
     weights = named_arrays(model.parameters())
     untied = any(name.startswith("lm_head.") for name, _ in weights)
@@ -154,12 +153,12 @@ def weight_bytes(model: Any) -> int:
 
 
 def activation_dtype(model: Any) -> mx.Dtype:
-    """Returns the dtype of a model's activations, which is that of its norms: they are never quantized."""
+    """Returns the dtype of a model's activations: the dtype of its norms, which are never quantized."""
     return next(value for name, value in named_arrays(model.parameters()) if name.endswith("norm.weight")).dtype
 
 
 def wait_and_free_memory() -> None:
-    """Waits until the device is idle, then frees the memory that MLX keeps for reuse."""
+    """Waits until the device is idle, then frees the memory that MLX caches for reuse."""
     from mlx_lm.generate import generation_stream
 
     mx.synchronize(generation_stream)

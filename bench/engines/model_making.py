@@ -1,8 +1,8 @@
 """Makes the models to time: named shapes with random weights, or models from folders, plain and with hypertokens.
 
-Random weights are made in memory, one array at a time in its final number type, so that a large shape needs no file and
-no more memory than its weights. The plain model and the one with hypertokens share the decoder's arrays. A shape shows
-how long a step takes; random weights write no text, so they are for --mode replay.
+Random weights are made in memory, one array at a time in its final dtype, so a large shape needs no file and no more
+memory than its weights. The plain model and the one with hypertokens share the decoder's arrays. A shape shows how long
+a step takes; random weights write no meaningful text, so they are for --mode replay.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def model_args_with_hypertokens(config: Mapping[str, Any], options: ZipOptions) 
 def models_from_folders(model: str | None, base: str | None, float32: bool = False) -> Models:
     """Loads stored models: `model` with hypertokens and the plain `base`, each a folder, hub id, bundled model or None.
 
-    Without `base` the plain model is the decoder of `model`. float32: turn quantized weights into float32. Raises
-    `MlxZipError` for a model of the wrong kind and for models with tokenizers of different sizes.
+    Without `base`, the plain model is the decoder of `model`. float32: convert quantized weights to float32. Raises
+    `MlxZipError` for a model of the wrong kind, and for tokenizers of different sizes.
     """
     from mlx_zip.models.loading import find_model_folder, load
     from mlx_zip.training.pack_tuning import dequantize
@@ -105,7 +105,7 @@ def models_from_folders(model: str | None, base: str | None, float32: bool = Fal
 
 
 def make_model_with_kept_rows(models: Models, ids: Any) -> Callable[[], Any]:
-    """Returns a function that makes the plain model with only these rows of its embedding and head. ids: uint32 [n]."""
+    """Returns a function that makes the plain model with only rows `ids` (uint32 [n]) of its embedding and head."""
     whole, chosen = models.plain(), mx.array(ids)
     has_id_rows = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
     found: dict[str, Any] = dict(tree_flatten(whole.parameters()))
@@ -126,9 +126,9 @@ def make_model_with_kept_rows(models: Models, ids: Any) -> Callable[[], Any]:
 
 
 def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[[], Any]:
-    """Returns a function that makes new model objects over a loaded model's weights, each beginning with its pack.
+    """Returns a function that makes new model objects over a loaded model's weights, each with the model's pack.
 
-    name: where it was loaded from. dequantized: whether its weights are floats whatever that folder's are.
+    name: the model's folder or name. dequantized: whether the weights are floats, even if the folder's are quantized.
     """
     from mlx_zip.models.loading import find_model_folder, read_model_config
 
@@ -140,7 +140,7 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
     def make() -> Any:
         model = load_weights_into(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
-            if dequantized and pack.rows is not None:  # they were tuned for the same values
+            if dequantized and pack.rows is not None:  # the pack's rows were tuned for weights of equal values
                 model.row_source.keep_fingerprint(model, pack.rows.model)
             model.take_pack(pack)
         if head is not None:
@@ -158,9 +158,9 @@ def decoder_copier(zipped: Any, dequantized: bool = False) -> Callable[[], Any]:
 
 
 def activation_dtype_of(precision: str) -> mx.Dtype:
-    """Returns the number type of activations and of weights that are not quantized.
+    """Returns the dtype of activations and of weights that are not quantized.
 
-    Quantized models on the CPU have float32, because quantized products in 16 bit are slow there.
+    Quantized models on the CPU use float32, because 16-bit quantized products are slow there.
     """
     if precision == "float32" or (precision != "16" and mx.default_device() == mx.Device(mx.cpu)):
         return mx.float32
@@ -168,7 +168,7 @@ def activation_dtype_of(precision: str) -> mx.Dtype:
 
 
 def quantization_config(precision: str, options: ZipOptions, model: Any) -> dict[str, Any] | None:
-    """Returns the quantization for a config.json; None if the precision is not 8 or 4 bits. model: with hypertokens."""
+    """Returns the config.json entry for 8 or 4 bits, else None. model: with hypertokens, for its layers' names."""
     if precision not in ("8", "4"):
         return None
     common = {"group_size": GROUP_SIZE, "bits": int(precision)}
@@ -178,9 +178,9 @@ def quantization_config(precision: str, options: ZipOptions, model: Any) -> dict
 
 
 def make_random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> dict[str, mx.array]:
-    """Returns a model's random weights in their final number type or quantized.
+    """Returns a model's random weights, quantized or in their final dtype.
 
-    They are evaluated one by one, so that at most one array is in memory twice.
+    The arrays are evaluated one by one, so that at most one is in memory twice.
     """
     cast_and_quantize(model, dtype, quantization)
     weights = dict(tree_flatten(model.parameters()))
@@ -190,9 +190,9 @@ def make_random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, 
 
 
 def cast_and_quantize(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> None:
-    """Gives a model's weights their number type, and quantizes the layers that it allows and those named apart.
+    """Casts a model's weights, and quantizes the layers that the model allows and those that `quantization` names.
 
-    Nothing is evaluated. quantization: as in a config.json; a mapping in it names a layer and its own values.
+    Nothing is evaluated. quantization: as in a config.json; an entry that is a mapping holds the settings of one layer.
     """
     model.set_dtype(dtype)
     if quantization:

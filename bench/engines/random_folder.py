@@ -1,4 +1,4 @@
-"""A model's folder that is in memory only and has random weights, made on the device: for measuring large shapes."""
+"""A model folder that exists only in memory, with random weights made on the device: for measuring large shapes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mlx_zip.layout import MODEL_TYPE
 
 @dataclass
 class RandomFolder(Folder):
-    """Gives a random tensor of the right shape for each name that is asked for.
+    """A folder whose `take` returns a random tensor of the requested shape for any name.
 
-    bits, group: how matrices are packed whose width allows it; bits None keeps them dense. generator: of the numbers.
-    stored: dtype of dense matrices, and of scales and biases; None for the folder's own.
+    bits, group: quantization of matrices whose width is a multiple of `group`; bits None keeps them dense. generator:
+    source of the random numbers. stored: dtype of dense matrices, scales and biases; None for the folder's dtype.
     """
 
     bits: int | None
@@ -31,7 +31,7 @@ class RandomFolder(Folder):
     stored: torch.dtype | None = None
 
     def take(self, name: str, *shape: int) -> Weight:
-        """Returns ones for norms, zeros for biases, and matrices that keep the size of what they multiply."""
+        """Returns ones for norms, zeros for biases, and matrices that keep the magnitude of their inputs."""
         if len(shape) == 1:
             return torch.full(shape, float(name.endswith(".weight")), dtype=self.dtype, device=self.device)
         if self.bits is None or shape[1] % self.group or "pos_embed" in name:
@@ -60,9 +60,9 @@ def random_folder(
 ) -> RandomFolder:
     """Returns a folder for the config.json of a converted model or a plain one.
 
-    made_on: device whose numbers are taken, which differ between kinds of devices; None for the same device. kernels:
-    see `Folder`; without kernels a model computes in float32, and `dtype` is that of its matrices. Raises
-    `ConfigError`, and `ModelError`, with needed and free bytes where the decoder's weights do not fit.
+    made_on: device whose random generator is used (numbers differ between kinds of devices); None for `device`.
+    kernels: as in `Folder`; without kernels a model computes in float32, and `dtype` is that of its matrices. Raises
+    `ConfigError`, and `ModelError`, with needed and free bytes, if the decoder's weights do not fit.
     """
     where = find_device(device)
     raise_if_dtype_unsupported(dtype, where)

@@ -1,4 +1,4 @@
-"""The shapes that benches time with random weights, and what is known of a model before it is made. Needs no MLX."""
+"""The shapes that benches time with random weights, and the description of the models to time. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_zip.layout import MODEL_TYPE
 
-GROUP_SIZE = 64  # weights that share a scale in a quantized layer
+GROUP_SIZE = 64  # number of weights that share a scale in a quantized layer
 PRECISIONS = ("float32", "16", "8", "4")
 ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
 _LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up factors: other values would take equal time
@@ -95,7 +95,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-NARROW: dict[str, dict[str, Any]] = {  # sizes of a rehearsal, by model_type
+NARROW: dict[str, dict[str, Any]] = {  # sizes for rehearsals, by model_type
     "llama": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2},
 }
@@ -104,10 +104,10 @@ SMALL = {"intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 4160}
 
 @dataclass(frozen=True)
 class ZipOptions:
-    """Hypertokens of random weights: kind and layers of the hyper-encoders, which are untied, and the codebook.
+    """Settings of a random model's hypertokens: type and layers of its two separate hyper-encoders, and its codebook.
 
-    The encoder `res_latent_attn` works in half the model's width. encoder_bits: bits of the encoders' weights if the
-    model is quantized (`mlx_zip convert -q` takes 8); None leaves them as they are.
+    The encoder `res_latent_attn` has half the model's width. encoder_bits: bits of the encoders' weights if the model
+    is quantized (`mlx_zip convert -q` takes 8); None leaves the encoders unquantized.
     """
 
     encoder: str = "transformer"
@@ -118,7 +118,7 @@ class ZipOptions:
 
 
 def narrow_shape_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a shape's config.json with few and narrow layers and a small vocabulary, for rehearsals."""
+    """Returns a shape's config.json with two narrow layers and a small vocabulary, for rehearsals."""
     return {**config, **SMALL, **NARROW[config["model_type"]]}
 
 
@@ -128,9 +128,9 @@ class Models:
 
     name, precision, weights ("random" or "trained"): for the records. plain, zipped: functions that make a new model
     object over the same weights, without and with hypertokens; zipped is None if there is no model with hypertokens.
-    base_config: the decoder's config.json. folder: the plain model's, for engines of other libraries; None without one.
-    zip_folder: that of the model with hypertokens. options: hypertokens of random weights. opened: what engines of
-    other libraries have loaded and share, by library.
+    base_config: the decoder's config.json. folder: folder of the plain model, zip_folder: of the model with
+    hypertokens, for engines of other libraries; None if there is none. options: settings of random weights'
+    hypertokens. opened: library -> the model that its engines have loaded and share.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Models:
 
     @property
     def context(self) -> int | None:
-        """The decoder's number of positions; None if its config does not have it."""
+        """The decoder's number of positions; None if its config does not say."""
         return self.base_config.get("max_position_embeddings")
 
 
@@ -172,5 +172,5 @@ def zip2zip_config_section(config: Mapping[str, Any], options: ZipOptions) -> di
 
 
 def config_with_hypertokens(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
-    """Returns the config.json of a model with hypertokens. config: the decoder's."""
+    """Returns the config.json of a model with hypertokens. config: the decoder's config.json."""
     return {**config, "model_type": MODEL_TYPE, "zip2zip": zip2zip_config_section(config, options)}

@@ -1,7 +1,7 @@
-"""The engines on PyTorch: transformers, eager and compiled, and the published zip2zip package; all through `generate`.
+"""Engines that call a PyTorch model's `generate`: transformers, eager or compiled, and the published zip2zip package.
 
-They run on a GPU if torch finds one, else on the CPU. A time is taken when `generate` emits an id; the ids are
-detokenized there by the code of the other engines. Replay raises the score of the next id above all others.
+They run on a GPU if torch finds one, else on the CPU. A step ends when `generate` emits its id; ids are detokenized
+then, as in the other engines. Replay raises the score of the next id above all others.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .shape_table import Models
 
 HAS_MLX = find_spec("mlx") is not None
 DTYPES = {"float32": torch.float32, "16": torch.bfloat16, "as stored": "auto"}
-OWN_DTYPES = {"hf-float32": torch.float32, "hf-bfloat16": torch.bfloat16}  # of engines with a dtype of their own
+OWN_DTYPES = {"hf-float32": torch.float32, "hf-bfloat16": torch.bfloat16}  # engines with a fixed dtype
 
 
 def make_torch_engine(name: str, models: Models, published: str | None) -> Engine:
-    """Makes an engine of transformers, or `zip2zip`. published: the checkpoint folder for zip2zip.
+    """Returns an engine of transformers, or `zip2zip`. published: the checkpoint folder for zip2zip.
 
     Raises `MlxZipError` if the engine cannot run these models.
     """
@@ -47,10 +47,10 @@ def make_torch_engine(name: str, models: Models, published: str | None) -> Engin
 
 
 class _GenerateEngine(EngineOnTorch):
-    """What these engines share: they time the ids that a model's `generate` emits."""
+    """The base of these engines: times the ids that a model's `generate` emits."""
 
     def __init__(self, models: Models, model: Any, decoder: Any) -> None:
-        """model: whose `generate` is called. decoder: the plain model in it, whose weights a step reads."""
+        """model: the model whose `generate` is called. decoder: the plain model in it, whose weights a step reads."""
         self.tokenizer, self.model, self.torch_device = models.tokenizer, model.eval(), decoder.device
         self.weight_bytes = weight_bytes_per_step(decoder)
         self.kv_bytes = kv_bytes_per_id(models.base_config, next(decoder.parameters()).element_size())
@@ -58,7 +58,7 @@ class _GenerateEngine(EngineOnTorch):
 
     @property
     def device(self) -> dict[str, Any]:
-        """See `Engine.device`. On a CPU it is MLX's, where MLX is installed, as in the records of its engines."""
+        """See `Engine.device`. On a CPU, MLX's description if MLX is installed, as for the MLX engines."""
         return super().device if self.torch_device.type == "cuda" or not HAS_MLX else describe_mlx_device()
 
     def _generate(
@@ -66,8 +66,8 @@ class _GenerateEngine(EngineOnTorch):
     ) -> Run:
         """Runs `generate` for at most `steps` ids, fills `run` and returns it.
 
-        begun: when the request began. ids: the conversation so far and the new prompt. watch: receives the
-        emitted ids. options: further arguments of `generate`.
+        begun: when the request began, by `time.perf_counter`. ids: the conversation so far and the new prompt. watch:
+        receives the emitted ids. options: further arguments of `generate`.
         """
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -97,10 +97,10 @@ class _GenerateEngine(EngineOnTorch):
 
 @dataclass
 class _StepRecorder:
-    """The streamer of `generate`, its logits processor (`force_next_id`) and stop criterion (`has_enough_base_ids`).
+    """The streamer of `generate`, also its logits processor (`force_next_id`) and stopping criterion.
 
-    expand: returns the base ids of an emitted id; called once per id, in order. tokens: most base ids to emit. forced:
-    ids to replay, None for free generation. read: number of ids before the first emitted one.
+    expand: returns the base ids of each new id. tokens: most base ids to emit. forced: ids to replay, None for free
+    generation. read: number of ids before the first emitted id.
     """
 
     detokenizer: Any
@@ -115,7 +115,7 @@ class _StepRecorder:
     _seen_prompt: bool = False
 
     def put(self, ids: torch.Tensor) -> None:
-        """Takes an emitted id and records its step. The first call has the prompt and is ignored."""
+        """Records the step of an emitted id. The first call passes the prompt and is ignored."""
         if not self._seen_prompt:
             self._seen_prompt = True
             return
@@ -138,13 +138,13 @@ class _StepRecorder:
         return self.detokenizer.text
 
     def force_next_id(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Returns scores [1, W] with that of the next forced id raised above all others. ids: [1, n] so far."""
+        """Returns scores [1, W] with the next forced id's raised above all others. ids: [1, n] so far."""
         assert self.forced is not None
         scores[:, self.forced[min(ids.shape[1] - self.read, len(self.forced) - 1)]] = torch.inf
         return scores
 
     def has_enough_base_ids(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Returns whether ids [1, n] stand for as many base ids as were asked for, as bool [1]."""
+        """Returns whether the emitted ids stand for at least `tokens` base ids, as bool [1]. ids: [1, n]."""
         self._expand_emitted(ids.shape[1] - self.read - 1, int(ids[0, -1]))
         return torch.full((1,), sum(map(len, self._pieces)) >= self.tokens, device=ids.device)
 
@@ -152,7 +152,7 @@ class _StepRecorder:
 class TransformersEngine(_GenerateEngine):
     """Runs the plain model through transformers' `generate`.
 
-    name: "hf-compiled" has a static cache and a forward pass by torch.compile; the others are eager.
+    name: "hf-compiled" has a static cache and a forward pass compiled by torch.compile; the others are eager.
     """
 
     def __init__(self, models: Models, name: str) -> None:
@@ -168,7 +168,7 @@ class TransformersEngine(_GenerateEngine):
             self.options = {"cache_implementation": "static", "compile_config": config}
 
     def start_conversation(self) -> dict[str, Any]:
-        """Returns the state of a new conversation: its ids so far, and transformers' cache of them."""
+        """Returns the state of a new conversation: its ids so far and their KV cache, both empty."""
         return {"ids": [], "cache": None}
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
@@ -192,7 +192,7 @@ class TransformersEngine(_GenerateEngine):
 class PublishedZip2zipEngine(_GenerateEngine):
     """Runs the published zip2zip package.
 
-    Our codec compresses the prompts, which is timed; the package's own gives the same ids.
+    Our codec compresses the prompts, and that time counts; the package's codec gives the same ids.
     """
 
     name = "zip2zip"
@@ -220,7 +220,7 @@ class PublishedZip2zipEngine(_GenerateEngine):
         self.barred = list(range(end, width + self.params.codebook_size))
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
-        """See `Engine.run`. It cannot continue a conversation: `held` is ignored."""
+        """See `Engine.run`. `held` is ignored: this engine cannot continue a conversation."""
         book = Codebook(self.params)
         forced = None if replay is None else compress_prompt_and_text(book, prompt, replay)[1].tolist()
         begun = time.perf_counter()
@@ -261,9 +261,9 @@ def load_transformers_model(models: Models, name: str) -> Any:
 
 
 def load_unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
-    """Returns the decoder in an mlx_zip or mlx-lm folder as a model of transformers, unpacked, on the CPU.
+    """Returns the decoder in an mlx_zip or mlx-lm folder as a transformers model with dense weights, on the CPU.
 
-    Raises `MlxZipError` naming tensors that the two have not both.
+    Raises `MlxZipError`, naming the tensors that only the folder or only the model has.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -283,11 +283,11 @@ def load_unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def make_random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Returns a decoder of transformers with random weights, on the GPU if torch finds one. config: its config.json."""
+    """Returns a transformers decoder with random weights, on the GPU if torch finds one. config: its config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults may be beyond the vocabulary
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the defaults may exceed the vocabulary
     with torch.device(default_torch_device()):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=dtype)
 
@@ -297,7 +297,7 @@ def default_torch_device() -> torch.device:
 
 
 def weight_bytes_per_step(decoder: Any) -> int:
-    """Returns the bytes of weights that a step reads: all but those of an embedding that is not also the head."""
+    """Returns the bytes of weights that a step reads: all weights but an untied embedding's."""
     embedding = decoder.get_input_embeddings()
     tied = decoder.get_output_embeddings().weight is getattr(embedding, "weight", None)
     skipped = 0 if tied else sum(value.nbytes for value in embedding.parameters(recurse=False))

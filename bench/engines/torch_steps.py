@@ -1,4 +1,4 @@
-"""Steps of a batch of one sequence on PyTorch, without requests: what the engine adds can be measured against it."""
+"""Decoding steps of one sequence on PyTorch, without the engine around them, to measure what the engine adds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_zip.errors import GenerationError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
 from mlx_zip.sampling.exclusions import CanonicalIds
 
-CHUNK = 512  # ids of a prompt that are read at once
+CHUNK = 512  # ids of a prompt in one prefill pass
 Emitted = tuple[int, tuple[int, ...]]  # an id, and the base ids that it stands for
 
 
@@ -30,13 +30,13 @@ def generate_greedily(
     chunk: int = CHUNK,
     batch: Batch | None = None,
 ) -> Iterator[Emitted]:
-    """Yields the ids that follow a prompt of base ids, each the most likely one, with the base ids they stand for.
+    """Yields greedily chosen ids that follow a prompt of base ids, each with the base ids that it stands for.
 
-    max_tokens: base ids; the last id may stand for more than are left. eos_ids: base ids that end the text. pack: as in
+    max_tokens: base ids; the last id may exceed it. eos_ids: base ids that end the text. pack: as in
     `CudaModel.sequence_start`. capacity: ids that the caches have room for; None: as many as may be needed. chunk: ids
-    of the prompt that are read at once. batch: an empty one of this model, which is empty again at the end; a step that
-    it has captured as a CUDA graph is not captured again. None lays out a batch for this call, with `capacity`. Raises
-    `GenerationError` for an empty prompt, `CodecError` and `ModelError`.
+    per prefill pass. batch: an empty batch of this model, which is empty again at the end; steps that it has captured
+    as CUDA graphs are reused. None makes a batch with `capacity`. Raises `GenerationError` for an empty prompt,
+    `CodecError` and `ModelError`.
     """
     if not len(base_ids):
         raise GenerationError("the prompt is empty; give at least one id")
@@ -53,7 +53,7 @@ def generate_greedily(
 
 
 def prefill_in_chunks(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUNK) -> None:
-    """Reads a prompt's ids into a sequence, `chunk` at once."""
+    """Reads a prompt's ids into a sequence, `chunk` ids per pass."""
     for begin in range(0, len(ids), chunk):
         batch.read(row, ids[begin : begin + chunk], more=begin + chunk < len(ids))
 
@@ -61,8 +61,8 @@ def prefill_in_chunks(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUN
 class GreedySteps:
     """Iterates over the ids that the only sequence of a batch emits. max_tokens, eos_ids: as in `generate_greedily`.
 
-    While the caller has an id, the device runs the body over the next one. When the iteration ends by itself, the batch
-    has read every id that was emitted.
+    While the caller handles an id, the device runs the decoder's layers over the next one. When the iteration ends by
+    itself, the batch has read every emitted id.
     """
 
     def __init__(self, batch: Batch, max_tokens: int, eos_ids: Collection[int] = ()) -> None:
@@ -83,7 +83,7 @@ class GreedySteps:
             yield emitted, base_ids
 
     def _begin_step(self) -> bool:
-        """Begins the next step and returns True, or False if there is none: the text has ended or fills the caches."""
+        """Starts the next step and returns True; returns False if the text has ended or the caches are full."""
         if self._left <= 0 or not self._batch.room_left(0):
             return False
         self._choose_id()
@@ -91,7 +91,7 @@ class GreedySteps:
         return True
 
     def _choose_id(self) -> None:
-        """Chooses the best id, or the best canonical one where decoding is canonical."""
+        """Chooses the best id, or the best canonical id if the model's config requires canonical decoding."""
         excluded = [] if self._canonical is None else self._canonical.excluded()
         chooser = partial(best_canonical_ids, excluded=[excluded], never=self._pad) if excluded else None
         self._batch.choose_ids(chooser)

@@ -1,6 +1,6 @@
 """The engines `vllm-zip` and `vllm-base`: vLLM with and without hypertokens, one request at a time.
 
-What vLLM does under load is measured by `bench load`. vLLM emits the ids that it chooses, so no text is replayed.
+`bench load` measures vLLM under load. vLLM emits the ids that it chooses, so these engines cannot replay a text.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class VllmBenchEngine(EngineOnTorch):
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
 
     def start_conversation(self) -> list[int]:
-        """Returns the base ids of a new conversation."""
+        """Empties the prefix cache and returns the ids of a new conversation: []."""
         self.engine.purge_sessions()
         return []
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
-        """See `Engine.run`. Raises `MlxZipError` for a text to replay."""
+        """See `Engine.run`. Raises `MlxZipError` if `replay` is given."""
         if replay is not None:
             raise MlxZipError(f"{self.name} emits the ids that vLLM chooses, not given ones")
         if held is None:
@@ -79,7 +79,7 @@ class VllmBenchEngine(EngineOnTorch):
 
 
 def _step_weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Returns the bytes of weights that a step of a plain decoder reads. config: transformers'."""
+    """Returns the bytes of weights that a step of a plain decoder reads. config: its transformers config."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""Makes what engines read and write: texts cut into prompt and continuation, and conversations with a chat model.
+"""Makes the engines' inputs: texts cut into prompt and continuation, and conversations with a chat model.
 
-A text's continuation can be forced (replay): every engine then emits exactly its bytes, in its own ids. Without text
-files a made-up text is used, so that every machine can run a bench; records call it synthetic.
+A text's continuation can be forced (replay): every engine then emits exactly that text, in its own ids. Without text
+files a made-up text is used, which records call synthetic, so that every machine can run a bench.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mlx_zip.text.tokenizers import load_tokenizer
 
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
 SYNTHETIC = "synthetic"
-# more than the ids of any tokenizer here have on average, so that a long text is not tokenized whole
+# upper bound on the mean characters per id of any tokenizer here, so that a long text is not tokenized whole
 CHARACTERS_PER_ID = 16
-COLUMNS = (  # names of the fields of a record with two texts; a record with a text alone is read with any of them
+COLUMNS = (  # field names tried for records with a prompt and a completion; records with one text fit any of them
     {"prompt": "text", "completion": "code"},
     {"prompt": "question", "completion": "answer"},
     {"completion": "canonical_solution"},
@@ -41,7 +41,7 @@ WHAT = (
     "a lost key",
     "a new friend",
 )
-REQUESTS = tuple(  # 64 different stories: each of WHO with each of WHAT
+REQUESTS = tuple(  # 64 requests: each of WHO with each of WHAT
     f"Tell me a story about {who} and {WHAT[(i + shift) % len(WHAT)]}."
     for shift in range(len(WHAT))
     for i, who in enumerate(WHO)
@@ -59,7 +59,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Workload:
-    """One request or conversation: its turns.
+    """The turns of one request or conversation.
 
     mode: "replay", "free" or "chat". data: names of the files that the text is from. window: number of the part of the
     text, or of the conversation, from 0.
@@ -73,14 +73,14 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """The most positions that a plain model needs; one eos per turn is included."""
+        """The most positions that a plain model needs, with one eos per turn."""
         return sum(len(turn.prompt) + turn.tokens + 1 for turn in self.turns)
 
 
 def read_tokenizer(where: str | Path) -> Any:
     """Reads a tokenizer of any kind and returns it in mlx-lm's wrapper, with the detokenizer that mlx-lm would choose.
 
-    So mlx-lm's own loop is timed as it runs for its users. Raises `DataError` for a tokenizer that cannot be read.
+    mlx-lm's own loop is then timed as it runs for its users. Raises `DataError` for a tokenizer that cannot be read.
     """
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -106,7 +106,7 @@ def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
 def domain_files(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> dict[str, list[Path]]:
     """Returns the files of each domain: from DOMAIN=FILE items, else from data/DOMAIN, else none (made-up text).
 
-    Raises `MlxZipError` for an item of another form, and for a domain without files.
+    Raises `MlxZipError` for an item that is not DOMAIN=FILE, and for a domain without files.
     """
     if texts:
         found: dict[str, list[Path]] = {}
@@ -134,7 +134,7 @@ def cut_text_into_workloads(
 ) -> list[Workload]:
     """Cuts the start of a text into `windows` workloads: each `prompt` base ids to read, then `tokens` to write.
 
-    Raises `MlxZipError` for a text that is too short or holds an eos.
+    Raises `MlxZipError` for a text that is too short or contains an eos.
     """
     need = windows * (prompt + tokens)
     ids = tokenize_first_ids(read_text_pieces(files), tokenizer, need)
@@ -151,7 +151,7 @@ def cut_text_into_workloads(
 def make_conversations(
     tokenizer: Any, requests: Sequence[str], conversations: int, turns: int, tokens: int
 ) -> list[Workload]:
-    """Makes conversations of `turns` requests each, in the order of the requests; `tokens`: most base ids of an answer.
+    """Makes conversations of `turns` requests each, taken in order. tokens: most base ids of an answer.
 
     Raises `MlxZipError` for too few requests.
     """
@@ -167,13 +167,13 @@ def make_conversation(tokenizer: Any, requests: Sequence[str], tokens: int, wind
 
     prompts = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in requests]
     bos = tokenizer.bos_token_id
-    later = [ids[1:] if ids[0] == bos else ids for ids in prompts[1:]]  # only a conversation's first prompt has a bos
+    later = [ids[1:] if ids[0] == bos else ids for ids in prompts[1:]]  # only the first prompt has a bos
     turns = tuple(Turn(tuple(ids), tokens) for ids in (prompts[0], *later))
     return Workload("chat", "chat", "requests", turns, window)
 
 
 def read_requests(file: Path | None) -> list[str]:
-    """Returns the requests of a text file, one per line; without a file the 64 built-in ones for stories.
+    """Returns the requests in a text file, one per line; without a file, 64 built-in requests for stories.
 
     Raises `DataError` for a file that cannot be read or has no requests.
     """
@@ -184,7 +184,7 @@ def read_requests(file: Path | None) -> list[str]:
 
 
 def tokenize_first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
-    """Returns the first `count` base ids of the text in these pieces, tokenizing little more of it than needed."""
+    """Returns the first `count` base ids of the text in `pieces`, and tokenizes little more text than needed."""
     text, enough = "", count * CHARACTERS_PER_ID
     while True:
         while len(text) < enough and (piece := next(pieces, None)) is not None:
@@ -222,7 +222,7 @@ def item_text(item: Item) -> str:
 
 
 def synthetic_sentences() -> Iterator[str]:
-    """Yields sentences of made-up words without end; about half of them repeat an earlier sentence."""
+    """Yields sentences of made-up words endlessly; about half of them repeat an earlier sentence."""
     rng = np.random.default_rng(0)
     letters = np.array(list("etaoinsrhldcumfpgwyb"))
     words = ["".join(rng.choice(letters, rng.integers(2, 9))) for _ in range(3000)]

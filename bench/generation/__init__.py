@@ -1,1 +1,1 @@
-"""Benches that time whole requests, and what compares and shows their records."""
+"""Benches that time whole requests, and tools that compare and print their records."""

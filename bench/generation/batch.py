@@ -1,7 +1,7 @@
 """Times a batch of requests against the same requests one after the other, with and without hypertokens.
 
-Both models run through mlx_zip's `stream_generate` and `stream_batch`. The four ways to run take turns in going first
-within each trial, so that a machine that slows down slows all of them.
+The plain model runs through the same `stream_generate` and `stream_batch` of mlx_zip. Each trial runs all four ways
+(two models, batched or not), starting with a different one, so that a machine that slows down affects all of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times both models in both ways and prints one JSON line. Raises `MlxZipError` for what cannot be run."""
+    """Times both models in both ways and prints one JSON line. Raises `MlxZipError` for settings that cannot run."""
     check_at_least(args, 1, "rows", "trials")
     check_at_least(args, 2, "max_tokens")
     load_before_bench()
@@ -94,10 +94,10 @@ def base_model_name(args: argparse.Namespace) -> str:
 
 @dataclass(frozen=True)
 class TimedRun:
-    """What one way to run took.
+    """The counts and times of one run.
 
-    base_tokens, seconds: of whole requests, prompts included. open_tokens, open_seconds: base tokens and seconds of the
-    steps after the first one in which all sequences are open, the step in which the first of them ends included.
+    ids: emitted ids. base_tokens, seconds: of whole requests, prompts included. open_tokens, open_seconds: of the steps
+    in which all sequences are open, without the first of them, up to the step in which a sequence ends.
     """
 
     ids: int = 0
@@ -113,7 +113,7 @@ class TimedRun:
 def measure_batch_gain(
     engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> dict:
-    """Returns the record's `counts` (of one run; all are equal) and `figures`. engines: "base" and "zip"."""
+    """Returns the record's `counts` (of one run; all runs are equal) and `figures`. engines: "base" and "zip"."""
     pairs = list(product(KINDS, WAYS))
     runs: dict[tuple[str, str], list[TimedRun]] = {pair: [] for pair in pairs}
     with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
@@ -148,9 +148,9 @@ def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]]
 
 
 def time_responses(responses: Iterable[Any], begun: float, rows: int) -> TimedRun:
-    """Reads the responses of `rows` sequences that run together and returns what they took.
+    """Reads the responses of `rows` sequences that run together, and returns their counts and times.
 
-    responses: in each step one per open sequence. begun: when the request began, by `time.perf_counter`.
+    responses: one per open sequence in each step. begun: when the request began, by `time.perf_counter`.
     """
     ids = tokens = open_tokens = 0
     first, open_seconds, ended, all_open = None, 0.0, False, True
@@ -168,9 +168,9 @@ def time_responses(responses: Iterable[Any], begun: float, rows: int) -> TimedRu
 
 
 def throughput_figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any]:
-    """Returns base tokens/s of each model and way, gains of batching per model, and the quotient of the two gains.
+    """Returns base tokens/s of each model and way, each model's gain of batching, and the ratio of the two gains.
 
-    samples: (kind, way) -> base tokens/s of each trial. Gains are taken trial by trial.
+    samples: (kind, way) -> base tokens/s of each trial. Gains are computed per trial.
     """
     found: dict[str, Any] = {}
     gains = {}

@@ -1,8 +1,8 @@
 """Compares two sets of `bench generate` records: ratios B / A with 95 % intervals, and an exit status.
 
-Two records of one command ran in turns: the ratio is the median of the trials' paired ratios. Records of two commands
-are not paired: the ratio is B's median over A's. Intervals come from 10,000 bootstrap draws of the pairs or trials.
-A figure regresses if its ratio is worse than --bound accepts and the interval excludes 1; the exit status is then 1.
+Two records of one command have alternating trials: the ratio is the median of the trials' paired ratios. Records of two
+commands are not paired: the ratio is B's median over A's. Intervals come from 10,000 bootstrap draws of pairs or
+trials. A figure regresses, with exit status 1, if its ratio is worse than --bound and the interval excludes 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .generate_record import FIGURES, read_records, record_key, refuse_wrong_fie
 from .ratios import Ratio, conversation_count, paired_ratio, unpaired_ratio
 
 LOWER_IS_BETTER = ("ttft_ms", "step_ms", "total_s", "peak_bytes", "joules", "joules_per_token")
-NOT_COMPARED = ("base_tokens_per_step", "bytes_per_token")  # neither better nor worse
+NOT_COMPARED = ("base_tokens_per_step", "bytes_per_token")  # neither direction is better
 MEASURES = tuple(name for name in FIGURES if name not in NOT_COMPARED)
 DEFAULT = ("ttft_ms", "steps_per_s", "base_tokens_per_s")
 REGRESSION = 1
@@ -30,7 +30,7 @@ REGRESSION = 1
 
 @dataclass(frozen=True)
 class Comparison:
-    """The figure `name` of two records of `bench generate`, with b's over a's as a ratio."""
+    """The figure `name` of two records of `bench generate`, and the ratio of b's to a's."""
 
     name: str
     a: dict[str, Any]
@@ -38,7 +38,7 @@ class Comparison:
     ratio: Ratio
 
     def regresses(self, bound: float) -> bool:
-        """Whether B is worse than A by more than `bound` (0.05: 5 %), and not by chance."""
+        """Returns whether B is worse than A by more than `bound` (0.05: 5 %) and the interval excludes 1."""
         if self.name in LOWER_IS_BETTER:
             return self.ratio.value > 1 + bound and self.ratio.low > 1
         return self.ratio.value < 1 - bound and self.ratio.high < 1
@@ -98,11 +98,11 @@ def run(args: argparse.Namespace) -> int:
 def match_records(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], engines: Sequence[str] | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns pairs (A's record, B's record) of equal model, text, mode and rows; of several equal records the last.
+    """Returns pairs (A's record, B's record) of equal model, text, mode and rows; of equal records, only the last
+    counts.
 
-    engines: (A's engine, B's engine); None pairs records of equal engines. The number of other records is
-    printed on standard error.
-    Raises `MlxZipError` if there is no pair.
+    engines: (A's engine, B's engine); None pairs records of equal engines. Prints the number of unpaired records to
+    standard error. Raises `MlxZipError` if there is no pair.
     """
     of_a = {record_key(r, engines is None): r for r in first if engines is None or r["engine"] == engines[0]}
     of_b = {record_key(r, engines is None): r for r in second if engines is None or r["engine"] == engines[1]}
@@ -119,7 +119,7 @@ def match_records(
 def compare_figure(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -> Comparison | None:
     """Returns the ratio of figure `name` in b to that in a; None if either record lacks it or a's median is 0.
 
-    seed: of the bootstrap's draws.
+    seed: seed of the bootstrap's draws.
     """
     of_a, of_b = a["figures"][name], b["figures"][name]
     if of_a is None or of_b is None or of_a["median"] == 0:

@@ -1,7 +1,7 @@
-"""Texts of five kinds, and the passes in which a model would write them with drafts, replayed without a model.
+"""Texts of five kinds, and a replay, without a model, of the passes in which a model would write them with drafts.
 
-The text's next id is taken after every pass, so a proposed id is accepted if the text has it. This gives base tokens
-per pass and the host's work, and with published costs of passes what drafts would bring on other chips.
+The emitted ids are always those of the text, so a proposed id is accepted if the text has it. The replay gives base
+tokens per pass and the host's work and, with published costs of a pass, the estimated gain of drafts on other chips.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ KINDS = {
     "story": "a story",
     "code": "a module goes on",
 }
-CHIPS = {  # published costs of a pass by its ids, a pass over one id being 1; beyond 8 ids in proportion if not known
+CHIPS = {  # ids of a pass -> its published cost, relative to one id; over 8 ids extrapolated in proportion if unknown
     "M4 Pro, 4 bit, cheapest": {1: 1.0, 2: 1.03, 4: 1.14, 8: 1.73, 16: 3.46},
     "M4 Pro, 4 bit, dearest": {1: 1.0, 2: 1.25, 4: 1.57, 8: 2.69, 16: 5.38},
     "M3 Ultra, 4 bit": {1: 1.0, 2: 1.83, 4: 3.26, 8: 6.12, 16: 12.24},
     "M3 Ultra, bf16": {1: 1.0, 2: 2.0, 4: 2.0, 8: 2.0, 16: 2.0},
     "M1 Ultra": {1: 1.0, **{ids: (34 + 10.9 * ids) / 37 for ids in (2, 4, 8, 16)}},
 }
-ROW_BY_ROW = {1: 1.0, 16: 16.0}  # a pass over more ids costs what as many passes cost
+ROW_BY_ROW = {1: 1.0, 16: 16.0}  # a pass over n ids costs n times a pass over one
 
 
 def read_workloads(kinds: Sequence[str], tokenizer: Any, mode: str) -> Iterator[Workload]:
-    """Yields a workload per text of these kinds: its prompt, and its last answer to be written.
+    """Yields a workload per text of these kinds: its messages as prompt, and its last answer as the text to write.
 
-    mode: "free" for a greedy answer that may be as long as the text's, else the text is replayed.
+    mode: "free" for a greedy answer of at most the text's length; any other mode replays the text.
     """
     for kind in kinds:
         for window, file in enumerate(sorted(TEXTS.glob(f"{kind}-*.txt"))):
@@ -57,7 +57,7 @@ def read_workloads(kinds: Sequence[str], tokenizer: Any, mode: str) -> Iterator[
 
 
 def read_messages(file: Path) -> list[dict[str, str]]:
-    """Returns the messages of a text, the last one an answer. A line `@user` or `@assistant` begins each."""
+    """Returns the messages of a file, the last one an answer. A line `@user` or `@assistant` begins each message."""
     messages: list[dict[str, str]] = []
     for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.strip() in ("@user", "@assistant"):
@@ -69,9 +69,9 @@ def read_messages(file: Path) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class ForcedText:
-    """A text in the ids of a model. prompt: ids to read. ids: those to write; pieces: the base ids of each.
+    """A text in a model's ids. prompt: ids to read. ids: ids to write. pieces: base ids of each id to write.
 
-    book: the codebook once the prompt was read, None for a plain model.
+    book: the codebook after the prompt, None for a plain model.
     """
 
     prompt: list[int]
@@ -81,7 +81,7 @@ class ForcedText:
 
 
 def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
-    """Returns the turn's text as a model writes it. book: a new request's codebook, None for a plain model."""
+    """Returns the turn's text in a model's ids. book: a new request's codebook, None for a plain model."""
     text = list(turn.text or ())
     if book is None:
         return ForcedText(list(turn.prompt), text, [[one] for one in text])
@@ -97,9 +97,9 @@ def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
 
 @dataclass(frozen=True)
 class Replay:
-    """The passes after the first id that wrote a text. widths: ids that each read. cost: of all passes, by the curve.
+    """The passes that wrote a text, after its first id. widths: ids per pass. cost: sum over passes, by the cost curve.
 
-    host_s: processor time of proposing and of noting what became of it.
+    host_s: processor seconds of proposing drafts and recording their results.
     """
 
     widths: list[int]
@@ -110,9 +110,9 @@ class Replay:
 def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mapping[int, float] | None = None) -> Replay:
     """Replays the passes in which a model writes the turn's text, as an engine runs them for one request.
 
-    Drafts are those of `draft="lookup"`, or with a curve those of "auto" on a machine with these costs of passes by
-    their ids, linear in between. book: as in `force_text`. ahead: whether a step begins before the host has read its
-    id, unless a draft is expected; so it is for plain models.
+    Without a curve, drafts are those of `draft="lookup"`; with one, those of "auto" on a machine where a pass over n
+    ids costs curve[n], linear in between. book: as in `force_text`. ahead: whether a step begins before the host has
+    read the last id, unless a draft is expected, as engines run plain models.
     """
     forced = force_text(turn, book)
     ids, pieces, book, limit = forced.ids, forced.pieces, forced.book, len(turn.text or ())
@@ -125,7 +125,7 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
     drafter.append(pieces[0])
     while at + 1 < len(ids):
         proposed = list[int]()
-        if waits:  # else the step has begun already
+        if waits:  # otherwise the step has already begun
             room = min(MOST_PROPOSED, limit - max(written, at + 1) - 1)
             [(source, width)] = choose_drafts([drafter], [room], held)
             proposed = [] if source is None else drafter.propose(source, ids[at], book, width)
@@ -149,5 +149,5 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns how many ids two sequences have in common at the beginning."""
+    """Returns the length of the common prefix of two sequences."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

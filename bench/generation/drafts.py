@@ -1,8 +1,8 @@
-"""Measures drafts on texts of five kinds: base tokens per pass, the host's work, and time, paired and in turns.
+"""Measures drafts on texts of five kinds: base tokens per pass, the host's work, and time, in alternating paired
+trials.
 
-A model writes the text's own answer (replay) or its own greedy one (free), plain and with hypertokens, with each way to
-draft. Passes that are replayed without a model give the host's work and, with published costs of passes, a calculation
-for other chips.
+A model writes the text's own answer (replay) or its own greedy answer (free), plain and with hypertokens, with each way
+to draft. Passes replayed without a model give the host's work and, with published costs, the gain on other chips.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from mlx_zip.sampling.options import Sampling
 from .draft_replay import CHIPS, KINDS, ROW_BY_ROW, force_text, read_workloads, replay
 from .generate import PACKAGES, EngineComparison
 
-DRAFTS: dict[str, dict[str, Any]] = {  # ways to draft: fields of `RunOptions`
+DRAFTS: dict[str, dict[str, Any]] = {  # way to draft -> fields of `RunOptions`
     "off": {},
     "lookup": {"draft": "lookup"},
     "auto": {"draft": "auto"},
 }
-HEAD, DRAFT_MODEL = "head", "draft model"  # ways that not every model has; the draft model is the plain model
-HOST_ROUNDS = 7  # replays of which the fastest counts
-PREFILL = 512  # ids of a prompt that are read in one call
+HEAD, DRAFT_MODEL = "head", "draft model"  # further ways, for some models; the draft model is the plain model
+HOST_ROUNDS = 7  # number of replays; the fastest counts
+PREFILL = 512  # ids of a prompt in one prefill pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         check_at_least(args, 2, "tokens")
     if args.texts is not None:
         check_at_least(args, 1, "texts")
-    args.warmup, args.shape = int("warm" in args.rows), None  # of the record
+    args.warmup, args.shape = int("warm" in args.rows), None  # for the records
     load_before_bench()
     for name in args.models:
         models = models_from_folders(name, PARTNERS.get(name), args.float32)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fitting_workloads(models: Models, args: argparse.Namespace) -> Iterator[Workload]:
-    """Yields the workloads of --kinds and --texts; those that do not fit the context are named on standard error."""
+    """Yields the workloads of --kinds and --texts; names those that exceed the context on standard error."""
     for workload in read_workloads(args.kinds, models.tokenizer, "free" if args.mode == "greedy" else args.mode):
         if args.texts is not None and workload.window >= args.texts:
             continue
@@ -131,7 +131,7 @@ def fitting_workloads(models: Models, args: argparse.Namespace) -> Iterator[Work
 
 
 def replay_records(models: Models, workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yields a record per text, for the plain model and for the one with hypertokens."""
+    """Yields two records per text: for the plain model and for the model with hypertokens."""
     assert models.zipped is not None
     books = {"plain": None, "zip": make_prompt_cache(models.zipped())[-1].books[0]}
     for workload, (kind, book) in product(workloads, books.items()):
@@ -139,7 +139,7 @@ def replay_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
 
 
 def count_record(mode: str, engine: str, models: Models, workload: Workload, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record of what was counted on a text. found: its further fields."""
+    """Returns a record of counts on a text. found: the record's further fields."""
     return {
         "bench": "drafts",
         "mode": mode,
@@ -152,10 +152,10 @@ def count_record(mode: str, engine: str, models: Models, workload: Workload, fou
 
 
 def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
-    """Returns what was written after the first id and in how many passes, gains on `CHIPS`, and the host's time.
+    """Returns counts of what is written after the first id, the host's time per id, and estimated gains on `CHIPS`.
 
-    host_us: per emitted id, with "auto" where passes gain nothing, and with "lookup"; the fastest replay counts.
-    row_by_row: the gain with "auto" there, which is a loss.
+    host_us: per emitted id, the fastest replay, with "lookup", and with "auto" where a pass over n ids costs n passes,
+    so that drafts gain nothing. row_by_row: the gain of "auto" at these costs, below 1 if it loses.
     """
     forced, ahead = force_text(turn, book), book is None
     found, ids = replay(turn, book, ahead), len(forced.ids) - 1
@@ -181,7 +181,7 @@ def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
 
 
 def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yields a record per text, model and way to draft that the model has: what its greedy answer took."""
+    """Yields a record per text, model and way to draft that the model supports: counts of its greedy answer."""
     read: dict[Any, list[Any]] = {}
     engines = [DraftedEngine(models, kind, draft, read) for kind in ("plain", "zip") for draft in ("off", "lookup")]
     engines += [
@@ -201,7 +201,7 @@ def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
 
 
 def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Namespace) -> None:
-    """Runs each text with every way to draft, in turns, and prints a record per text, way and state of the rows."""
+    """Times each text with every way to draft, alternating, and prints a record per text, way and state of the rows."""
     read: dict[Any, list[Any]] = {}
     engines = [DraftedEngine(models, kind, draft, read) for kind, draft in product(("plain", "zip"), args.drafts)]
     comparison = EngineComparison(args, list(product(engines, args.rows)), models)
@@ -217,7 +217,7 @@ def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Na
 
 
 def shorten(workload: Workload, tokens: int | None) -> Workload:
-    """Returns the workload with at most so many base ids to write, None for all."""
+    """Returns the workload with at most `tokens` base ids to write; None keeps all."""
     turn = workload.turns[0]
     text = None if turn.text is None else turn.text[:tokens]
     return replace(workload, turns=(Turn(turn.prompt, min(turn.tokens, tokens or turn.tokens), text),))
@@ -226,9 +226,9 @@ def shorten(workload: Workload, tokens: int | None) -> Workload:
 class DraftedEngine(MlxEngine):
     """Runs a model on mlx_zip's scheduler with one way to draft. A step of its `Run` is a pass of the model.
 
-    kind: "plain" or "zip". draft: of `DRAFTS`, `HEAD` or `DRAFT_MODEL`. read: caches that have read a
-    prompt but for its last id, by kind and prompt. Engines share them, so that a long prompt is read once; a run goes
-    on from a copy, as from a session.
+    kind: "plain" or "zip". draft: a key of `DRAFTS`, `HEAD` or `DRAFT_MODEL`. read: (kind, prompt) -> caches that have
+    read all of the prompt except its last id. Engines share `read`, so that a long prompt is read once; a run continues
+    a copy of the caches, as it would a session.
     """
 
     def __init__(self, models: Models, kind: str, draft: str, read: dict[Any, list[Any]]) -> None:
@@ -238,11 +238,11 @@ class DraftedEngine(MlxEngine):
         self.name, self._kind, self._read = f"{kind} {draft}", kind, read
         self._draft = DRAFTS.get(draft, {"draft": HEAD} if draft == HEAD else {})
         self._draft_model = models.plain() if draft == DRAFT_MODEL else None
-        self._is_cold = False  # whether the next run is to know nothing of earlier ones
-        self._warm_costs = PassCosts()  # of passes of all warm runs
+        self._is_cold = False  # whether the next run must reuse nothing from earlier runs
+        self._warm_costs = PassCosts()  # what all warm runs have found about passes
 
     def forget_encoded_rows(self) -> None:
-        """Forgets what passes cost, too."""
+        """Drops encoded rows; the next run also forgets the measured costs of passes."""
         super().forget_encoded_rows()
         self._is_cold = True
 
@@ -270,7 +270,7 @@ class DraftedEngine(MlxEngine):
         return run
 
     def _copy_of_read(self, prompt: tuple[int, ...], ids: Sequence[int], held: list[Any]) -> list[Any]:
-        """Returns a copy of the cache that has read these ids of a prompt. held: a new cache, which reads them once."""
+        """Returns a copy of the caches that have read a prompt's `ids`. held: new caches for the first reading."""
         if (key := (self._kind, prompt)) not in self._read:
             with ProgressBar(len(ids), "id", "Reading a prompt") as count, mx.stream(generation_stream):
                 for at in range(0, len(ids), PREFILL):
@@ -282,7 +282,7 @@ class DraftedEngine(MlxEngine):
 
 
 class _ReadPrompt(NoSessions):
-    """In place of a store of sessions: gives the only request a cache that has read its prompt but for the last id."""
+    """A session store for one request: returns caches that have read its prompt except the last id."""
 
     def __init__(self, cache: list[Any]) -> None:
         self._cache = cache
@@ -294,9 +294,9 @@ class _ReadPrompt(NoSessions):
 
 
 class PassNotes:
-    """Receives a request's events and notes passes in a `Run`. begun: when the request began, by `time.perf_counter`.
+    """Receives a request's events and records passes in a `Run`. begun: when the request began, by `time.perf_counter`.
 
-    A pass ends with the first id that was not proposed to it.
+    A pass ends with its first emitted id that was not a draft.
     """
 
     def __init__(self, run: Run, begun: float) -> None:

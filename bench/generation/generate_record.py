@@ -15,7 +15,7 @@ from mlx_zip.bench.records import Record, read_lines
 from mlx_zip.errors import MlxZipError
 
 SCHEMA = 1
-FIGURES = {  # name: (unit, what it is); one sample per trial
+FIGURES = {  # name: (unit, definition); one sample per trial
     "ttft_ms": ("ms", "from the request to the first emitted id, compression of the prompt included"),
     "prefill_tokens_per_s": ("base tokens/s", "base tokens of the prompt over the time to the first id"),
     "steps_per_s": ("steps/s", "steps after the first, over the time since the first"),
@@ -31,16 +31,16 @@ FIGURES = {  # name: (unit, what it is); one sample per trial
     "joules_per_token": ("J", "joules per emitted base token"),
     "ceiling_percent": ("%", "steps_per_s over the ceiling's"),
 }
-SECTIONS = {  # fields that every record has, older ones too
+SECTIONS = {  # fields of every record, older records included
     *("bench", "schema", "run", "time", "engine", "mode", "model", "workload", "setting", "counts", "figures"),
     *("ceiling", "energy_source", "device", "machine", "python", "versions", "commit"),
 }
-KEY = ("model", "workload")  # sections that are equal in two measurements of one thing, with mode, rows and engine
+KEY = ("model", "workload")  # sections that identify what was measured, with mode, rows and engine
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The upper bound that memory bandwidth sets: bytes that a step halfway through reads, and steps/s at that."""
+    """The upper bound that memory bandwidth sets: bytes read by an average step, and steps/s at full bandwidth."""
 
     bandwidth_bytes_per_s: float
     step_bytes: float
@@ -50,7 +50,7 @@ class Ceiling:
 def bandwidth_ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Ceiling:
     """Returns the upper bound on steps/s if a step only read weights, keys and values, and output rows from memory.
 
-    bandwidth: measured bytes/s. weight_bytes: of a step. kv_bytes: of one id; half of the emitted ids count.
+    bandwidth: measured bytes/s. weight_bytes: per step. kv_bytes: per id in the cache, with half of the emitted ids.
     """
     emitted = sum(map(len, run.ids))
     step = weight_bytes + kv_bytes * (run.kv_ids - emitted / 2) + run.row_bytes
@@ -60,9 +60,9 @@ def bandwidth_ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: R
 def summarize_figures(
     prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], tops: Sequence[Ceiling]
 ) -> dict[str, Any]:
-    """Returns each of `FIGURES` with unit, median, min, max and one sample per trial; None if it is unknown in a trial.
+    """Returns each of `FIGURES` with unit, median, min, max and a sample per trial; None if unknown in any trial.
 
-    prompts: base tokens of each trial's prompt. joules: energy of each trial. tops: the ceiling of each trial.
+    prompts: base tokens of each trial's prompt. joules: energy of each trial. tops: upper bound of each trial.
     """
     trials = [_trial_figures(*one) for one in zip(prompts, runs, joules, tops, strict=True)]
     return {name: summarize_samples(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
@@ -92,7 +92,7 @@ def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceil
 
 
 def summarize_samples(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None:
-    """Returns a figure of the record: samples with median, min and max, rounded to six digits; None if one is None."""
+    """Returns unit, median, min, max and samples, rounded to six significant digits; None if a sample is None."""
     known = [float(f"{sample:.6g}") for sample in samples if sample is not None]
     if len(known) < len(samples):
         return None
@@ -106,7 +106,7 @@ def summarize_samples(unit: str, samples: Sequence[float | None]) -> dict[str, A
 
 
 def sum_counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
-    """Returns sums over runs of what they read and wrote. prompts: base tokens of each run's prompt."""
+    """Returns counts of ids, tokens, steps and bytes, summed over runs. prompts: base tokens of each run's prompt."""
     return {
         "prompt_tokens": sum(prompts),
         "prompt_ids": sum(run.prompt_ids for run in runs),
@@ -119,7 +119,7 @@ def sum_counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
 
 
 def ceiling_record(tops: Sequence[Ceiling]) -> dict[str, float]:
-    """Returns the record's section on the trials' ceilings, for the mean bytes of a step, rounded to six digits."""
+    """Returns the record's section `ceiling`, for the mean bytes per step of all trials, to six significant digits."""
     bandwidth, step = tops[0].bandwidth_bytes_per_s, sum(top.step_bytes for top in tops) / len(tops)
     return {name: float(f"{value:.6g}") for name, value in asdict(Ceiling(bandwidth, step, bandwidth / step)).items()}
 
@@ -128,9 +128,9 @@ def ceiling_record(tops: Sequence[Ceiling]) -> dict[str, float]:
 
 
 def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Returns every record of `bench generate` in these files, without the lines of other benches.
+    """Returns every record of `bench generate` in these files; records of other benches are skipped.
 
-    Raises `MlxZipError` naming a file that holds something else, an incomplete record, or no record at all.
+    Raises `MlxZipError` for a file without any, with an incomplete record, or with other content.
     """
     found = [line for name in names for line in read_lines(Path(name)) if _is_record(line, name)]
     if not found:
@@ -140,7 +140,7 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 @contextmanager
 def refuse_wrong_fields(names: Iterable[str | Path]) -> Iterator[None]:
-    """Raises `MlxZipError` naming these files if a field of their records is not what `bench generate` prints."""
+    """Raises `MlxZipError` naming these files if reading a field of their records fails inside."""
     try:
         yield
     except MlxZipError:
@@ -151,9 +151,9 @@ def refuse_wrong_fields(names: Iterable[str | Path]) -> Iterator[None]:
 
 
 def _is_record(line: Record, name: str | Path) -> bool:
-    """Whether a line is a record of `bench generate`.
+    """Returns whether a line is a record of `bench generate`.
 
-    Raises `MlxZipError` for a record that is incomplete, and for a line that is no record of a bench.
+    Raises `MlxZipError` for an incomplete record, and for a line that is not a record of any bench.
     """
     if "bench" not in line:
         raise MlxZipError(f"{name}: a line is not a record of a bench")
@@ -167,7 +167,7 @@ def _is_record(line: Record, name: str | Path) -> bool:
 
 
 def record_key(record: dict[str, Any], engine: bool = True) -> str:
-    """Returns a text that two records share if they have equal model, workload, mode, rows and engine.
+    """Returns a text that is equal for two records of equal model, workload, mode, rows and engine.
 
     engine: False leaves the engine out.
     """

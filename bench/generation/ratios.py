@@ -1,4 +1,4 @@
-"""Ratios of two engines' trials with 95 % intervals, paired where the trials ran in turns; those that pages show."""
+"""Ratios of two engines' trials with 95 % intervals, paired where trials alternate, and the ratios that pages show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUANTILES = (0.025, 0.975)
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio with its 95 % interval, from `low` to `high`. n: number of ratios, or of trials, that it comes from."""
+    """A ratio with its 95 % interval, `low` to `high`. n: number of ratios or trials it was computed from."""
 
     value: float
     low: float
@@ -32,17 +32,17 @@ class Ratio:
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = None, seed: int = 0) -> Ratio:
-    """Returns the median of b / a, pair by pair, with its interval. a [n] and b [n] were measured in turns.
+    """Returns the median of b / a, pair by pair, with its interval. Trials a [n] and b [n] alternated.
 
-    groups: how many equal groups of neighbouring pairs belong together, such as the trials of one conversation; a
-    group counts once, by its median, because its trials repeat one text. None: every pair is a group of its own.
+    groups: number of equal groups of neighbouring pairs, such as the trials of one conversation; a group counts once,
+    by its median, because its trials repeat one text. None: every pair is its own group.
     """
     pairs = np.divide(b, a).reshape(groups or len(a), -1)
     return median_with_interval(np.median(pairs, axis=1).tolist(), seed)
 
 
 def median_with_interval(ratios: Sequence[float], seed: int = 0) -> Ratio:
-    """Returns the median of ratios [n] and its interval by bootstrap: `DRAWS` samples of n drawn with replacement."""
+    """Returns the median of ratios [n] and its bootstrap interval: `DRAWS` samples of n, drawn with replacement."""
     if not len(ratios):
         raise ValueError("no trials")
     return bootstrap_median(tuple(ratios), seed)
@@ -50,7 +50,7 @@ def median_with_interval(ratios: Sequence[float], seed: int = 0) -> Ratio:
 
 @lru_cache(maxsize=1024)
 def bootstrap_median(ratios: tuple[float, ...], seed: int) -> Ratio:
-    """Returns what `median_with_interval` does; pages ask for the ratio of one record in several tables."""
+    """Like `median_with_interval`, but cached, because pages use the ratio of one record in several tables."""
     samples = np.asarray(ratios, float)
     drawn = samples[np.random.default_rng(seed).integers(0, len(samples), (DRAWS, len(samples)))]
     low, high = np.quantile(np.median(drawn, axis=1), QUANTILES)
@@ -58,14 +58,14 @@ def bootstrap_median(ratios: tuple[float, ...], seed: int) -> Ratio:
 
 
 def unpaired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Ratio:
-    """Returns the median of b [m] over that of a [n], with its interval, for trials that did not run in turns."""
+    """Returns the median of b [m] over that of a [n], with its interval, for trials that did not alternate."""
     rng = np.random.default_rng(seed)
     drawn = [np.median(rng.choice(np.asarray(x, float), (DRAWS, len(x))), axis=1) for x in (a, b)]
     low, high = np.quantile(drawn[1] / drawn[0], QUANTILES)
     return Ratio(float(np.median(b) / np.median(a)), float(low), float(high), min(len(a), len(b)))
 
 
-# ---- of the records of `bench generate` and `bench profile`
+# ---- ratios from records of `bench generate` and `bench profile`
 
 PROFILES = {
     "bundled model, 8 bit, rows cold": "profile-stories-cold",
@@ -75,19 +75,19 @@ PROFILES = {
     "`small-125m`, rows warm": "profile-warm",
 }
 REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
-STORIES = "stories-chat"  # record of the bundled model in conversations of three stories, with cold and with warm rows
+STORIES = "stories-chat"  # bundled model, conversations of three stories, cold and warm rows
 PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
 TURNS = ("first", "second", "third")
 
 
 def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
-    """Returns the second record's figure over the first's, paired by trial; trials of one conversation are one pair."""
+    """Returns the second record's figure over the first's, paired by trial; a conversation's trials are one pair."""
     a, b = (record["figures"][figure]["samples"] for record in pair)
     return paired_ratio(a, b, conversation_count(pair[1]))
 
 
 def conversation_count(record: Record) -> int | None:
-    """Returns the record's number of conversations if it has several, else None: then every trial is a pair."""
+    """Returns the record's number of conversations if it exceeds 1, else None: then every trial is a pair."""
     conversations = record["workload"].get("conversations", 1)
     return conversations if conversations > 1 else None
 
@@ -98,7 +98,7 @@ def step_time_ratio(record: Record) -> Ratio:
 
 
 def base_tokens_per_step(pair: tuple[Record, Record]) -> float:
-    """Returns the second record's base tokens per step, the median of its trials."""
+    """Returns the second record's base tokens per step: the median over its trials."""
     return pair[1]["figures"]["base_tokens_per_step"]["median"]
 
 
@@ -109,7 +109,7 @@ def pooled_base_tokens_per_step(pair: tuple[Record, Record]) -> float:
 
 
 def prompt_ids_per_base_id(pair: tuple[Record, Record]) -> float:
-    """Returns the length of the second record's prompt in ids, over its length in base ids."""
+    """Returns the second record's prompt length in ids, divided by its length in base ids."""
     counts = pair[1]["counts"]
     return counts["prompt_ids"] / counts["prompt_tokens"]
 

@@ -17,9 +17,9 @@ from mlx_zip.bench.records import libraries_cell, load_cell, table
 from .generate_record import read_records, record_key, refuse_wrong_fields
 from .ratios import figure_ratio
 
-BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
+BASE = "mlx-lm"  # engine that the others are compared with; if it did not run, the first of `BASES` that did
 BASES = (BASE, "torch-base", "vllm-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
-OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # compared with first, where they ran too
+OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # engine -> base that precedes `BASE`, if it ran
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
     "prefill, base tokens/s": ("prefill_tokens_per_s", 1),
@@ -31,13 +31,13 @@ COLUMNS = {  # heading: (figure, divisor)
     "peak, MB": ("peak_bytes", 1e6),
     "J per base token": ("joules_per_token", 1),
 }
-SHORT_COLUMNS = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")  # of `summary_table`
-RATIOS = {  # heading: figure, as a ratio to the base engine's
+SHORT_COLUMNS = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")  # columns of `summary_table`
+RATIOS = {  # heading: figure, divided by the base engine's
     "base tokens/s, to the base": "base_tokens_per_s",
     "bytes/s, to the base": "bytes_per_s",
 }
 BUSY = ("load average, idle share", "preloaded; BLAS")  # headings
-PAPER = {  # arXiv 2506.01084, table 6: setting -> method -> prefill and decoding at 256, 512, 1024 and 2048 + 256
+PAPER = {  # arXiv 2506.01084, table 6: setting -> method -> prefill and decoding speed at each of `PAPER_SIZES`
     "Apple M1, Phi-3-4B (paper)": {
         "base": (165.0, 7.3, 211.3, 7.5, 200.9, 7.1, 196.6, 6.8),
         "zip2zip": (145.5, 7.9, 231.4, 10.1, 189.6, 7.4, 233.8, 7.3),
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Raises `MlxZipError` for files that hold no records."""
+    """Prints the table. Raises `MlxZipError` for files without records."""
     with refuse_wrong_fields(args.records):
         records = read_records(args.records)
         print(table6(records, args.paper) if args.table == "6" else records_table(records))
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def records_table(records: Records) -> str:
-    """Returns a table with a row per record: medians with smallest and largest trial, and ratios to the base engine."""
+    """Returns a table with a row per record: medians with minimum and maximum, and ratios to the base engine."""
     header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *RATIOS, "trials", *BUSY]
     rows = [
         [
@@ -103,7 +103,7 @@ def records_table(records: Records) -> str:
 
 
 def summary_table(records: Records) -> str:
-    """Returns the table that `bench generate` shows after each text: what a user notices, and ratios to the base."""
+    """Returns the table that `bench generate` prints after each text: `SHORT_COLUMNS` and ratios to the base."""
     heads = ["engine", "rows", *SHORT_COLUMNS, *RATIOS]
     rows = []
     for record in records:
@@ -117,9 +117,9 @@ def summary_table(records: Records) -> str:
 
 
 def ratios_to_base_engine(record: dict[str, Any], records: Records) -> list[str]:
-    """Returns the ratios in `RATIOS` of a record to the base engine that ran in turns with it.
+    """Returns a record's `RATIOS` to the base engine of the same run, as cells.
 
-    "-" for the base engine itself, without one, and for a figure that is not known.
+    A cell is "-" for the base engine itself, if no base engine ran, and for an unknown figure.
     """
     same_run = [
         r
@@ -179,10 +179,10 @@ def short_number(value: float) -> str:
 
 
 def table6(records: Records, paper: bool = False) -> str:
-    """Returns table 6 of the paper for these records: base tokens/s of prefill and decoding, by size.
+    """Returns the paper's table 6 for these records: base tokens/s of prefill and decoding, by size.
 
-    Each engine has a row, and one with its difference from the base. Domains and windows are pooled. paper: add the
-    paper's own figures.
+    Each engine has a row, and a second row with its difference from the base. Domains and windows are pooled. paper:
+    add the paper's own figures.
     """
     sizes = sorted({*map(workload_size, records), *(PAPER_SIZES if paper else ())})
     header = ["setting", "method", *(f"{p}+{g} {what}" for p, g in sizes for what in ("prefill", "decode"))]
@@ -202,7 +202,7 @@ def table6(records: Records, paper: bool = False) -> str:
 def table6_rows(
     name: str, rates: Mapping[str, Mapping[Size, tuple[float | None, float | None]]], sizes: Sequence[Size]
 ) -> list[list[str]]:
-    """Returns the rows of the setting `name`. rates: engine -> size -> (prefill, decoding), None if not known."""
+    """Returns the rows of the setting `name`. rates: engine -> size -> (prefill, decoding), None if unknown."""
     base = next((method for method in ("base", *BASES) if method in rates), None)
     rows = []
     for method, found in rates.items():
@@ -232,7 +232,7 @@ def workload_size(record: dict[str, Any]) -> Size:
 def group_by_setting(records: Records) -> dict[str, dict[str, dict[Size, list[dict[str, Any]]]]]:
     """Groups records by machine, model and mode, then by engine (in the order of `ENGINES`), then by size.
 
-    Records of several days are grouped by day too.
+    A setting measured on several days is split by day.
     """
     days = defaultdict(set)
     for record in records:
@@ -250,12 +250,12 @@ def _machine_and_model(record: dict[str, Any]) -> str:
 
 
 def prefill_and_decoding_rate(records: Records) -> tuple[float | None, float | None]:
-    """Returns base tokens/s of prefill and of decoding over several records: all tokens over all median times."""
+    """Returns base tokens/s of prefill and of decoding over several records: sum of tokens over sum of median times."""
     return pooled_rate(records, "prefill_tokens_per_s"), pooled_rate(records, "base_tokens_per_s")
 
 
 def pooled_rate(records: Records, name: str) -> float | None:
-    """Returns the rate `name` over several records: all tokens over all seconds; None if a record lacks it."""
+    """Returns the rate `name` over several records: sum of tokens over sum of seconds; None if a record lacks it."""
     which = "prompt_tokens" if name.startswith("prefill") else "base_tokens"
     known = [(record["counts"][which], record["figures"][name]) for record in records]
     if any(figure is None for _, figure in known):

@@ -1,1 +1,1 @@
-"""What belongs to measurements on an NVIDIA card; `nvidia.py` has the command."""
+"""Measurements on an NVIDIA GPU; `nvidia.py` has the command."""

@@ -1,4 +1,4 @@
-"""Checks that come before timings on a GPU: ids of the bundled models, CUDA graphs, and prompts in two chunks."""
+"""Checks that run before timings on a GPU: ids of the bundled models, CUDA graphs, and prompts read in two chunks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 
-RECORDED = Path(__file__).parent / "greedy-ids.json"  # what MLX wrote, in float32
+RECORDED = Path(__file__).parent / "greedy-ids.json"  # greedy ids of MLX, in float32
 MODELS = ("stories", "stories-base")
-LOGITS, MOST_ERROR = "stories-base", 1e-2  # model whose logits are compared; relative error of bfloat16
+LOGITS, MOST_ERROR = "stories-base", 1e-2  # model whose logits are compared; largest relative error of bfloat16
 PROMPTS = ("Once upon a time there was a little dog who", "Tom and his sister found a big red box in the")
 CHUNKED = {"one key head per query head": "phi-3.5-mini", "grouped key heads": "llama-3.2-1b"}  # narrow, random weights
-CHUNKS = 200, 128  # ids of a prompt, and those of its first chunk of two
-MOST_APART = {"float32": 1e-4, "bfloat16": 2e-2}  # relative difference of logits: rounding only
-NO_NUMBER = 1e9  # error of logits that are no numbers
-TOKENS = 96  # base tokens that are recorded
+CHUNKS = 200, 128  # ids of a prompt, ids of its first chunk
+MOST_APART = {"float32": 1e-4, "bfloat16": 2e-2}  # largest relative difference of logits, for rounding
+NO_NUMBER = 1e9  # recorded as the error if logits are NaN or infinite
+TOKENS = 96  # number of recorded base tokens per prompt
 Line = dict[str, Any]
 
 
 def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
     encode = model.tokenizer.encode
     prompts = [encode(text, add_special_tokens=False) for text in PROMPTS]
-    batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # one for all, so that its graphs are captured once
+    batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # one for all, so that graphs are captured once
     return [
         [one for one, _ in generate_greedily(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts
     ]
@@ -51,9 +51,9 @@ def read_recorded_ids() -> dict[str, list[list[int]]]:
 
 
 def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
-    """Yields the name of each check, and a function that yields lines: a name, whether it holds, what was found.
+    """Yields each check's name, and a function that runs it and yields lines: name, whether it holds, what was found.
 
-    tokens: base tokens that are compared; fewer than were recorded compare the beginning. Graphs need a GPU.
+    tokens: base tokens to compare; if fewer than recorded, only the beginning is compared. CUDA graphs need a GPU.
     """
     for name in MODELS:
         yield f"ids of {name}", partial(check_ids, name, device, tokens)
@@ -64,7 +64,7 @@ def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[
 
 
 def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
-    """Compares a bundled model's greedy ids with the recorded ones, and CUDA graphs with the same work without them."""
+    """Compares a bundled model's greedy ids with the recorded ones, and on a GPU with those without CUDA graphs."""
     wanted, model = read_recorded_ids()[name], open_model(name, device, "float32")
     found = greedy_ids(model, tokens)
     if tokens < TOKENS:
@@ -80,16 +80,16 @@ def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
 
 def check_logits(device: str | None) -> Iterator[Line]:
     error = relative_logits_error(open_model(LOGITS, device, "bfloat16"), open_model(LOGITS, device, "float32"))
-    error = min(error, NO_NUMBER) if isfinite(error) else NO_NUMBER  # JSON has no other way to say so
+    error = min(error, NO_NUMBER) if isfinite(error) else NO_NUMBER  # JSON has no NaN or infinity
     line = check_line(f"logits of {LOGITS}, bfloat16", error <= MOST_ERROR, f"relative error {error:.2g}")
     yield {**line, "value": error}
 
 
 def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
-    """Compares logits after a prompt that is read in two chunks with those after reading it at once.
+    """Compares the logits after a prompt read in two chunks with those after reading it at once.
 
-    heads: one of `CHUNKED`. The second chunk's queries see the first one's keys, by another operation of PyTorch for
-    each dtype and with each kind of heads.
+    heads: a key of `CHUNKED`. The second chunk's queries attend to the first chunk's keys; PyTorch uses a different
+    operation for each dtype and kind of heads.
     """
     config, where = narrow_shape_config(SHAPES[CHUNKED[heads]]), find_device(device)
     folder = random_folder(config, where, getattr(torch, dtype), kernels=where.type == "cuda")
@@ -101,7 +101,7 @@ def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
 
 
 def relative_logits_error(model: CudaModel, exact: CudaModel) -> float:
-    """Returns the norm of the difference of two models' logits after `PROMPTS`, over the norm of the second's."""
+    """Returns the norm of the difference of two models' logits after `PROMPTS`, over the norm of `exact`'s."""
     texts = [np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.uint32) for text in PROMPTS]
     ours, theirs = (torch.cat([logits_after_prompt(one, ids, len(ids)) for ids in texts]) for one in (model, exact))
     return relative_difference(ours, theirs)
@@ -112,7 +112,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def logits_after_prompt(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.Tensor:
-    """Returns the logits [V] float64 of the base ids after ids [n], read `chunk` at once."""
+    """Returns the base ids' logits [V] in float64 after ids [n], read `chunk` ids at a time."""
     batch, kept = Batch(model, 1, len(ids) + 1), []
 
     def keep(head: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The cases of a part of `bench nvidia`, and the folder of its records.
+"""Runs the cases of a part of `bench nvidia`, and writes and reads the folder of records.
 
-Records are written as they come, and a case that fails is recorded.
+Each record is written at once, and a case that fails is recorded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
 
 Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
-FAILED = "nvidia-error"  # bench of the record of a case that failed
-CARD = "nvidia-card"  # bench of the record of the card's state
+FAILED = "nvidia-error"  # field `bench` in the record of a failed case
+CARD = "nvidia-card"  # field `bench` in the record of the card's state
 
 
 class CaseRunner:
-    """Runs the cases of a part one after the other and keeps their records in the part's file."""
+    """Runs the cases of a part one after the other and writes their records to the part's file."""
 
     def __init__(self, folder: Path, part: str) -> None:
         self.folder, self.part = folder, part
@@ -41,28 +41,28 @@ class CaseRunner:
         return int(any(one["bench"] == FAILED for one in self.records))
 
     def add(self, record: Record) -> None:
-        """Keeps a record, and writes the file."""
+        """Adds a record and writes the file."""
         self.records.append(record)
         write_part_records(self.folder, self.part, self.records)
 
     def record_card_state(self, when: str) -> None:
-        """Keeps a record of the card's clocks, power and temperature, if they are known. when: "before" or "after"."""
+        """Adds a record of the card's clocks, power and temperature, if known. when: "before" or "after"."""
         if state := card_state():
             self.add(make_record("card", part=self.part, when=when, state=state))
 
     def run(self, name: str, work: Callable[[], Iterable[Record]]) -> None:
-        """Keeps the records that `work` yields, each at once. An error becomes a record too; the next case can run."""
+        """Adds the records that `work` yields, each at once. An error is recorded too, and the next case can run."""
         with self.group(name):
             for record in work():
                 self.add(record)
 
     @contextmanager
     def group(self, name: str) -> Iterator[None]:
-        """Inside, cases are run; what fails between them becomes a record of this name, and ends the group."""
-        gc.collect()  # what a failed case held is free again
+        """Runs several cases inside; an error outside of them ends the group and is recorded under this name."""
+        gc.collect()  # frees the memory of a failed case
         try:
             yield
-        except Exception as error:  # whatever a case raises, the others are measured; the record names it
+        except Exception as error:  # any error is recorded, and the other cases still run
             self._record_failure(name, error)
 
     def _record_failure(self, name: str, error: Exception) -> None:
@@ -74,17 +74,17 @@ class CaseRunner:
 
 
 def make_record(bench: str, **fields: Any) -> Record:
-    """Returns a record with what every record carries."""
+    """Returns a record with the fields that every record has."""
     return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields(*PACKAGES)}
 
 
 # ---- the folder of records
 
-FAILED_TESTS = ("failures", "errors")  # of pytest's XML
+FAILED_TESTS = ("failures", "errors")  # attributes in pytest's XML
 
 
 def make_writable_folder(folder: Path) -> None:
-    """Makes a folder, with its parents. Raises `MlxZipError` if that fails, or if nothing can be written to it."""
+    """Makes a folder and its parents. Raises `MlxZipError` if that fails or the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -94,7 +94,7 @@ def make_writable_folder(folder: Path) -> None:
 
 
 def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
-    """Raises `MlxZipError` if a folder holds records of these parts already: runs are not mixed."""
+    """Raises `MlxZipError` if a folder already holds records of these parts: runs are not mixed."""
     if found := [part for part in parts if records_path(folder, part).exists()]:
         raise MlxZipError(f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder")
 
@@ -113,7 +113,7 @@ def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:
 
 
 def read_float64_test_record(folder: Path) -> list[Record]:
-    """Returns a record of the tests of kernels that pytest wrote to float64.xml; none if they did not run to the end.
+    """Returns a record of the kernel tests from pytest's float64.xml, as a list; [] if the file does not exist.
 
     Raises `MlxZipError` for a file that cannot be read.
     """
@@ -131,7 +131,7 @@ def read_float64_test_record(folder: Path) -> list[Record]:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Returns the text of a UTF-8 file. Raises `MlxZipError`; what: the flag that names the file."""
+    """Returns the text of a UTF-8 file. Raises `MlxZipError`, which names `what`, the flag that gave the path."""
     try:
         if not path.is_file():
             raise MlxZipError(f"{what} {os.fspath(path)}: there is no such file")

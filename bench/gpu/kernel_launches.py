@@ -1,7 +1,7 @@
-"""Counts the launches of a piece of work on PyTorch, and the bytes that they read and write; no GPU is needed.
+"""Counts the kernel launches of a piece of work on PyTorch, and the bytes that they read and write; needs no GPU.
 
 PyTorch's operations count unless they are views or allocations. A kernel of `mlx_zip.cuda.kernels` counts as the
-launches of its Triton form, also where its plain reference runs, whose operations do not count then.
+launches of its Triton form. Where its reference in PyTorch runs instead, the reference's operations do not count.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mlx_zip.cuda.kernels.attention import part_count
 from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.model import CudaModel
 
-FREE = {  # operations that launch nothing although their schema does not say so
+FREE = {  # operations that launch nothing, which their schema does not show
     *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
     *("is_pinned", "is_same_size", "lift_fresh", "_pin_memory", "sym_size", "sym_stride", "sym_numel"),
 }
-READS_ROWS = {"index", "index_select", "embedding", "gather"}  # they read as many elements as they return
+READS_ROWS = {"index", "index_select", "embedding", "gather"}  # operations that read as many elements as they return
 WRITES_ROWS = {"index_put_", "index_put", "scatter", "scatter_", "_index_put_impl_", "index_copy_"}
 FILLS = {"zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 FILLS |= {"fill_", "zero_", "scalar_tensor", "rand", "randn", "randint"}
@@ -41,14 +41,14 @@ FILLS |= {"fill_", "zero_", "scalar_tensor", "rand", "randn", "randint"}
 
 @dataclass
 class LaunchCounts:
-    """What was launched. names: how often each operation or kernel was. bytes: read and written by all of them."""
+    """Counts of launches. names: operation or kernel -> launches. sizes: operation or kernel -> bytes moved."""
 
     names: Counter[str] = field(default_factory=Counter)
     sizes: Counter[str] = field(default_factory=Counter)
 
     @property
     def count(self) -> int:
-        """All launches."""
+        """The number of all launches."""
         return self.names.total()
 
     @property
@@ -57,7 +57,7 @@ class LaunchCounts:
         return self.sizes.total()
 
     def add(self, name: str, count: int, size: int) -> None:
-        """Adds `count` launches that read and write `size` bytes together."""
+        """Adds `count` launches that together read and write `size` bytes."""
         self.names[name] += count
         self.sizes[name] += size
 
@@ -69,7 +69,7 @@ class LaunchCounts:
 
 
 class _LaunchCountingMode(TorchDispatchMode):
-    """Counts operations, unless it is paused."""
+    """Counts PyTorch's operations while `paused` is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ class _LaunchCountingMode(TorchDispatchMode):
         return out
 
     def _run_decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation by its parts if PyTorch knows it as one of several; else returns NotImplemented."""
+        """Runs a composite operation by its parts; returns NotImplemented for an operation without parts."""
         with self:
             return func.decompose(*args, **kwargs)
 
 
 def operation_launches_kernel(func: Any) -> bool:
-    """Returns whether one of PyTorch's operations launches something: it is no view and no allocation."""
+    """Returns whether a PyTorch operation launches a kernel: it is neither a view nor an allocation."""
     if func.overloadpacket.__name__ in FREE:
         return False
     returned = func._schema.returns
@@ -101,9 +101,9 @@ def operation_launches_kernel(func: Any) -> bool:
 
 
 def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Returns the bytes that one of PyTorch's operations reads and writes.
+    """Returns the bytes that a PyTorch operation reads and writes.
 
-    Each tensor counts once; operations on chosen rows count these rows only.
+    Each tensor counts once; for operations on chosen rows, only these rows count.
     """
     if name in FILLS:
         return tensor_bytes(out)
@@ -119,7 +119,7 @@ def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -
 
 @contextmanager
 def counting_launches() -> Iterator[LaunchCounts]:
-    """Counts what is launched inside, into the object that it yields. CUDA graphs are neither made nor replayed."""
+    """Yields `LaunchCounts` of the work done inside. CUDA graphs are neither captured nor replayed there."""
     mode = _LaunchCountingMode()
     with ExitStack() as stack:
         stack.enter_context(patch.object(Graphs, "run", lambda graphs, key, work, keep=(): work()))
@@ -191,7 +191,7 @@ def count_triton_launches(mode: _LaunchCountingMode, function: Callable[..., Any
     return run
 
 
-# ---- bytes of kernels; one that is not named reads each of its tensors and writes its result, once
+# ---- bytes of kernels; a kernel without an entry reads each of its tensors and writes its result, once
 
 Arguments = Mapping[str, Any]
 
@@ -201,7 +201,7 @@ def matrix_row_bytes(matrix: Matrix, count: int) -> int:
 
 
 def embedding_bytes(args: Arguments, out: Any) -> int:
-    """A base id's row comes from the base table, a hypertoken's from the installed rows."""
+    """Base ids read a row of the base table, hypertokens a row of the installed rows."""
     ids, base = args["ids"], args["base"]
     low = int((ids < args["boundary"]).sum())
     rows = (ids.numel() - low) * args["rows"].shape[2] * args["rows"].element_size()
@@ -209,7 +209,7 @@ def embedding_bytes(args: Arguments, out: Any) -> int:
 
 
 def entry_row_bytes(args: Arguments, out: Any) -> int:
-    """A row of the matrix and one of the places for each id of each entry."""
+    """Each id of each entry reads a row of the matrix; the position rows of one entry are read once, if any."""
     entries, places = args["entries"], args["places"]
     read = matrix_row_bytes(args["matrix"], entries.numel()) + (
         0 if places is None else tensor_bytes(places[: entries.shape[1]])
@@ -218,7 +218,7 @@ def entry_row_bytes(args: Arguments, out: Any) -> int:
 
 
 def head_bytes(args: Arguments, out: Any) -> int:
-    """The base matrix's rows below the boundary, and the installed rows."""
+    """Reads the base matrix's rows below the boundary, and the installed rows."""
     base, rows, installed = args["base"], args["rows"], args["installed"]
     entries = int(installed.sum()) * rows.shape[2] * rows.element_size()
     low = matrix_row_bytes(base, args["boundary"])
@@ -226,13 +226,13 @@ def head_bytes(args: Arguments, out: Any) -> int:
 
 
 def rope_bytes(args: Arguments, out: Any) -> int:
-    """Queries, keys and values are read; queries go to the result, keys and values into the caches."""
+    """Reads queries, keys and values; writes queries to the result, keys and values to the caches."""
     others = [args[name] for name in ("positions", "slots", "rotation")]
     return 2 * tensor_bytes(args["qkv"]) + tensor_bytes(others)
 
 
 def attention_bytes(args: Arguments, out: Any) -> int:
-    """The filled part of the caches; a sliding window limits it."""
+    """Reads the filled part of the caches, at most the sliding window."""
     keys = args["keys"]
     lengths = args["lengths"].clamp(max=min(keys.shape[2], args["window"]))
     one = 2 * keys.shape[1] * keys.shape[3] * keys.element_size()
@@ -240,21 +240,21 @@ def attention_bytes(args: Arguments, out: Any) -> int:
 
 
 def attention_launch_count(args: Arguments) -> int:
-    """Two where the keys are divided among programs, whose parts are combined then."""
+    """Returns 2 if the keys are divided among programs, whose results a second launch combines; else 1."""
     batch, kv_heads, places, _ = args["keys"].shape
     return 2 if part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
 
 
 def install_bytes(args: Arguments, out: Any) -> int:
-    """A row of each side is read and written for each entry, with its flag and its span."""
+    """Reads and writes a row of each side for each entry, with its flag and its span."""
     new, pool = args["new"], args["pool"]
     row = pool.shape[1] * pool.shape[2] * pool.element_size()
     return tensor_bytes(new) + new.shape[1] * (2 * row + 1 + 8)
 
 
-# launches of a kernel's Triton form where they are not one
+# launches of a kernel's Triton form, if not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
-    "head.reference_joint_head": lambda args: 2,  # blocks of ids, and what joins their findings
+    "head.reference_joint_head": lambda args: 2,  # one over blocks of ids, one that combines their results
     "attention.reference_decode_attention": attention_launch_count,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
@@ -266,17 +266,17 @@ KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
     "hyper_rows.reference_install_rows": install_bytes,
 }
 
-# ---- a decoding step: without hypertokens, with rows that are known, and with new ones
+# ---- a decoding step: without hypertokens, with warm rows, and with cold rows
 
-PROMPT = 2  # base ids that are read before the counted steps
-TRIES = 64  # steps in which one that installs an entry must come
+PROMPT = 2  # base ids read before the counted steps
+TRIES = 64  # most steps until one installs an entry
 
 
 @dataclass(frozen=True)
 class StepCosts:
     """The launches of a step that installs an entry whose row is in the store (warm) or must be encoded (cold).
 
-    Without hypertokens no step installs an entry: both are then the same.
+    Without hypertokens no step installs an entry, so both are equal.
     """
 
     warm: LaunchCounts
@@ -284,12 +284,12 @@ class StepCosts:
 
 
 def count_step_costs(model: CudaModel) -> StepCosts:
-    """Returns what a step of one sequence costs after `PROMPT` base ids.
+    """Returns the launches of a step of one sequence after `PROMPT` base ids.
 
-    The codebook counts as full. What the steps emit means nothing: ids that install an entry are forced.
+    All slots count as installed. The emitted ids are forced, so that a step installs an entry; the text means nothing.
     """
     found = []
-    for _ in range(1 + model.hypertokens):  # the second time finds the row that the first one has encoded
+    for _ in range(1 + model.hypertokens):  # the second pass finds the row that the first has encoded
         batch = Batch(model, 1, PROMPT + TRIES + 1)
         batch.add()
         batch.read(0, distinct_base_ids(model, PROMPT))
@@ -303,7 +303,7 @@ def distinct_base_ids(model: CudaModel, count: int) -> np.ndarray:
 
 
 def count_first_installing_step(batch: Batch) -> LaunchCounts:
-    """Returns the launches of the first step that installs an entry, or of the first one without hypertokens."""
+    """Returns the launches of the first step that installs an entry; without hypertokens, of the first step."""
     allowed = distinct_base_ids(batch.model, TRIES)
     batch.tables.installed.fill_(True)
     for at in range(TRIES):
@@ -318,7 +318,7 @@ def count_first_installing_step(batch: Batch) -> LaunchCounts:
 
 
 def take_step(batch: Batch, ids: torch.Tensor) -> None:
-    """Takes a whole step of a batch of one, which emits `ids` [1] after the head's choice has been computed."""
+    """Takes a whole step of a batch of one; emits `ids` [1], after the head has run."""
     batch.choose_ids(lambda head: ids, logits=False)
     batch.start_body()
     for error in batch.update_codebooks(batch.wait_for_ids()).values():

@@ -1,6 +1,6 @@
-"""Times each kernel of mlx_zip's engine on PyTorch alone, at the sizes of a shape.
+"""Times each kernel of mlx_zip's engine on PyTorch separately, at the sizes of a shape.
 
-Controls are timed too: PyTorch's own products of the same sizes, a copy, and a sum.
+Controls are timed too: PyTorch's own products of equal sizes, a copy, and a sum.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from mlx_zip.cuda.kernels.packed import Packed
 
 from .kernel_launches import counting_launches
 
-Work = Callable[[str | None], object]  # called with impl
+Work = Callable[[str | None], object]  # takes the kernel's argument `impl`
 Made = TypeVar("Made")
 SLOTS = 2048  # hyper rows
-ENTRIES, PLACES = (1, 64), 3  # entries that are encoded at once, and base ids of each
-PROMPT = 2048  # ids of the hyper embedding's call
-CALLS = 20  # calls of a trial: one alone is too short for a clock
-TIMES_CACHE = 3  # what calls rotate through is larger than so many caches of the card
-TILES = 8  # how PyTorch's 4-bit product lays its words out; its speed on large matrices hardly depends on that
+ENTRIES, PLACES = (1, 64), 3  # numbers of entries encoded at once; base ids per entry
+PROMPT = 2048  # ids per call of the hyper embedding
+CALLS = 20  # calls per trial: a single call is too short to time
+TIMES_CACHE = 3  # the arguments that calls rotate through exceed the card's cache this many times
+TILES = 8  # layout parameter of PyTorch's 4-bit product; it hardly changes the speed on large matrices
 
 
 class KernelCase(NamedTuple):
-    """A kernel to time. work: calls it. sets: arguments through which calls rotate, so that none is in the cache."""
+    """A kernel to time. work: calls it. sets: argument sets that calls rotate through, so that none stays cached."""
 
     name: str
     work: Work
@@ -44,7 +44,7 @@ class KernelCase(NamedTuple):
 
 
 def largest_cache_bytes(device: torch.device) -> int:
-    """Returns the bytes of a card's largest cache; 0 on a CPU, whose figures mean nothing here."""
+    """Returns the bytes of a GPU's L2 cache; 0 on a CPU, where timings are only rehearsals."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
@@ -65,7 +65,7 @@ def kernel_cases(
 ) -> Iterator[KernelCase]:
     """Yields every kernel at the sizes of config.json, and the controls.
 
-    context: keys that a sequence has. cache: bytes of the card's cache; None for those of the device.
+    context: number of keys of a sequence. cache: bytes of the card's cache; None asks the device.
     """
     cache = largest_cache_bytes(device) if cache is None else cache
     random = lambda *shape: torch.randn(shape, device=device).to(dtype)
@@ -75,7 +75,7 @@ def kernel_cases(
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or width // heads
     table, rows = random(vocab, width), random(1, slots, width)
-    # each call reads other rows, because those of one call would stay in the cache of a large GPU
+    # each call reads different rows, because the rows of one call would stay in the cache of a large GPU
     ids = cycle([torch.randint(0, vocab + slots, (1, PROMPT), device=device) for _ in range(CALLS)])
     yield KernelCase(
         f"hyper embedding, {PROMPT} ids", lambda impl: hyper_embedding(next(ids), table, rows, vocab, impl=impl)
@@ -102,7 +102,7 @@ def product_cases(
     cache: int,
     random: Callable[..., torch.Tensor],
 ) -> Iterator[KernelCase]:
-    """Yields the products with matrices of `bits` bits, None for dense ones; the controls of each product follow it."""
+    """Yields the products with matrices of `bits` bits (None: dense), each followed by its controls."""
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     folder, numbers = random_folder(dict(config), device, dtype, bits, GROUP_SIZE), count()
     x, wide, rows, norm = random(1, width), random(1, inner), random(1, slots, width), (random(width), 1e-5)
@@ -136,7 +136,7 @@ def has_torch_int4_product(device: torch.device) -> bool:
 
 
 def random_torch_int4_matrix(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a random matrix [rows, columns] as PyTorch packs 4-bit weights, and its scales and zeros in bfloat16."""
+    """Returns a random matrix [rows, columns] in PyTorch's 4-bit packing, and its bfloat16 scales and zeros."""
     pairs = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
     scales = torch.rand((columns // GROUP_SIZE, rows, 2), device=device).to(torch.bfloat16)
     return torch.ops.aten._convert_weight_to_int4pack(pairs, TILES), scales
@@ -147,7 +147,7 @@ def torch_int4_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tens
 
 
 def memory_control_cases(device: torch.device, side: int) -> Iterator[KernelCase]:
-    """Yields a copy and a sum of a float32 matrix [side, side]: other ways to use the memory than the yardstick's."""
+    """Yields a copy and a sum of a float32 matrix [side, side]: memory accesses unlike the yardstick's product."""
     source = torch.rand((side, side), device=device)
     target = torch.empty_like(source)
     yield KernelCase("control, copy", lambda impl: target.copy_(source))
@@ -157,9 +157,9 @@ def memory_control_cases(device: torch.device, side: int) -> Iterator[KernelCase
 def encoder_cases(
     entries: int, table: torch.Tensor, heads: int, random: Callable[..., torch.Tensor]
 ) -> Iterator[KernelCase]:
-    """Yields the encoders' pieces for so many entries.
+    """Yields the encoders' kernels for a batch of `entries` entries.
 
-    The rows are others at each call. The other pieces read what the piece before has just written, also in an encoder.
+    Each call gathers different rows. The other kernels read cached input, as they do after the kernel before them.
     """
     device, width = table.device, table.shape[1]
     ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])
@@ -178,11 +178,11 @@ def encoder_cases(
 def time_kernel(
     case: KernelCase, device: torch.device, trials: int, bandwidth: float, reference: bool, calls: int = CALLS
 ) -> dict[str, Any]:
-    """Returns a kernel's time per call, the bytes of a call, and the share of the read bandwidth that it reaches.
+    """Returns a kernel's time per call, bytes per call, and the share of the read bandwidth that it reaches.
 
-    The calls of a trial run one after the other, and each writes memory of its own; there are at least as many as the
-    case has sets of arguments. What small pieces read comes from the device's cache: their shares may be above 1.
-    reference: the plain reference is timed too.
+    The calls of a trial run one after the other, each with its own output memory; there are at least as many as the
+    case has argument sets. Small kernels read from the device's cache, so their share may exceed 1. reference: time the
+    plain reference too.
     """
     work, calls = case.work, max(calls, case.sets)
     with counting_launches() as found:
@@ -203,14 +203,14 @@ def time_kernel(
 
 def time_call_us(work: Callable[[], object], device: torch.device, trials: int, calls: int) -> float:
     def several(trial: int) -> None:
-        _ = [work() for _ in range(calls)]  # a list, so that no result's memory is used again
+        _ = [work() for _ in range(calls)]  # a list, so that no result's memory is reused
 
     ms = time_calls_on_device(capture_cuda_graph(several, device), device, trials, 2).record()["device_ms"]["median"]
     return 1e3 * ms / calls
 
 
 def capture_cuda_graph(work: Callable[[int], None], device: torch.device) -> Callable[[int], object]:
-    """Returns the work as a CUDA graph, so that the time between launches does not count; on a CPU the work itself."""
+    """Returns the work as a CUDA graph, which hides the gaps between launches; on a CPU, the work itself."""
     if device.type != "cuda":
         return work
     side = torch.cuda.Stream(device)

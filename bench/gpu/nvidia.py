@@ -1,8 +1,8 @@
-"""Runs the settings of the NVIDIA comparison part by part, and writes each part's records into a folder.
+"""Runs the parts of the NVIDIA comparison, and writes each part's records into a folder.
 
-Parts: `checks` (ids, graphs), `steps` (prefill and steps apart), `generate` (whole requests in replay), `kernels` (each
-alone), `others` (whole requests of other engines), `trace` (a profiler's trace), `summary` (targets). The
-records of a part also hold the card's clocks, power and temperature before and after it.
+Parts: `checks` (ids, CUDA graphs), `steps` (prefill and single steps), `generate` (whole requests in replay), `kernels`
+(each alone), `others` (whole requests of other engines), `trace` (a profiler's trace), `summary` (targets). A part's
+records include the card's clocks, power and temperature before and after it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parts; exit status 1 if a check or an engine fails. Raises `MlxZipError` for what cannot be run."""
+    """Runs the parts; exit status 1 if a check or case fails. Raises `MlxZipError` for flags that cannot be used."""
     parts = args.parts or list(PARTS)
     check_flags(args, parts)
     if not args.rehearse and list(parts) != ["summary"]:
@@ -84,7 +84,7 @@ def check_flags(args: argparse.Namespace, parts: Sequence[str]) -> None:
 
 
 def part_of_engine(engine: str) -> str:
-    """Returns the part that runs whole requests of an engine, so that one that is not installed harms no other."""
+    """Returns the part that runs an engine's whole requests; a missing library then stops no other part."""
     return "generate" if engine.startswith("torch-") else "others"
 
 
@@ -104,12 +104,15 @@ def check_usable_card() -> None:
 STEPS = (("phi-3.5-mini", "16"), ("llama-3.2-1b", "16"), ("phi-3.5-mini", "4"), ("phi-3-medium", "16"))
 WHOLE = (("phi-3.5-mini", "16"), ("phi-3.5-mini", "4"), ("llama-3.2-1b", "16"), ("phi-3-medium", "16"))
 OTHERS = "phi-3.5-mini"  # shape at which other engines are compared
-LARGE, MOST = ("phi-3-medium",), 3  # shapes whose trials take long, and the most trials that they get
+LARGE, MOST = ("phi-3-medium",), 3  # shapes whose trials take long; most trials for them
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. context + tokens: base ids of the steps. whole: sizes of whole requests. trials: of each."""
+    """Sizes of the measurements. context, tokens: base ids that steps read and write. whole: sizes of whole requests.
+
+    trials: per measurement. slots: hyper rows. calls: per kernel trial. greedy: base ids that the checks compare.
+    """
 
     context: int
     tokens: int
@@ -118,7 +121,7 @@ class Sizes:
     slots: int
     calls: int
     greedy: int
-    traced: int  # base ids of the trace: of all steps it would be large
+    traced: int  # base ids written in the trace, few because its file grows with each step
 
 
 FULL = Sizes(512, 256, ("512+256", "2048+256"), 5, 2048, 20, 96, 48)
@@ -253,7 +256,7 @@ def run_generate(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> in
 
 
 def run_other_engines(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
-    """Runs each of the other engines alone, so that one that fails harms no other."""
+    """Runs each of the other engines separately, so that a failing one stops no other."""
     for name in args.engines:
         if not name.startswith("torch-"):
             run_whole_requests(args, plan, cases, [name], OTHERS, "16", min(plan.trials, 2))
@@ -277,7 +280,7 @@ def run_whole_requests(
 
 
 def run_bench_generate(cases: CaseRunner, flags: list[str]) -> Sequence[Record]:
-    """Runs `bench generate` with these flags; `cases` keeps the records as they are printed. Returns none."""
+    """Runs `bench generate` with these flags; adds its records to `cases` as they are printed, and returns none."""
     from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()
@@ -288,7 +291,7 @@ def run_bench_generate(cases: CaseRunner, flags: list[str]) -> Sequence[Record]:
 
 
 class _RecordingOutput(CopyingStream):
-    """Shows what is printed, and keeps each line of it as a record."""
+    """Prints what is written, and adds each line, a JSON object, to `cases` as a record."""
 
     def __init__(self, cases: CaseRunner) -> None:
         super().__init__(sys.stdout)

@@ -1,7 +1,7 @@
 """Writes a checkpoint of random weights for the published zip2zip package, to be timed next to mlx_zip's shapes.
 
-It needs torch and transformers, not MLX and not the package. Weights are made on the GPU if torch finds one. They are
-those of `--shape` in other benches in all but their values: sizes, encoders, codebook.
+It needs torch and transformers, but neither MLX nor the package. Weights are made on the GPU if torch finds one. Sizes,
+encoders and codebook are those of `--shape` in other benches; only the values differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_zip.text.tokenizers import load_tokenizer
 if TYPE_CHECKING:
     import torch
 
-SHARD = "5GB"  # largest file of the decoder
+SHARD = "5GB"  # maximum size of a file of the decoder's weights
 DTYPES = {"16": "bfloat16", "float32": "float32"}
 
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder and prints its size. Raises `MlxZipError` for what cannot be written."""
+    """Writes the folder and prints its size. Raises `MlxZipError` if it cannot be written."""
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError as error:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def write_checkpoint(folder: Path, config: dict[str, Any], options: ZipOptions, tokenizer: Any, dtype: str) -> None:
     """Writes a self-contained checkpoint in the published package's format 2: decoder, tokenizer, encoders.
 
-    config: the decoder's. dtype: torch's name of the weights' number type.
+    config: the decoder's config.json. dtype: torch's name of the weights' dtype.
     """
     import torch
     from safetensors.torch import save_file
@@ -85,7 +85,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], options: ZipOptions, 
 
 
 def random_encoder_weights(section: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of two transformer encoders. section: `zip2zip` of a config.json."""
+    """Yields (name, tensor) of both transformer encoders. section: the section `zip2zip` of a config.json."""
     import torch
 
     sizes = section["encoder"]

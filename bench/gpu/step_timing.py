@@ -1,6 +1,6 @@
-"""Times prefill and single steps of mlx_zip's engine on PyTorch at a fixed context, apart from whole requests.
+"""Times prefill and single steps of mlx_zip's engine on PyTorch at a fixed context, without the rest of a request.
 
-A request can be traced too, with a profiler.
+Also traces a request with PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .kernel_launches import LaunchCounts, count_step_costs
 
 @dataclass(frozen=True)
 class Plan:
-    """What is timed: `trials` times the prefill of `context` base ids and then the steps of `tokens` more.
+    """What a trial times: the prefill of `context` base ids, then the steps that write `tokens` more.
 
-    warmup: trials before, which do not count.
+    trials: number of timed trials. warmup: number of untimed trials before them.
     """
 
     context: int
@@ -40,7 +40,7 @@ class Plan:
 
 @dataclass
 class TimedTrial:
-    """Times of one prefill and of its steps, and what a step reads, in bytes, halfway through."""
+    """Times of one prefill and its steps. bytes: read by an average step, by kind: weights, kv, rows."""
 
     prefill: DeviceClock
     steps: DeviceClock
@@ -49,9 +49,9 @@ class TimedTrial:
 
 
 def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) -> dict[str, Any]:
-    """Returns times of prefill and of steps in ms, one sample per trial and per step, and the bytes of a step.
+    """Returns times of prefill (per trial) and of steps in ms, with all samples, and the bytes that a step reads.
 
-    text: base ids to read and then to emit. rows: "warm" keeps the rows of earlier trials, "cold" begins without any.
+    text: base ids to read and then to write. rows: "warm" keeps the rows of earlier trials, "cold" drops them.
     """
     trials = []
     for trial in range(-plan.warmup, plan.trials):
@@ -96,9 +96,9 @@ def join_clocks(clocks: Sequence[DeviceClock]) -> DeviceClock:
 
 
 def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
-    """Runs a request traced, after one that is not, and writes the trace to folder/name.json.gz.
+    """Runs a request untraced, then traced, and writes the trace to folder/name.json.gz.
 
-    Returns what a warm step launches and moves, as counted by rule, and the engine's layers and bytes of weights.
+    Returns the counted launches and bytes of a warm step, and the engine's layers and weight bytes.
     """
     prompt, continuation = text[:context], text[context:]
     device = engine.model.device
@@ -117,9 +117,9 @@ def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder
 
 
 def count_warm_step(model: CudaModel) -> LaunchCounts:
-    """Returns what a warm step launches. The kernels' references run, by whose rules bytes are counted.
+    """Returns the launches of a warm step, counted on the kernels' references, which have rules for their bytes.
 
-    A kernel that is launched would count all of each tensor, although it reads some rows of it.
+    A Triton kernel would count all of each tensor, although it may read only some rows.
     """
     with force_implementation("reference"):
         return count_step_costs(model).warm

@@ -1,8 +1,8 @@
-"""The targets of the PyTorch engine, and which of them a run's records meet: the figures first, then their bounds.
+"""The targets of the PyTorch engine, and whether a run's records meet them. The figures come first, then their bounds.
 
-A target's cases are what it must hold for, such as shapes and texts; the worst one counts. A target is not met as long
-as one of its cases is missing. Shares of the bandwidth have a target for each card: on a card with faster memory, the
-time that a step spends on anything but reading is a larger share of the step.
+A target's cases are those it must hold for, such as shapes and texts; the worst case counts. A target is not met while
+one of its cases is missing. Shares of the bandwidth have a target per card: on a card with faster memory, the time that
+a step spends on anything but reading is a larger share of the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
-Cases = dict[str, float]  # figure by case, such as a shape or a text
+Cases = dict[str, float]  # case, such as a shape or a text -> figure
 
 
 # ---- steps
@@ -72,7 +72,7 @@ def kernels_named(records: Sequence[Record], start: str) -> Iterator[tuple[str, 
 
 
 def decoding_over_compression(records: Sequence[Record]) -> Cases:
-    """Returns decoding in base tokens/s of torch-zip over (its base tokens per step x torch-base's)."""
+    """Returns torch-zip's decoding speed over (its base tokens per step x torch-base's speed), in base tokens/s."""
     per_step = lambda one: one["figures"]["base_tokens_per_step"]["median"]
     return compare_with_engine(
         "torch-base", "base_tokens_per_s", records, lambda zipped, base: per_step(zipped) / per_step(base)
@@ -84,14 +84,14 @@ def prefill_over_base(records: Sequence[Record]) -> Cases:
 
 
 def speed_over_published(records: Sequence[Record]) -> Cases:
-    """Returns base tokens over the time of a whole request, of torch-zip over those of the published package."""
+    """Returns torch-zip's base tokens/s of a whole request over the published package's."""
     return compare_with_engine("zip2zip", "end_to_end_tokens_per_s", records)
 
 
 def compare_with_engine(
     other: str, figure: str, records: Sequence[Record], scale: Callable[[Record, Record], float] = lambda a, b: 1.0
 ) -> Cases:
-    """Returns torch-zip's figure over (`scale` x another engine's) on the same workload of the same card."""
+    """Returns torch-zip's figure over (`scale` x the other engine's), for equal workload, device and weights."""
     found = {}
     for zipped in whole_requests_of(records, "torch-zip"):
         fields = [zipped[name] for name in ("workload", "device")] + [weights_key(zipped)]
@@ -126,7 +126,7 @@ def whole_requests_of(records: Sequence[Record], engine: str) -> list[Record]:
 
 
 def checks_that_hold(start: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of the checks whose names begin so: 1 for one that holds, else 0."""
+    """Returns a function that returns 1 or 0 for each check whose name begins with `start`: whether it holds."""
     return lambda records: {
         one["check"]: float(one["holds"])
         for one in records_of_bench(records, "nvidia-checks")
@@ -141,17 +141,17 @@ def bfloat16_logits_error(records: Sequence[Record]) -> Cases:
 
 
 def passed_float64_share(records: Sequence[Record]) -> Cases:
-    """Returns the share of the kernels' tests against float64 references that passed; skipped ones do not count."""
+    """Returns the share of kernel tests against float64 references that passed; skipped tests do not count."""
     found = records_of_bench(records, "nvidia-float64")
     passed, failed = (sum(one[name] for one in found) for name in ("passed", "failed"))
     return {"tests": passed / (passed + failed)} if passed + failed else {}
 
 
-# ---- counted
+# ---- launches and bytes of the trace's warm step
 
 
 def launches_per_layer(records: Sequence[Record]) -> Cases:
-    """Returns the launches of a warm step over the layers, rounded down: those outside of layers are fewer."""
+    """Returns launches of a warm step per layer, rounded down: those outside the layers are fewer than the layers."""
     return {
         f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
         for one in records_of_bench(records, "nvidia-trace")
@@ -165,7 +165,7 @@ def added_launch_counts(records: Sequence[Record]) -> Cases:
 
 
 def added_bytes_share(records: Sequence[Record]) -> Cases:
-    """Returns the bytes that a warm step of torch-zip moves more than torch-base's, over those of the weights."""
+    """Returns how many bytes more a warm step of torch-zip moves than torch-base's, over the bytes of the weights."""
     found = {one["engine"]: one for one in records_of_bench(records, "nvidia-trace")}
     if not {"torch-zip", "torch-base"} <= found.keys():
         return {}
@@ -180,8 +180,8 @@ def records_of_bench(records: Iterable[Record], bench: str) -> list[Record]:
 # ---- targets
 
 UNMEASURED = "not measured"
-SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # with precisions, of the steps
-REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # the same, of whole requests
+SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # cases of the part `steps`
+REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # cases of `generate`
 TEXTS = tuple(f"{shape} {size}" for shape in REQUESTS for size in ("512+256", "2048+256"))
 ENCODERS = tuple(
     f"{shape} encoder {piece}, {count} entries"
@@ -190,14 +190,14 @@ ENCODERS = tuple(
     for count in (1, 64)
 )
 HEADS = ("one key head per query head", "grouped key heads")
-LOGITS_ERROR = 1e-2  # relative, of bfloat16
+LOGITS_ERROR = 1e-2  # largest relative error of bfloat16
 
 
 class Target(NamedTuple):
-    """A target. rule: how the figure is computed. values: of the records, by case. bound: the least that is wanted.
+    """A target. rule: how the figure is computed. values: computes it from records, by case. bound: minimum to meet.
 
-    needed: the cases, all of which must be there for it to be met. most: the bound is the most that is wanted. card:
-    part of the chip's name; "" for every card.
+    needed: the cases, all of which must be present. most: the bound is a maximum instead. card: part of the chip's name
+    that records must have; "" for every card.
     """
 
     name: str
@@ -209,11 +209,11 @@ class Target(NamedTuple):
     card: str = ""
 
     def values_on_card(self, records: Sequence[Record]) -> Cases:
-        """Returns the figures of the records of this card, by case."""
+        """Returns the figures of this card's records, by case."""
         return self.values([one for one in records if self.card in one.get("device", {}).get("chip", "")])
 
     def is_met(self, value: float) -> bool:
-        """Whether a value meets the target."""
+        """Returns whether a value meets the target."""
         return value <= self.bound if self.most else value >= self.bound
 
 
@@ -222,14 +222,14 @@ STEP = "median time of a step over torch-base's, at the same shape"
 CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
 
 
-CARDS = {"H100": 3.35e12, "H200": 4.8e12}  # SXM: bytes per second of the memory, from NVIDIA's data sheets
-FIRST_CARD = "H100"  # for which targets are set
+CARDS = {"H100": 3.35e12, "H200": 4.8e12}  # SXM: memory bandwidth in bytes/s, from NVIDIA's data sheets
+FIRST_CARD = "H100"  # card for which the bounds are given
 
 
 def share_with_equal_overhead(share: float, card: str) -> float:
-    """Returns the share of a card's bandwidth at which a step loses as much time as one at `share` on the first card.
+    """Converts a bandwidth share on `FIRST_CARD` to the share on `card` at which a step loses equal time.
 
-    The bytes are the same; faster memory reads them in less time, so the time that is lost weighs more.
+    Both read equal bytes. Faster memory reads them in less time, so the lost time is a larger share.
     """
     return 1 / (1 + (1 / share - 1) * CARDS[card] / CARDS[FIRST_CARD])
 
@@ -237,9 +237,9 @@ def share_with_equal_overhead(share: float, card: str) -> float:
 def bandwidth_share_targets(
     name: str, rule: str, values: Callable[[Sequence[Record]], Cases], bound: float, needed: Sequence[str]
 ) -> list[Target]:
-    """Returns the targets of a share of the read bandwidth on each card. name: with {} for share and card.
+    """Returns a target for each card: the share of the read bandwidth. name: {} is replaced by share and card.
 
-    bound: on an H100.
+    bound: the share on an H100.
     """
     found = {card: round(share_with_equal_overhead(bound, card), 2) for card in CARDS}
     return [
@@ -388,7 +388,7 @@ TARGETS = (
 def judge_targets(records: Sequence[Record], on_gpu: bool) -> list[Record]:
     """Returns each target with its rule, its worst case's figure, and "met", "missed" or "not measured".
 
-    Without a GPU none is measured. missing: cases that were not measured.
+    Without a GPU all are "not measured". missing: names of cases without a figure.
     """
     lines = []
     for target in TARGETS:
@@ -397,7 +397,7 @@ def judge_targets(records: Sequence[Record], on_gpu: bool) -> list[Record]:
         missing = [case for case in target.needed if case not in known]
         worst = (max if target.most else min)(known, key=known.__getitem__, default=None)
         if worst is not None and missing and target.is_met(known[worst]):
-            worst = None  # a case that is missing may be worse
+            worst = None  # a missing case may be worse
         value = None if worst is None else known[worst]
         verdict = UNMEASURED if value is None else "met" if target.is_met(value) else "missed"
         limit = {"bound": target.bound, "kind": "at most" if target.most else "at least", "rule": target.rule}

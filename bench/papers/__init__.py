@@ -1,4 +1,4 @@
-"""Experiments that repeat papers: run from a checkout as `mlx_zip bench NAME`, not installed."""
+"""Experiments that repeat papers: run from a checkout as `mlx_zip bench NAME`; packages do not include them."""
 
 EXPERIMENTS = {
     "ablations": (
@@ -50,4 +50,4 @@ EXPERIMENTS = {
         "packs for text that training never saw: base ids per id read and per step written, and bits per byte",
     ),
 }
-TIMED = {"codec_latency", "multitok", "adaptbpe", "adapt_step"}  # experiments that measure time: they have --record
+TIMED = {"codec_latency", "multitok", "adaptbpe", "adapt_step"}  # experiments that measure time; they accept --record

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OFFSETS = (0, 8, 16)  # of every 25 reviews of a class, in the order of their numbers
-NEWS = 5600  # in the train part; the other 2,000 are the test part
-TASKS = range(11, 511)  # numbers of the test part, which is MBPP's own
+OFFSETS = (0, 8, 16)  # positions taken from every 25 reviews of a class, in the order of their numbers
+NEWS = 5600  # number of articles in the train part; the other 2,000 are the test part
+TASKS = range(11, 511)  # task numbers of the test part, as in MBPP
 
 
 def review_lines(folder: str) -> Iterator[str]:
@@ -48,7 +48,7 @@ def news_lines(file: str, part: str) -> Iterator[str]:
 
 
 def abstract_lines(file: str, part: str) -> Iterator[str]:
-    """Yields the lines of one part of the abstracts. test: every fifth one, by id as text; train: the others."""
+    """Yields the lines of one part of the abstracts. test: every fifth in text order of the ids; train: the others."""
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     for i, pmid in enumerate(sorted(found)):
         if (i % 5 == 4) == (part == "test"):
@@ -71,14 +71,14 @@ def task_lines(file: str, part: str) -> Iterator[str]:
 
 
 def treebank_sentences(file: str) -> Iterator[str]:
-    """Yields the sentences of a treebank's file, as they were written."""
+    """Yields the sentences of a treebank file in their original text."""
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         if line.startswith("# text = "):
             yield line.removeprefix("# text = ")
 
 
 def paragraph_lines(file: str, part: str) -> Iterator[str]:
-    """Yields the paragraphs of the `train` or `test` part, one a line: every fourth one is a test."""
+    """Yields the paragraphs of the `train` or `test` part, one per line; every fourth paragraph is in `test`."""
     articles = json.loads(Path(file).read_text(encoding="utf-8"))["data"]
     found = [one["context"] for article in articles for one in article["paragraphs"]]
     for i, text in enumerate(found):
@@ -97,7 +97,7 @@ SLICES = {
 
 
 def main(words: Sequence[str]) -> None:
-    """Prints one slice. words: its name and its arguments."""
+    """Prints a slice. words: the slice's name and arguments."""
     for line in SLICES[words[0]](*words[1:]):
         print(line)
 

@@ -1,7 +1,7 @@
-"""A small HTTP client on raw sockets that notes when each event of a streamed answer arrives.
+"""A small HTTP client on raw sockets that records when each event of a streamed answer arrives.
 
-It asks servers on this machine. One connection carries one request. A `Dialect` has the path of a
-request, its body, and what the answer says.
+It talks to servers on this machine, one request per connection. A `Dialect` knows a request's path and body, and reads
+text and usage from the answer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mlx_zip.errors import MlxZipError
 
 @dataclass
 class Reply:
-    """What a server answered.
+    """A server's answer.
 
-    events: of a streamed answer, (seconds after the request was sent, JSON of a `data:` line). body: JSON of another
-    answer. What is no JSON is there as text. seconds: until the last byte.
+    events: for a streamed answer, (seconds after the request was sent, content of a `data:` line). body: content of any
+    other answer. JSON is parsed; anything else is kept as text. seconds: time until the last byte.
     """
 
     status: int
@@ -43,8 +43,8 @@ async def send_request(
 ) -> Reply:
     """Sends a request to 127.0.0.1 and returns the reply; by default a POST of JSON, or a GET if there is no body.
 
-    body: a value to be sent as JSON, or bytes to be sent as they are. leave_after: close the connection after so many
-    events of a streamed answer. Raises `MlxZipError` if the server does not answer whole within timeout_s seconds.
+    body: a value to send as JSON, or bytes to send unchanged. leave_after: close the connection after this many events
+    of a streamed answer. Raises `MlxZipError` if no complete answer arrives within timeout_s seconds.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -112,7 +112,7 @@ async def read_body_parts(reader: asyncio.StreamReader, reply: Reply) -> AsyncIt
 
 
 async def read_event_data(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
-    """Yields what the `data:` lines of an event stream hold: JSON values, or a text that is none, such as [DONE]."""
+    """Yields the content of an event stream's `data:` lines: JSON values, or text that is not JSON, such as [DONE]."""
     held = b""
     async for part in parts:
         *lines, held = (held + part).split(b"\n")
@@ -128,17 +128,17 @@ def parse_json_or_text(text: bytes) -> Any:
         return text.decode("utf-8", "replace")
 
 
-# ---- the dialects that the server speaks
+# ---- dialects: the APIs that the server offers
 
 Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How to ask in a dialect, and how to read the answer.
+    """How to write a request in a dialect, and how to read the answer.
 
     body(messages, max_tokens, stream) makes a greedy request, to which the caller adds the model's name. text(reply)
-    and usage(reply) read the answer: its text, and its base tokens as (prompt, cached ones of these, answer).
+    and usage(reply) read the answer: its text, and its base tokens as (prompt, of these cached, answer).
     """
 
     name: str
@@ -177,7 +177,7 @@ def _responses_body(messages: Messages, max_tokens: int, stream: bool) -> dict[s
 
 
 def final_response_object(reply: Reply) -> dict[str, Any]:
-    """Returns the response object, from the last event of a streamed answer."""
+    """Returns the response object of an answer; of a streamed answer, from its last event."""
     return reply.body if not reply.events else last_event_with(reply, "response")["response"]
 
 
@@ -208,7 +208,7 @@ def _anthropic_text(reply: Reply) -> str:
 
 
 def _anthropic_usage(reply: Reply) -> tuple[int, int, int]:
-    """Returns the usage of a message; what was cached is not among its input_tokens."""
+    """Returns the usage of a message. Its `input_tokens` do not include cached tokens, so these are added."""
     found: dict[str, Any] = {}
     for part in [reply.body] if not reply.events else [event for _, event in reply.events]:
         found |= (part.get("message") or part).get("usage") or {}
@@ -226,7 +226,7 @@ MESSAGES = Dialect("messages", "/v1/messages", _anthropic_body, _anthropic_text,
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
 
 
-# ---- asking, and when the answer came
+# ---- sending a request, and the times of its answer
 
 
 async def served_model_name(port: int) -> str:
@@ -240,7 +240,7 @@ async def served_model_name(port: int) -> str:
 
 @dataclass(frozen=True)
 class AskedServer:
-    """A server that is asked. model: the name that it has for its model."""
+    """A server to send requests to. model: the server's name for its model."""
 
     port: int
     model: str
@@ -252,7 +252,7 @@ class AskedServer:
 
 
 def text_times(reply: Reply) -> list[float]:
-    """Returns when each piece of text of a streamed chat completion came, in seconds after the request."""
+    """Returns when each piece of text of a streamed chat completion arrived, in seconds after the request."""
     return [
         seconds
         for seconds, event in reply.events
@@ -261,5 +261,5 @@ def text_times(reply: Reply) -> list[float]:
 
 
 def first_text_s(reply: Reply) -> float:
-    """Returns when the first text of a streamed chat completion came; without text, when the answer ended."""
+    """Returns when the first text of a streamed chat completion arrived; without text, when the answer ended."""
     return next(iter(text_times(reply)), reply.seconds)

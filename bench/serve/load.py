@@ -1,7 +1,7 @@
-"""Sends chat completions at a given rate to a server that runs on this machine, and times what comes back.
+"""Sends chat completions at a given rate to a server on this machine, and times the answers.
 
-The server speaks OpenAI's dialect: `mlx_zip serve` on any engine, `vllm serve`, `mlx_lm.server`. Requests begin at
-times that are drawn beforehand and do not wait for earlier answers, so a server that is too slow gets a queue.
+The server offers OpenAI's API: `mlx_zip serve` on any engine, `vllm serve`, `mlx_lm.server`. Requests begin at times
+that are drawn beforehand and do not wait for earlier answers, so a server that is too slow builds up a queue.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures each rate and prints one JSON line; returns 1 if a request failed. Raises `MlxZipError`."""
     check_at_least(args, 1, "requests", "max_tokens", "port")
-    if not all(0 < one < math.inf for one in (*args.rates, args.seconds)):  # nan is neither
+    if not all(0 < one < math.inf for one in (*args.rates, args.seconds)):  # NaN is refused too
         raise MlxZipError("--rates and --seconds must be finite numbers above 0")
     texts = read_requests(args.prompts)
     load_before_bench()
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start_times(rate: float, most: int, seconds: float, arrivals: str, seed: int) -> list[float]:
-    """Returns when requests begin, in seconds after the first, which begins at 0: at most `most`, before `seconds`."""
+    """Returns when requests begin, in seconds after the first: at most `most` of them, all before `seconds`."""
     rng = random.Random(seed)
     gaps = (rng.expovariate(rate) if arrivals == "poisson" else 1 / rate for _ in range(most - 1))
     return [at for at in accumulate(gaps, initial=0.0) if at < seconds]
@@ -108,7 +108,7 @@ def start_times(rate: float, most: int, seconds: float, arrivals: str, seed: int
 
 @dataclass
 class Sent:
-    """A request. late_s: how much later than planned it was sent. reply: None if there was no whole one."""
+    """A sent request. late_s: delay after the planned time. ended_s: seconds into the run. reply: None if partial."""
 
     late_s: float
     ended_s: float
@@ -116,7 +116,7 @@ class Sent:
 
 
 async def send_all(asked: AskedServer, contents: Sequence[str], starts: Sequence[float], max_tokens: int) -> list[Sent]:
-    """Sends each content at its time, in seconds from now, and returns all requests when the last one has ended."""
+    """Sends each content at its time, in seconds from now; returns all requests when the last has ended."""
     begun = time.perf_counter()
 
     async def send(content: str, start: float) -> Sent:
@@ -134,11 +134,11 @@ async def send_all(asked: AskedServer, contents: Sequence[str], starts: Sequence
 
 
 def summarize_load(sent: Sequence[Sent]) -> dict[str, Any]:
-    """Returns the figures of one rate. Times are of streamed pieces of text as they reach this process.
+    """Returns the figures of one rate. Times are those at which pieces of streamed text reach this process.
 
-    failed: number of requests by status, "no answer" for those without a whole one. first_text_ms: from the request to
-    the first piece. between_ms: between two pieces of one answer. whole_ms: of whole requests. late_ms: how much later
-    than planned requests were sent. base_tokens_per_s: as the server counts them, over the time of the whole run.
+    failed: status -> number of requests, "no answer" for incomplete answers. first_text_ms: from the request to the
+    first piece. between_ms: between two pieces of one answer. whole_ms: of whole requests. late_ms: delay of the
+    sending after the planned time. base_tokens_per_s: as counted by the server, over the time of the whole run.
     """
     whole = [one.reply for one in sent if one.reply is not None and one.reply.status == 200]
     failed = Counter(

@@ -1,4 +1,4 @@
-"""Servers that a bench starts as processes of their own, on free ports of this machine."""
+"""Servers that a bench starts as separate processes, on free ports of this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mlx_zip.errors import MlxZipError
 
 from .client import send_request
 
-START_S, END_S = 180.0, 30.0  # longest time for a server to start, and to end
+START_S, END_S = 180.0, 30.0  # most seconds for a server to start and to end
 
 
 class ServerProcess:
-    """A server in a process of its own, from entering the `with` statement to leaving it.
+    """A server in a separate process, which runs inside the `with` statement.
 
     words: the command after `python -m`, without host and port. health: a path that answers when the server is ready.
     """
@@ -60,7 +60,7 @@ class ServerProcess:
             try:
                 if asyncio.run(send_request(self.port, self.health, timeout_s=5)).status == 200:
                     return
-            except MlxZipError:  # it does not listen yet
+            except MlxZipError:  # the server does not listen yet
                 time.sleep(0.1)
         raise MlxZipError(f"the server {' '.join(self.words)} does not answer after {START_S:.0f} s")
 
@@ -71,7 +71,7 @@ class ServerProcess:
         return self._process
 
     def stop_with(self, by: signal.Signals) -> int:
-        """Sends a signal, waits for the process, at last with SIGKILL, and returns its exit status."""
+        """Sends a signal, waits `END_S` seconds for the process to end, else kills it; returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(by)
             try:
@@ -89,7 +89,7 @@ class ServerProcess:
         return next((line for line in reversed(lines) if line.strip()), "nothing printed")
 
     def resident_bytes(self) -> int | None:
-        """Returns the process's resident memory; None where the system has no /proc."""
+        """Returns the process's resident memory in bytes; None if the system has no /proc."""
         try:
             pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         except FileNotFoundError:
@@ -104,5 +104,5 @@ def free_port() -> int:
 
 
 def serve_command(model: str, folder: Path) -> list[str]:
-    """Returns the command that serves a model with sessions kept in a folder."""
+    """Returns the command, after `python -m`, that serves a model and keeps sessions in a folder."""
     return ["mlx_zip", "serve", "--model", model, "--session-cache", str(folder)]

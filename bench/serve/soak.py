@@ -1,7 +1,7 @@
-"""Sends `mlx_zip serve` thousands of requests, many at a time, and checks every answer, the memory and what is left.
+"""Sends `mlx_zip serve` thousands of concurrent requests, and checks every answer, memory growth and what is left over.
 
-A share of the requests is cancelled and a share is malformed. The others are greedy, and each answer must equal the one
-that `generate` gives to the same conversation alone.
+A share of the requests is cancelled and a share is malformed. The others are greedy, and each answer must equal what
+`generate` returns for the same conversation.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ MALFORMED: tuple[Any, ...] = (
     {"messages": [{"role": "user", "content": "x"}], "unknown_field": 1},
     {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
 )
-LENGTHS = (4, 12, 24, 48)  # base tokens of an answer
-KINDS = ("answer", "status", "hung", "running", "waiting", "sessions", "growth")  # of faults
+LENGTHS = (4, 12, 24, 48)  # maximum base tokens of an answer
+KINDS = ("answer", "status", "hung", "running", "waiting", "sessions", "growth")  # kinds of faults
 NO_MEMORY = "memory was not compared: that takes 1,000 requests, and a system with /proc"
-MOST_GROWTH = 0.05  # of resident memory, from a quarter of the requests to the end
-QUIET_S = 10.0  # in which the server must have ended all requests
+MOST_GROWTH = 0.05  # largest growth of resident memory from a quarter of the requests to the end
+QUIET_S = 10.0  # most seconds until the server has ended all requests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the mixture and prints one JSON line; returns 1 if anything was wrong. Raises `MlxZipError`."""
+    """Runs the mixture and prints one JSON line; returns 1 if a fault was found. Raises `MlxZipError` for bad flags."""
     check_at_least(args, 1, "requests", "at_once", "conversations")
     load_before_bench()
     expected = expected_answers(args.model, args.conversations)
@@ -103,9 +103,9 @@ def expected_answers(model: str, count: int) -> list[tuple[list[dict[str, str]],
 
 @dataclass
 class SoakRun:
-    """One run against a server. wrong: how often each kind of fault was seen. resident: bytes, now and then.
+    """One run against a server. wrong: kind of fault -> count. resident: resident bytes after every 50 requests.
 
-    kept: the server's figures of sessions at the end, before they are purged.
+    kept: the server's session metrics at the end, before sessions are purged.
     """
 
     server: ServerProcess
@@ -118,7 +118,7 @@ class SoakRun:
     kept: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> dict[str, Any]:
-        """Sends all requests and returns what was seen."""
+        """Sends all requests and returns counts, faults and memory growth."""
         self.model = await served_model_name(self.server.port)
         self.rng = random.Random(self.args.seed)
         kinds = self.rng.choices(
@@ -163,7 +163,7 @@ class SoakRun:
             self._count_fault("answer", f"{dialect.name}: {text!r} is not {expected!r}")
 
     async def _cancelled(self) -> None:
-        """Sends a request and leaves: a streamed one after an event or two, another one after a moment."""
+        """Sends a request and disconnects: from a stream after one to three events, else after at most 0.1 s."""
         stream = self.rng.random() < 0.5
         dialect, body, _ = self._choose_request(stream)
         if stream:
@@ -175,7 +175,7 @@ class SoakRun:
         await asyncio.wait([asking])
 
     async def _malformed(self) -> None:
-        """Sends a malformed body; the answer must be an error in JSON with a status from 400 to 499."""
+        """Sends a malformed body; the answer must be a JSON error with a status from 400 to 499."""
         dialect, body = self.rng.choice(DIALECTS), self.rng.choice(MALFORMED)
         reply = await send_request(self.server.port, dialect.path, body)
         if not 400 <= reply.status < 500 or not isinstance(reply.body, dict) or "error" not in reply.body:

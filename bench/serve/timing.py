@@ -1,6 +1,6 @@
-"""Times `mlx_zip serve` from raw sockets, next to `generate` and to mlx-lm's server on the same base model.
+"""Times `mlx_zip serve` from raw sockets, and compares it with `generate` and with mlx-lm's server on the base model.
 
-Servers are started as processes of their own and stay for the whole run. In each trial the ways to run take turns.
+Servers run as separate processes for the whole run. Each trial runs every way, in changing order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line. Raises `MlxZipError` for what cannot be run."""
+    """Measures and prints one JSON line. Raises `MlxZipError` for flags or models that cannot be used."""
     check_at_least(args, 1, "trials", "prompt_words")
     check_at_least(args, 2, "streams", "max_tokens")
     load_before_bench()
@@ -92,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns base tokens/s from the server and from `stream_generate` here, and how late the first byte comes.
+    """Returns base tokens/s from the server and from `stream_generate` here, and the delay of the first text.
 
-    overhead: the share of time that the server adds. first_byte_ms: from the first id in the engine to its text here.
+    overhead: share of time that the server adds. first_byte_ms: from the engine's first id to its text's arrival.
     """
     served, here, late = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "One stream") as count:
@@ -131,9 +131,9 @@ def server_reported_figures(reply: Reply) -> dict[str, Any]:
 
 
 def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namespace) -> dict[str, Any]:
-    """Returns for each server base tokens/s one request after the other and all at once, and the gain of that.
+    """Returns, for each server, base tokens/s with requests one by one and all at once, and their ratio as gain.
 
-    unfairness: in each trial, the most text that a stream had when the first one ended over the least.
+    unfairness, per trial: most text of a stream when the first stream ended, over the least.
     """
     pairs = list(product(asked, ("one_stream", "streams")))
     rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
@@ -175,7 +175,7 @@ async def ask_all(
 
 
 def unfairness_ratio(replies: Sequence[Reply]) -> float:
-    """Returns the most characters that a stream had when the first stream ended, over the least."""
+    """Returns the largest number of characters that a stream had when the first stream ended, over the smallest."""
     ended = min(reply.seconds for reply in replies)
     lengths = []
     for reply in replies:
@@ -188,7 +188,7 @@ def unfairness_ratio(replies: Sequence[Reply]) -> float:
 
 
 def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the time to the first text of a long prompt alone, and the longer of two that are sent together."""
+    """Returns the seconds to the first text of a long prompt alone, and of the slower of two sent together."""
     alone, together, ratio = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "Two prompts") as count:
         for trial in range(-1, args.trials):
@@ -210,10 +210,10 @@ def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[st
 
 # ---- later turns of long chats
 
-STORY = "Once upon a time there was a {} who wanted to find {}. "  # long prompts are made of it
+STORY = "Once upon a time there was a {} who wanted to find {}. "  # the sentence of long prompts
 THINGS = ("the sea", "a red kite", "the old bridge", "some honey", "a quiet place", "the moon", "a green door", "home")
 WORDS, TOKENS = 1500, 48  # words of the first message, about 2,000 base tokens; base tokens of each answer
-MOMENTS = (  # and the signal that ends the server afterwards
+MOMENTS = (  # (moment, signal that ends the server afterwards)
     ("second turn", signal.SIGTERM),
     ("after a restart", signal.SIGKILL),
     ("after kill -9", signal.SIGTERM),
@@ -223,8 +223,8 @@ MOMENTS = (  # and the signal that ends the server afterwards
 def cached_shares_of_later_turns(model: str) -> dict[str, dict[str, float]]:
     """Returns, for each moment and dialect, the share of the prompt's base tokens that was cached.
 
-    The moments: the second turn of a chat, the third after the server was ended and started again, and the fourth after
-    it was killed by SIGKILL and started again.
+    The moments: the second turn of a chat, the third after a restart of the server, and the fourth after the server was
+    killed by SIGKILL and started again.
     """
     found: dict[str, dict[str, float]] = {}
     chats = [Conversation(dialect, number) for number, dialect in enumerate(DIALECTS)]
@@ -265,7 +265,7 @@ def long_prompt(words: int, number: int) -> str:
 
 # ---- prompts of megabytes
 
-HUGE_BYTES, LARGE_BYTES, AT_ONCE = 30 << 20, 4 << 20, 4  # of one prompt, and of prompts that come together
+HUGE_BYTES, LARGE_BYTES, AT_ONCE = 30 << 20, 4 << 20, 4  # bytes of a prompt; bytes and number of concurrent ones
 SENTENCE = "Once upon a time there was a boat that wanted to see the sea. "
 SMALL = "Tell me a story about a frog."
 
@@ -273,9 +273,9 @@ SMALL = "Tell me a story about a frog."
 def measure_huge_prompts(server: ServerProcess, model: str, trials: int) -> dict[str, Any]:
     """Returns the time to refuse a huge prompt, the growth of memory, and the delay of a small chat by large prompts.
 
-    refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of resident memory over
-    all trials, None where the system has no /proc. delay_ms: time of a small chat sent together with large prompts,
-    minus its time alone. The first trial is a warm-up.
+    refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of the server's resident
+    memory over all trials, None if the system has no /proc. delay_ms: time of a small chat sent together with large
+    prompts, minus its time alone. The first trial is a warm-up.
     """
     refused, delays = [], []
     huge, large = huge_prompt_body(model, HUGE_BYTES), huge_prompt_body(model, LARGE_BYTES)
@@ -302,7 +302,7 @@ def huge_prompt_body(model: str, size: int) -> bytes:
 
 
 async def time_refusal(port: int, body: bytes) -> float:
-    """Returns the seconds until a prompt is refused. Raises `MlxZipError` if it is answered otherwise."""
+    """Returns the seconds until a prompt is refused. Raises `MlxZipError` for any other answer."""
     reply = await send_request(port, CHAT.path, body)
     if reply.status != 400 or reply.body["error"]["code"] != "context_length_exceeded":
         raise MlxZipError(f"a prompt of {len(body)} bytes was answered with status {reply.status}, not refused")
@@ -310,9 +310,9 @@ async def time_refusal(port: int, body: bytes) -> float:
 
 
 async def time_small_chat(port: int, model: str, load: bytes | None) -> float:
-    """Returns the seconds of a small chat. load: body of large requests that begin right before it, None for none."""
+    """Returns the seconds of a small chat. load: body of large requests sent right before it; None: no load."""
     others = [asyncio.ensure_future(time_refusal(port, load)) for _ in range(AT_ONCE)] if load else []
-    await asyncio.sleep(0)  # lets them begin
+    await asyncio.sleep(0)  # lets the large requests begin
     body = CHAT.body([{"role": "user", "content": SMALL}], 16, False) | {"model": model}
     begun = time.perf_counter()
     await send_request(port, CHAT.path, body)

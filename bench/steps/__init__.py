@@ -1,1 +1,1 @@
-"""What one decoding step costs: its parts, its launches, and what it would cost on a Mac."""
+"""The cost of one decoding step: its parts, its launches, and estimates for a Mac."""

@@ -1,8 +1,8 @@
-"""What the host does during a step, part by part, and where it waits: tells a stall from a slow kernel.
+"""Times what the host does during a step, part by part, and finds where it waits: tells a stall from a slow kernel.
 
-While bodies run ahead, the host has to wait for one thing only: the id (part "id"). There the device is at work, and a
-slow kernel shows. A wait in another part is a stall: the host asks for something that the device has not computed yet.
-Clocks are around the parts of whole requests; whether buffers are copied is looked at in a pass of its own.
+While bodies run ahead, the host has to wait only for the id (part "id"). The device works meanwhile, and a slow kernel
+makes this wait longer. A wait in another part is a stall: the host needs a value that the device has not computed yet.
+Parts are timed in whole requests; copies of buffers are counted in a separate pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlx_zip.engine.options import RunOptions, ServeOptions
 from .profile import forced_run_ahead
 from .tracer import AHEAD, CPU, MODEL, Hook, Seconds, Tracer
 
-PARTS = {  # name: what the host does; in a step's order
+PARTS = {  # name: what the host does, in the order of a step
     "graph": "builds the body's graph",
     "enqueue": "hands graphs to the device (mx.async_eval)",
     "id": "waits for the id",
@@ -54,12 +54,12 @@ HOOKS = (
     Hook("text", "mlx_zip.engine.responses:Answer", "take"),
 )
 DELIVERED = Hook("text", REQUEST, "send_emitted")
-BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a step stalls in a part that waits longer: share of a median step, seconds
-STALLED_SHARE = 0.05  # share of steps from which on a stall is reported
+BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a longer wait is a stall: share of a median step, seconds
+STALLED_SHARE = 0.05  # stalls are reported if they occur in a larger share of the steps
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-WINDOWS = (1, 2, 3)  # steps between two looks at the buffers; a copy in turns between two or three buffers shows too
-CHAIN = 1000  # tiny kernels
-ROUNDS, TOKENS = 3, 64  # timed runs of each way at most; base tokens that a run writes
+WINDOWS = (1, 2, 3)  # steps between two checks; different numbers also detect copies that alternate between buffers
+CHAIN = 1000  # number of tiny kernels in a chain
+ROUNDS, TOKENS = 3, 64  # most timed runs of each way; base tokens per run
 
 
 # ---- parts
@@ -68,8 +68,8 @@ ROUNDS, TOKENS = 3, 64  # timed runs of each way at most; base tokens that a run
 def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
     """Returns the figures of the steps of runs: `step_ms` and `parts_ms` (p50, p90, p99), `stalls`, and all samples.
 
-    runs: the tracer's marks of each run. samples_us, cpu_us: of every step the time of each part, and the part of it
-    in which the thread worked; the rest of it, it waited.
+    runs: the tracer's marks of each run. samples_us: wall time of each part in each step. cpu_us: the part of that time
+    in which the thread was running; it waited for the rest.
     """
     steps = [step_part_seconds(before, after) for marks in runs for before, after in pairwise(marks)]
     whole = [sum(wall.values()) for wall, _ in steps]
@@ -100,10 +100,10 @@ def rounded_us(seconds: Iterable[float]) -> list[float]:
 
 
 def find_stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Returns the parts besides "id" in which the host waits, the one that costs most first.
+    """Returns the parts other than "id" in which the host waits, ordered by total wait, longest first.
 
-    wall, cpu: by part, the seconds that each step took and those that the thread worked. share: of the steps that
-    stall in the part. ms: the median wait of these steps.
+    wall, cpu: part -> seconds that each step took, and seconds that the thread was running. share: share of the steps
+    that stall in the part. ms: the median wait of these steps.
     """
     step_s = median(map(sum, zip(*wall.values(), strict=True)))
     found = []
@@ -119,7 +119,7 @@ def find_stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[
 def trace_stream_generate(
     zipped: MlxZip, prompt: Sequence[int], tokens: int, text: Sequence[int] | None
 ) -> list[Seconds]:
-    """Runs a request in `stream_generate` with bodies that run ahead; returns the clocks at every emitted id."""
+    """Runs a request in `stream_generate` with bodies that run ahead; returns the clocks at each emitted id."""
     with forced_run_ahead(True), Tracer(HOOKS) as tracer:
         zipped.run(prompt, tokens, text)
     return tracer.marks
@@ -128,15 +128,15 @@ def trace_stream_generate(
 def trace_engine(
     make: Callable[[], Any], models: Models, prompt: Sequence[int], tokens: int, **sampling: Any
 ) -> list[Seconds]:
-    """Runs a request in an engine of its own, by the scheduler; returns the clocks at every delivered id.
+    """Runs a request in a new engine with its scheduler; returns the clocks at each delivered id.
 
-    make: returns the model, whose weights are computed; it is called in the engine's thread, because streams belong to
+    make: returns the model with evaluated weights. It is called in the engine's thread, because streams belong to
     threads.
     """
     ids: SimpleQueue[Any] = SimpleQueue()
     options = ServeOptions(run=RunOptions(ahead=True))
     with MlxEngine(lambda: (make(), models.tokenizer), models.name, options) as engine:
-        for _ in range(2):  # the first one is a warm-up
+        for _ in range(2):  # the first run is a warm-up
             with Tracer(HOOKS, mark=DELIVERED) as tracer:
                 engine.submit(Submission(prompt, tokens, sampling=sampling, keep=False), ids.put)
                 while not isinstance(event := ids.get(), Finished):
@@ -149,10 +149,11 @@ def trace_engine(
 
 
 def measure_plain_model(models: Models, prompt: Sequence[int], steps: int, rounds: int) -> dict[str, Any]:
-    """Returns steps of the plain model: `step_ms`, the median of each of `rounds` runs, and `over`, the median ratio.
+    """Returns step times of the plain model: `step_ms`, the median of each of `rounds` runs, and `over`, the median
+    ratios.
 
-    generate_step: mlx-lm's own, which the ratios are over. stream_generate: mlx_zip's, with its text. engine: the
-    scheduler, alone with the request. All run in turns, once before as a warm-up.
+    Ratios are over mlx-lm's `generate_step`. stream_generate: mlx_zip's. engine: the scheduler with one request. The
+    ways alternate, after a warm-up round.
     """
     from mlx_lm.generate import generate_step
 
@@ -182,11 +183,11 @@ def measure_plain_model(models: Models, prompt: Sequence[int], steps: int, round
 
 
 def count_buffer_copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -> dict[str, Any]:
-    """Returns how often a request's buffers have moved, which means that they were copied: KV caches and row tables.
+    """Returns how often a request's buffers (KV caches and row tables) moved, which means that they were copied.
 
-    prompt, text: base ids to read and to write. Every few steps (`WINDOWS`) the buffers' addresses are compared with
-    those before. Looking waits for the device, so nothing is timed. A buffer that has grown in the meantime does not
-    count. windows: looks. moved: by group of buffers, the looks that found one elsewhere, and the bytes of those.
+    prompt, text: base ids to read and to write. The buffers' addresses are compared every few steps (`WINDOWS`). A
+    check waits for the device, so nothing is timed. A buffer that has grown since the last check does not count.
+    windows: number of checks. moved: by group of buffers, the checks that found one moved, and the bytes of those.
     """
     cache = model.make_cache()
     prompt_ids, ids = compress_prompt_and_text(cache[-1].books[0], prompt, text)
@@ -203,7 +204,7 @@ def count_buffer_copies(model: Any, prompt: Sequence[int], text: Sequence[int], 
         if left == 0:
             after = buffer_places(cache)
             for name, group in found.items():
-                pairs = zip(before[name], after[name], strict=False)  # a table may have come meanwhile
+                pairs = zip(before[name], after[name], strict=False)  # a table may have been added since
                 moved = [now.bytes for then, now in pairs if now.shape == then.shape and now.address != then.address]
                 group["windows"] += bool(moved)
                 group["bytes"] += sum(moved)
@@ -212,7 +213,7 @@ def count_buffer_copies(model: Any, prompt: Sequence[int], text: Sequence[int], 
 
 
 class BufferPlace(NamedTuple):
-    """Where a buffer is."""
+    """Shape, size and address of a buffer."""
 
     shape: tuple[int, ...]
     bytes: int
@@ -220,7 +221,7 @@ class BufferPlace(NamedTuple):
 
 
 def buffer_places(cache: Sequence[Any]) -> dict[str, list[BufferPlace]]:
-    """Returns where the arrays are that steps write to, by group; waits until they are computed."""
+    """Returns the places of the arrays that steps write to, by group; waits until they are computed."""
     state = cache[-1]
     groups = {
         "KV cache": [array for entry in cache[:-1] for array in (entry.keys, entry.values)],
@@ -231,7 +232,7 @@ def buffer_places(cache: Sequence[Any]) -> dict[str, list[BufferPlace]]:
 
 
 def place_of_array(array: mx.array) -> BufferPlace:
-    """Returns where an array is. Nothing of it is held afterwards: MLX copies what somebody else holds."""
+    """Returns an array's place. Keeps no reference: MLX would copy an array that is referenced elsewhere."""
     view: Any = memoryview(array.view(mx.uint8))  # type: ignore[arg-type]
     return BufferPlace(tuple(array.shape), array.nbytes, np.asarray(view).__array_interface__["data"][0])
 
@@ -240,7 +241,7 @@ def place_of_array(array: mx.array) -> BufferPlace:
 
 
 def time_first_id_after_rests(zipped: MlxZip, prompt: Sequence[int], rests: Sequence[float]) -> dict[str, float]:
-    """Returns by seconds of rest how many ms the first id takes after it: a device that had nothing to do is slower."""
+    """Returns seconds of rest -> ms of the first id afterwards: an idle device is slower at first."""
     zipped.run(prompt, 2)
     found = {}
     with forced_run_ahead(True):
@@ -251,10 +252,10 @@ def time_first_id_after_rests(zipped: MlxZip, prompt: Sequence[int], rests: Sequ
 
 
 def time_tiny_kernels() -> dict[str, float]:
-    """Returns the cost in us of a kernel in a chain of tiny ones: `launch_us` where all are handed over together.
+    """Returns the cost in us of a tiny kernel in a chain. launch_us: if the whole chain is submitted at once.
 
-    buffer_us: what it costs more where each is handed over alone, on Metal in a command buffer of its own. Both hold
-    what the host does for it.
+    buffer_us: additional cost if each kernel is submitted alone, on Metal in its own command buffer. Both include the
+    host's work.
     """
 
     def chain(length: int, alone: bool = False) -> None:
@@ -270,16 +271,16 @@ def time_tiny_kernels() -> dict[str, float]:
     return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / CHAIN - launch_us)}
 
 
-# ---- all of it
+# ---- all measurements
 
 
 def measure_host_parts(
     models: Models, prompt: Sequence[int], text: Sequence[int], forced: bool, rests: Sequence[float], limit_s: float
 ) -> dict[str, Any]:
-    """Measures all that this file can, with bodies that run ahead; returns the figures by what they are of.
+    """Takes all measurements of this file, with bodies that run ahead; returns the figures by name.
 
-    prompt, text: base ids to read and to write. forced: whether the text is also written where parts are timed; if not,
-    the model chooses. rests: seconds before the first ids. After limit_s / 2 seconds no further round begins.
+    prompt, text: base ids to read and to write. forced: whether the text is forced while parts are timed; if not, the
+    model chooses. rests: seconds of rest before first ids are timed. After limit_s / 2 seconds no further round begins.
     """
     begun, zipped = time.perf_counter(), MlxZip(models, models.zipped or models.plain)
     marks: dict[str, list[Any]] = {"cold": [], "warm": []}
@@ -291,7 +292,7 @@ def measure_host_parts(
         if i and time.perf_counter() - begun > limit_s / 2:
             break
     ways = {name: summarize_parts(found[1:]) for name, found in marks.items()}
-    drawn = {"temp": 1.0, "seed": 0} if forced else {}  # random weights write one id over and over
+    drawn = {"temp": 1.0, "seed": 0} if forced else {}  # greedy, random weights would repeat one id
     ways["engine"] = summarize_parts([trace_engine(models.zipped or models.plain, models, prompt, TOKENS, **drawn)])
     rounds = ROUNDS if time.perf_counter() - begun < limit_s / 2 else 1
     return {
@@ -308,7 +309,7 @@ def measure_host_parts(
 
 
 def report_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what `measure_host_parts` found as (name, text) lines."""
+    """Returns the figures of `measure_host_parts` as (name, text) lines."""
     found = [(f"parts of a step, {name}", way_summary(way)) for name, way in figures["ways"].items()]
     plain, copied, cost = figures["plain"], figures["copies"], figures["kernels"]
     over = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in plain["over"].items())

@@ -1,7 +1,7 @@
 """Counts the kernels that a step launches on a GPU, in mlx_zip and in mlx-lm, from the graphs that both build.
 
-Nothing is evaluated in the counted steps, so a count needs no GPU (`mlx_zip.bench.steps.launches`). What a launch does
-is not weighed: a small addition counts as much as a large product.
+Nothing is evaluated in the counted steps, so counting needs no GPU (`mlx_zip.bench.steps.launches`). Launches are not
+weighted: a small addition counts as much as a large product.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.two_part_step import TwoPartStep
 
-PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps at most
-SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model
+PROMPT, STEPS = 32, 20  # base ids read before the counted steps; most steps
+SKIPPED = 4  # first steps, not counted: they include work done once per request or per model
 
 
 class StepLaunches(NamedTuple):
-    """Launches of each counted step, in mlx_zip and in mlx-lm, and whether the step installs an entry."""
+    """Launches of each counted step in mlx_zip (ours) and mlx-lm (plain), and whether the step installs an entry."""
 
     ours: list[int]
     plain: list[int]
@@ -45,10 +45,10 @@ class StepLaunches(NamedTuple):
 
 
 def count_step_launches(models: Models, base_ids: Sequence[int], rows: str) -> StepLaunches | None:
-    """Returns the launches of the steps that write `base_ids` after their first `PROMPT`; None if those are too few.
+    """Returns the launches of the steps that write `base_ids` after the first `PROMPT`; None if too few are left.
 
-    models: with hypertokens; new model objects are made, so that the timed ones keep their own graphs. rows: "warm", if
-    a request of the same text has filled the row store, or "cold".
+    models: with hypertokens; new model objects are made, so that timed models keep their own graphs. rows: "warm" if a
+    request for the same text has filled the row store, else "cold".
     """
     found = prepare_steps(models, base_ids, rows)
     if found is None:
@@ -61,10 +61,10 @@ def count_step_launches(models: Models, base_ids: Sequence[int], rows: str) -> S
 
 
 def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[list[float], list[float], list[bool]]:
-    """Returns the processor time in which the host builds the graphs of the steps that `count_step_launches` counts.
+    """Returns processor seconds in which the host builds the graph of each step that `count_step_launches` counts.
 
-    In mlx_zip, in mlx-lm, and whether the step installs an entry. Text and the work of MLX's own threads are left out.
-    Raises `MlxZipError` if the steps are too few.
+    Three lists: in mlx_zip, in mlx-lm, and whether the step installs an entry. Detokenizing and the work of MLX's own
+    threads are not included. Raises `MlxZipError` if there are too few steps.
     """
     found = prepare_steps(models, base_ids, rows)
     if found is None:
@@ -80,16 +80,16 @@ def _clocked(steps: Iterator[mx.array]) -> list[float]:
     arrays, clocks = [], [time.thread_time()]
     for array in steps:
         clocks.append(time.thread_time())
-        arrays.append(array)  # its graph is not to be torn down within the next step
+        arrays.append(array)  # keeps the graph from being freed within the next step
     return [after - before for before, after in pairwise(clocks)]
 
 
 def prepare_steps(
     models: Models, base_ids: Sequence[int], rows: str
 ) -> tuple[Any, list[Any], list[int], list[bool]] | None:
-    """Returns a model, a cache that holds the prompt, the ids of the steps, and whether each installs an entry.
+    """Returns a model, caches that hold the prompt, the ids of the steps, and whether each id installs an entry.
 
-    None if there are too few steps. models, base_ids, rows: as in `count_step_launches`.
+    Returns None if there are too few steps. models, base_ids, rows: as in `count_step_launches`.
     """
     assert models.zipped is not None
     model = copy(models.zipped())
@@ -105,13 +105,13 @@ def prepare_steps(
     cache = model.make_cache()
     prefill(model, prompt, cache)
     if rows == "cold":
-        model = copy(model)  # without the compiled encoders of this device
+        model = copy(model)  # without the encoders compiled for this device
     book = cache[-1].books[0].copy()
     return model, cache, emitted, [len(book.push(one)) > 0 for one in emitted]
 
 
 def encoder_launches(models: Models, side: str, entries: int) -> int:
-    """Returns the launches of a pass that encodes the rows of entries on one side, "input" or "output"."""
+    """Returns the launches of a pass that encodes the rows of `entries` entries. side: "input" or "output"."""
     assert models.zipped is not None
     model = copy(models.zipped())
     model.eval()
@@ -139,7 +139,7 @@ def prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
 
 
 def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.array]:
-    """Yields the choice of every step that reads one of `ids` in mlx_zip, with bodies that run ahead."""
+    """Yields the choice after each step that reads one of `ids` in mlx_zip, with bodies that run ahead."""
     ahead = TwoPartStep(model, cache)
     for one in ids:
         y = mx.array([one])
@@ -156,5 +156,5 @@ def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
 
 
 def greedy_choice(logits: mx.array) -> mx.array:
-    """Returns the greedy choice as the decode loop makes it: log-probabilities first."""
+    """Returns the greedy choice as the decoding loop computes it, from log-probabilities."""
     return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)

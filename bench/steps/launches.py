@@ -1,9 +1,9 @@
-"""Counts the kernels that a GPU would launch for a graph: what a step costs beyond the bytes that it reads.
+"""Counts the kernels that a GPU would launch for a graph: the cost of a step beyond the bytes that it reads.
 
-A launch is an operation that is no view. On the CPU, MLX builds some operations of many parts that a GPU runs as one
-kernel (`mx.fast`), and mlx_zip takes other ways there. `build_graphs_as_on_gpu` makes a model build its graph as on a
-GPU, so that launches can be counted on any machine. Such a graph must not be evaluated: the stand-ins compute nothing
-useful.
+Every operation that is not a view counts as a launch. On the CPU, MLX builds some operations (`mx.fast`) from many
+parts that a GPU runs as one kernel, and mlx_zip has separate code for the CPU. `build_graphs_as_on_gpu` makes a model
+build the graph of a GPU, so that launches can be counted on any machine. Such a graph must not be evaluated: its
+stand-ins compute nothing useful.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _NODE = re.compile(r'\[label ="([^"]*)", shape=rectangle\]')
 def count_launches(*arrays: mx.array) -> Counter[str]:
     """Returns how many operations of each name must still run to compute lazy arrays; views are not counted.
 
-    Lines of the export are counted, not its numbers: a number names a primitive, and all calls of one `mx.compile`d
-    function share theirs.
+    Counts the lines of the export, not its node numbers: all calls of one `mx.compile`d function share a number.
     """
     dot: Any = io.StringIO()
     mx.export_to_dot(dot, *arrays)
@@ -50,7 +49,7 @@ def count_launches(*arrays: mx.array) -> Counter[str]:
 def count_added_launches(steps: Iterable[mx.array]) -> list[int]:
     """Returns how many launches each step adds to those of the steps before it. steps: yields the array of each step.
 
-    The arrays stay lazy, and an operation that two steps share counts for the first of them.
+    The arrays stay lazy, and an operation shared by two steps counts for the first of them.
     """
     arrays: list[mx.array] = []
     totals = [0]
@@ -62,7 +61,7 @@ def count_added_launches(steps: Iterable[mx.array]) -> list[int]:
 
 @contextmanager
 def build_graphs_as_on_gpu() -> Iterator[None]:
-    """Inside, models build the graphs that they build on a GPU, with one operation for each call of `mx.fast`."""
+    """Makes models inside build the graphs that they build on a GPU, with one operation per call of `mx.fast`."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(layers, "is_step_on_cpu", lambda x: False))
         for name, stand_in in _STAND_INS.items():
@@ -72,7 +71,7 @@ def build_graphs_as_on_gpu() -> Iterator[None]:
 
 
 def _norm_stand_in(x: mx.array, *args: Any, **options: Any) -> mx.array:
-    """Stands in for `mx.fast.rms_norm` and `layer_norm`: one operation that is no view and is fused with no other."""
+    """Stands in for `mx.fast.rms_norm` and `layer_norm`: one operation, which is not a view and never fused."""
     return mx.softmax(x, axis=-1)
 
 

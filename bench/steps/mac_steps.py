@@ -1,8 +1,8 @@
 """Computes what a step costs on Macs, for mlx_zip and mlx-lm: launches, bytes, published bandwidths and host time.
 
 Nothing here is measured on a Mac. The launches of a shape are counted on small models of the same family, quantization
-and kind of encoder, with one and with two layers: their difference is a layer's, and the rest is the same at every
-depth. The bytes are those of the shape's own arrays, which are made but never computed. Host time is measured on
+and hyper-encoder, with one and with two layers: their difference is the launches of a layer; the rest does not depend
+on depth. The bytes are those of the shape's own arrays, which are made but never evaluated. Host time is measured on
 another machine by running this file, which prints the lines of the record `mac-host`.
 """
 
@@ -21,8 +21,8 @@ from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER
 
 
 class ChipKind(NamedTuple):
-    """What chips of one kind have in common. ops, mb: MLX hands over a command buffer when it holds more operations
-    or more than mb x 2^20 numbers (mlx/backend/metal/device.cpp). launch_us: least and most time of a launch.
+    """Common figures of a kind of chip. ops, mb: MLX submits a command buffer when it exceeds this many operations or
+    mb x 2^20 numbers (mlx/backend/metal/device.cpp). launch_us: minimum and maximum time of a launch.
     """
 
     launch_us: tuple[float, float]
@@ -45,26 +45,26 @@ CHIPS = {
     "M4 Max": Chip(546.0, MAX),
     "M5": Chip(153.0, BASE),
 }
-SECOND_BODIES = 0.01  # share of steps that run the body twice, at most
+SECOND_BODIES = 0.01  # largest share of steps that run the body twice
 MODELS = {"Llama-3.2-1B": "llama-3.2-1b", "Phi-3.5-mini": "phi-3.5-mini"}
 PRECISIONS = ("4", "16")
-SHARE = 0.8  # of the bandwidth that large products reach
-BUFFER_US = 20.0  # of a command buffer
+SHARE = 0.8  # share of the bandwidth that large products reach
+BUFFER_US = 20.0  # time of a command buffer
 KV_IDS = 1024  # ids in the KV cache
 ROWS = 1024  # entries in the codebook
-INSTALL_IDS = 4000  # ids over which the share of steps that install an entry is taken
-INSTALLS_OF: dict[str, Any] = {"tokenizer": "llama3", "merge_size": 3, "codebook_size": 2048}  # of the record `tokens`
-ENCODER_BITS = {"4": 8, "16": 16}  # of the hyper-encoders, by bits of the weights: what `mlx_zip convert` makes
+INSTALL_IDS = 4000  # number of ids over which the share of installing steps is computed
+INSTALLS_OF: dict[str, Any] = {"tokenizer": "llama3", "merge_size": 3, "codebook_size": 2048}  # which rows of `tokens`
+ENCODER_BITS = {"4": 8, "16": 16}  # weights' bits -> encoders' bits, as `mlx_zip convert` makes them
 SMALL = {"intermediate_size": 256, "vocab_size": 512}
-WIDTHS = {  # of the small models: quantized layers need 64 columns, and LongRoPE its 48 factors
+WIDTHS = {  # widths of the small models: quantized layers need 64 columns, LongRoPE needs 48 factors
     "llama": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2},
 }
-HOST_ROUNDS = 7  # of which the fastest counts
+HOST_ROUNDS = 7  # number of runs; the fastest counts
 
 
 class DeviceCost(NamedTuple):
-    """What a step costs on the device: bytes it reads, kernels it launches, numbers in what it reads, evaluations."""
+    """The cost of a step on the device: bytes read, kernels launched, numbers in what is read, evaluations."""
 
     bytes_read: float
     launches: float
@@ -75,21 +75,21 @@ class DeviceCost(NamedTuple):
         return DeviceCost(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, share: float) -> DeviceCost:
-        """Returns the mean cost if only this share of the steps has it."""
+        """Returns the mean cost per step if this share of the steps has the cost."""
         return DeviceCost(*(value * share for value in self))
 
     def buffers(self, kind: ChipKind) -> float:
-        """Returns how many command buffers the step is handed over in: by operations or numbers, and at evaluations."""
+        """Returns the number of command buffers of a step: one per evaluation, and by operations or numbers."""
         return self.evals + max(self.launches / kind.ops, self.numbers / (kind.mb << 20))
 
     def ms(self, chip: Chip, launch_us: float) -> float:
-        """Returns the device's time in ms with this time per launch."""
+        """Returns the device's time in ms. launch_us: time per launch."""
         read = self.bytes_read / (chip.bandwidth * SHARE * 1e6)
         return read + (self.launches * launch_us + self.buffers(chip.kind) * BUFFER_US) / 1e3
 
 
 class HostTimes(NamedTuple):
-    """The host's time per step in ms: of mlx-lm, and of mlx_zip with rows from the store and with an encoded entry."""
+    """The host's ms per step: of mlx-lm, and of mlx_zip with stored rows (warm) and with an encoded entry (cold)."""
 
     plain: float
     warm: float
@@ -99,9 +99,9 @@ class HostTimes(NamedTuple):
 class StepCosts(NamedTuple):
     """The costs of one model's steps.
 
-    plain: mlx-lm's. warm: what mlx_zip adds to every step. output_row: what it adds to a step that installs an entry
-    whose output row must be encoded. input_rows: a pass that encodes the input rows of `INPUT_ROWS_TOGETHER` entries.
-    body: a second run of the decoder's body. host: what the host does meanwhile.
+    plain: mlx-lm's step. warm: what mlx_zip adds to every step. output_row: what it adds to a step that installs an
+    entry whose output row must be encoded. input_rows: a pass that encodes the input rows of `INPUT_ROWS_TOGETHER`
+    entries. body: a second run of the decoder's body. host: the host's times, which overlap with the device's.
     """
 
     plain: DeviceCost
@@ -112,16 +112,16 @@ class StepCosts(NamedTuple):
     host: HostTimes
 
     def plain_ms(self, chip: Chip, launch_us: float) -> float:
-        """Returns the time of mlx-lm's step in ms: device and host work at the same time."""
+        """Returns the ms of mlx-lm's step: the longer of device and host time, as both work at once."""
         return max(self.plain.ms(chip, launch_us), self.host.plain)
 
     def warm_ms(self, chip: Chip, launch_us: float) -> float:
-        """Returns the time of a step of mlx_zip in ms if all rows are in the store."""
+        """Returns the ms of a step of mlx_zip if all rows are in the store."""
         device = self.plain + self.warm + self.body.times(SECOND_BODIES)
         return max(device.ms(chip, launch_us), self.host.warm)
 
     def cold_ms(self, chip: Chip, launch_us: float, installs: float) -> float:
-        """Returns the mean time of a step in ms if a share `installs` of the steps encodes an entry's rows."""
+        """Returns the mean ms of a step if a share `installs` of the steps encodes an entry's rows."""
         added = self.output_row + self.input_rows.times(1 / INPUT_ROWS_TOGETHER)
         device = self.plain + self.warm + added + self.body.times(SECOND_BODIES)
         one = max(device.ms(chip, launch_us), self.host.cold)
@@ -132,9 +132,9 @@ class StepCosts(NamedTuple):
 
 
 def install_shares(records: Records, ids: int) -> dict[str, float]:
-    """Returns by domain the share of the first `ids` ids of a text that install an entry, from the record `tokens`.
+    """Returns, by domain, the share of the first `ids` ids of a text that install an entry, from the record `tokens`.
 
-    The record has ids and entries of windows of several lengths; in between, entries are interpolated.
+    The record has ids and entries for windows of several lengths; between these, entries are interpolated.
     """
     found = {}
     for line in records.lines("tokens"):
@@ -143,7 +143,7 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
         rows = [dict(zip(line["columns"], row, strict=True)) for row in line["counts"]]
         points, size = [(0.0, 0.0)], INSTALLS_OF["codebook_size"]
         for row in sorted((one for one in rows if isinstance(one["window"], int)), key=lambda one: one["window"]):
-            same = row["codebook_size"] == size or row["window"] <= row["codebook_size"] < size  # it is never full
+            same = row["codebook_size"] == size or row["window"] <= row["codebook_size"] < size  # never full
             if row["merge_size"] == INSTALLS_OF["merge_size"] and same:
                 windows = line["base_ids"] / row["window"]
                 points.append((row["ids"] / windows, min(size, row["entries"] / windows)))
@@ -152,12 +152,12 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
     return found
 
 
-# ---- launches and host time, of small models
+# ---- launches and host time of small models
 
 
 class CountedLaunches(NamedTuple):
-    """Launches of a step of mlx-lm, those that mlx_zip adds in a step that installs an entry, and those of a pass that
-    encodes rows of one side: of one entry, and of `INPUT_ROWS_TOGETHER`.
+    """Launches. plain: of mlx-lm's step. warm: what mlx_zip adds in a step that installs an entry. one_row, input_rows:
+    of a pass that encodes rows of one side, for one entry and for `INPUT_ROWS_TOGETHER` entries.
     """
 
     plain: float
@@ -168,7 +168,7 @@ class CountedLaunches(NamedTuple):
 
 @cache
 def launches_of(name: str, precision: str) -> tuple[CountedLaunches, float]:
-    """Returns the launches of a shape's step, and those of one layer."""
+    """Returns the launches of a shape's step, and the launches of one layer of mlx-lm's."""
     one, two = (count_small_model_launches(name, precision, layers) for layers in (1, 2))
     layer = two.plain - one.plain
     return one._replace(plain=one.plain + (layer_count(name) - 1) * layer), layer
@@ -195,7 +195,7 @@ def count_small_model_launches(name: str, precision: str, layers: int) -> Counte
 
 
 def call_with_small_models(name: str, precision: str, layers: int, call: Callable[[Any, list[int]], Any]) -> Any:
-    """Returns what `call` returns for small models of a shape's family, and ids for them to write, on the CPU."""
+    """Returns `call(models, ids)` for small models of a shape's family and made-up base ids, on the CPU."""
     import mlx.core as mx
 
     from mlx_zip.bench.engines.model_making import models_from_config
@@ -217,9 +217,9 @@ def call_with_small_models(name: str, precision: str, layers: int, call: Callabl
 def measure_host() -> Iterator[dict[str, Any]]:
     """Yields a line of the record `mac-host` per model and precision.
 
-    host_us: the processor time in which the host builds the graphs of a step, in us, by the names in `HostTimes`: of
-    narrow models with the shape's layers, the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for
-    a GPU, detokenizing and waiting are left out.
+    host_us: processor us in which the host builds the graph of a step, by the names in `HostTimes`, for narrow models
+    with the shape's number of layers: the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for a GPU,
+    detokenizing and waiting are not included.
     """
     from mlx_zip.bench.recording import environment_fields
 
@@ -255,19 +255,19 @@ def host_times_of(records: Records, model: str, bits: str) -> HostTimes:
 
 
 class ArraySize(NamedTuple):
-    """Bytes, and the numbers that hold them."""
+    """The bytes of arrays, and how many numbers they consist of."""
 
     bytes: float
     numbers: float
 
     def times(self, count: float) -> ArraySize:
-        """Returns the size of so many."""
+        """Returns the size of `count` such arrays."""
         return ArraySize(self.bytes * count, self.numbers * count)
 
 
 @cache
 def sizes_of(name: str, precision: str) -> Mapping[str, ArraySize]:
-    """Returns what a step reads of: weights, head, KV cache, output rows, and the hyper-encoder of each side."""
+    """Returns name -> size of what a step reads: weights, head, KV cache, output rows, each side's hyper-encoder."""
     import mlx.core as mx
 
     from mlx_zip.bench.engines.interface import kv_bytes_per_id
@@ -313,7 +313,7 @@ def step_costs_of(name: str, precision: str, host: HostTimes) -> StepCosts:
     body = ArraySize(weights.bytes - head.bytes, weights.numbers - head.numbers)
     return StepCosts(
         plain=cost(counted.plain, 1, weights, kv),
-        warm=cost(counted.warm, 1, found["output rows"]),  # body and head are handed over apart
+        warm=cost(counted.warm, 1, found["output rows"]),  # body and head are submitted separately
         output_row=cost(counted.one_row, 0, found[SIDES[1]]),
         input_rows=cost(counted.input_rows, 0, found[SIDES[0]]),
         body=cost(layer * layer_count(name), 0, body, kv),
@@ -337,13 +337,13 @@ def median_install_share(records: Records) -> float:
 
 
 def steps_table(records: Records) -> str:
-    """Returns the table of computed steps, one row per chip, model and precision; a range spans `Kind.launch_us`."""
+    """Returns the table of computed steps, a row per chip, model and precision; ranges span `ChipKind.launch_us`."""
     rows, share = [], median_install_share(records)
     for name, chip in CHIPS.items():
         for model, bits, step in costs_of_all_models(records):
             plain = [step.plain_ms(chip, us) for us in chip.kind.launch_us]
             cells = [range_cell(plain, ".1f")]
-            for encoded in (0.0, share):  # of the steps: none if rows are warm
+            for encoded in (0.0, share):  # share of the steps that encode: none if rows are warm
                 ours = [step.cold_ms(chip, us, encoded) for us in chip.kind.launch_us]
                 cells.append(range_cell([a / b for a, b in zip(ours, plain, strict=True)], ".2f"))
             rows.append([name, model, bits, *cells])
@@ -352,7 +352,7 @@ def steps_table(records: Records) -> str:
 
 
 def costs_table(records: Records) -> str:
-    """Returns the table of what the steps above are computed from: bytes and launches of every model, and host time."""
+    """Returns the table of the inputs of `steps_table`: bytes and launches of every model, and host time."""
     rows = []
     for model, bits, step in costs_of_all_models(records):
         costs = (step.plain, step.warm, step.output_row, step.input_rows, step.body)
@@ -374,7 +374,7 @@ def installs_table(records: Records) -> str:
 
 
 def assumptions_table(records: Records) -> str:
-    """Returns the table of what the computation assumes."""
+    """Returns the table of the computation's assumptions."""
     chips = ", ".join(f"{name} {chip.bandwidth:g}" for name, chip in CHIPS.items())
     machine = {line["machine"] for line in records.lines("mac-host")}
     kinds = [(f"base and Pro chips: {BASE.launch_us[0]:g} to {BASE.launch_us[1]:g} us", BASE)]

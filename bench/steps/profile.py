@@ -1,13 +1,13 @@
 """Splits the time of a decoding step of mlx_zip: codec, rows, graph building, waiting, sampling, detokenizing.
 
-The same request runs in five ways, in turn: mlx-lm at the same KV length and mlx_zip, both as they are; both with
-clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks around parts show
-what the host does while the device works (`host_us`: they add up to a step; `cpu_us`: how much of it was the thread's
-own work, not waiting for a core); with the parts evaluated apart, their work on the device is in them too (`apart_us`:
-these do not overlap, so they add up to more than a step).
+The same request runs in five ways, alternately: mlx-lm at the same KV length and mlx_zip, both unchanged; both with
+clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks show the host's time
+while the device works: `host_us`, whose parts add up to a step, and `cpu_us`, the share of it in which the thread ran
+instead of waiting. `apart_us` are the times with parts evaluated separately: they include the parts' work on the device
+and do not overlap, so they add up to more than a step.
 
-Host work is reported in processor time: on two busy cores a thread waits up to 0.7 ms for a core after every wait, and
-whatever runs next would be charged for it.
+Host work is reported in processor time: on two busy cores a thread waits up to 0.7 ms for a core after every wait,
+which would count for the part that runs next.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text and size, and a table of its parts on standard error.
+    """Prints one JSON line per text and size, and a table of the step's parts on standard error.
 
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
@@ -101,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 class StepTimes:
-    """Times in seconds of the steps of one way to run, without the first step of every run.
+    """Seconds of the steps of one way to run, without the first step of every run.
 
-    whole: all steps. medians: the median step of each run. parts: all steps, by part.
+    whole: of all steps. medians: of the median step of each run. parts: of all steps, by part.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class StepTimes:
         self.parts: dict[str, list[float]] = defaultdict(list)
 
     def add(self, run: Run, marks: Sequence[Seconds]) -> None:
-        """Adds a run. marks: the tracer's totals at each of its steps; empty for a run without a tracer."""
+        """Adds a run. marks: the tracer's totals at each step; empty for a run without a tracer."""
         whole = np.diff(run.times)
         self.whole += whole.tolist()
         self.medians.append(float(np.median(whole)))
@@ -125,18 +125,18 @@ class StepTimes:
 
 
 class StepProfiler:
-    """Runs a model with hypertokens and its plain one in five ways, and makes the records."""
+    """Runs a model with hypertokens and the plain model in five ways, and makes the records."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
-        """models: with a model with hypertokens."""
+        """models: must include a model with hypertokens."""
         assert models.zipped is not None
         self.args, self.models = args, models
         self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)
 
     def measure(self, workload: Workload, count: Callable[[], object]) -> dict[str, Any]:
-        """Runs a workload in five ways, in turns, and returns its record. A first round is a warm-up.
+        """Runs a workload in all five ways, alternately, and returns its record. The first round is a warm-up.
 
-        count: is called after each round.
+        count: called after each round.
         """
         ways = {name: StepTimes() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
         for trial in range(-1, self.args.trials):
@@ -158,7 +158,7 @@ class StepProfiler:
         return (*PLAIN_HOOKS, Hook("blocks", type(self.plain.model), "__call__"))
 
     def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
-        """Runs the workload in mlx_zip, without earlier rows if --rows is cold; returns the run and tracer's marks."""
+        """Runs the workload in mlx_zip, with an empty row store if --rows is cold; returns the run and the marks."""
         if self.args.rows == "cold":
             self.zipped.forget_encoded_rows()
         turn = workload.turns[0]
@@ -166,7 +166,7 @@ class StepProfiler:
             return run_traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
 
     def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
-        """Runs mlx-lm with as many prompt ids and forced ids as `like`, mlx_zip's run, so with equal KV length."""
+        """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, so with equal KV length."""
         turn, steps = workload.turns[0], len(like.ids)
         text = (*(turn.text or ()), *turn.prompt)
         forced = [text[i % len(text)] for i in range(steps)]
@@ -179,9 +179,9 @@ class StepProfiler:
         return on_gpu() if chosen is None else chosen
 
     def _count_launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
-        """Returns the launches per step for the record, counted on the last ids of the prompt and those written.
+        """Returns the launches per step, counted on the last ids of the prompt and the ids written.
 
-        None if the text is too short to count any. untraced: mlx_zip's last run.
+        Returns None if the text is too short. untraced: mlx_zip's last run.
         """
         text = [*workload.turns[0].prompt[-PROMPT:], *untraced.base_ids]
         counted = count_step_launches(self.models, text, self.args.rows)
@@ -237,7 +237,7 @@ class StepProfiler:
 
 @contextmanager
 def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
-    """Inside, `mlx_zip.stream_generate` runs bodies ahead if `ahead` is true; None leaves that to the device."""
+    """Makes `mlx_zip.stream_generate` inside run bodies ahead or not; None lets the device decide."""
     generate = import_module("mlx_zip.engine.mlx.generate")
     with patch.object(generate, "_begins_ahead", lambda model: ahead):
         yield

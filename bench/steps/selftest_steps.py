@@ -1,6 +1,6 @@
-"""What `mlx_zip selftest` measures of steps: the bundled model, SmolLM2 and a 1B shape, against mlx-lm in the same run.
+"""The measurements of steps in `mlx_zip selftest`: the bundled model, SmolLM2 and a 1B shape, against mlx-lm.
 
-Each part ends at its limit in seconds, at the latest after the round that is running, and says what it left out.
+Each part ends at its time limit, at the latest after the running round, and reports what it left out.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from . import host_parts
 from .launch_counts import count_step_launches
 from .profile import forced_run_ahead
 
-TRIALS, TOKENS = 5, 96  # timed rounds at most; base tokens that a run writes
-SHAPE, PROMPT = "llama-3.2-1b", 64  # of random weights; base ids that it reads
+TRIALS, TOKENS = 5, 96  # most timed rounds; base tokens per run
+SHAPE, PROMPT = "llama-3.2-1b", 64  # shape with random weights; base ids of its prompt
 NEEDED = 6 << 30  # bytes of memory below which the shape is left out
 REST_S = 2.0  # the shorter rest before a first id
-WAYS = [(rows, ahead) for ahead in (False, True) for rows in ("cold", "warm")]  # a warm run repeats the one before it
+WAYS = [(rows, ahead) for ahead in (False, True) for rows in ("cold", "warm")]  # warm: repeats the cold run
 
 
 def measure_bandwidth() -> dict[str, Any]:
-    """Returns how many GB per second a GPU reads in matrix-vector products, as decoding does."""
+    """Returns how many GB per second a GPU reads in matrix-vector products, as in decoding."""
     if not on_gpu():
         return {"skipped": "MLX's products on a CPU do not reach its memory's bandwidth"}
     return {"gb_per_s": mlx_read_bandwidth() / 1e9}
 
 
 def measure_bundled_model(limit_s: float) -> dict[str, Any]:
-    """Returns `measure_steps` of the bundled model, which answers a built-in request, against its base."""
+    """Returns `measure_steps` of the bundled model, which answers a built-in request, against its base model."""
     models = models_from_folders("stories", "stories-base")
     return measure_steps(models, first_request(models), None, limit_s)
 
@@ -52,7 +52,7 @@ def first_request(models: Models) -> list[int]:
 
 
 def measure_smollm2(limit_s: float) -> dict[str, Any]:
-    """Returns `measure_steps` of SmolLM2 by name against its base, or why it is left out; fetches and makes nothing."""
+    """Returns `measure_steps` of SmolLM2 against its base, or why it is skipped; downloads and converts nothing."""
     if not on_gpu():
         return {"skipped": "on a CPU a step of this size takes too long"}
     if any(named.find_made_model(name) is None for name in named.MADE):
@@ -62,7 +62,7 @@ def measure_smollm2(limit_s: float) -> dict[str, Any]:
 
 
 def measure_random_shape(limit_s: float) -> dict[str, Any]:
-    """Returns `measure_steps` of a model of 1B size with random 4-bit weights, or why it is left out."""
+    """Returns `measure_steps` of a 1B model with random 4-bit weights, or why it is skipped."""
     if (why := reason_to_skip_shape()) is not None:
         return {"skipped": why}
     models, prompt, text = make_shape_and_text()
@@ -82,7 +82,7 @@ def make_shape_and_text() -> tuple[Models, list[int], list[int]]:
 
 
 def measure_host_parts(rest_s: float, limit_s: float) -> dict[str, Any]:
-    """Returns `host_parts.measure_host_parts` of the shape, or of the bundled model where the shape is left out.
+    """Returns `host_parts.measure_host_parts` of the 1B shape, or of the bundled model if the shape is skipped.
 
     rest_s: the longest rest before a first id, in seconds.
     """
@@ -96,15 +96,15 @@ def measure_host_parts(rest_s: float, limit_s: float) -> dict[str, Any]:
 
 
 def synthetic_ids(count: int, vocab_size: int) -> list[int]:
-    """Returns made-up base ids, some of them much more frequent than others as in a text, the same at each call."""
+    """Returns made-up base ids, Zipf-distributed; equal at each call."""
     return (3 + np.random.default_rng(0).zipf(1.3, count) % (vocab_size - 3)).tolist()
 
 
 def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | None, limit_s: float) -> dict[str, Any]:
-    """Times the steps of mlx-lm and, with `WAYS` of running it, of mlx_zip in turns; returns the figures by way.
+    """Times the steps of mlx-lm and of mlx_zip in each of `WAYS`, alternately; returns the figures by way.
 
-    prompt: base ids. text: base ids to write; None for the model's own choice. A first round is a warm-up. mlx-lm runs
-    at equal KV length.
+    prompt: base ids. text: base ids to write; None for the model's own choice. The first round is a warm-up. mlx-lm
+    runs at equal KV length.
     """
     begun, runs = time.perf_counter(), defaultdict(list)
     plain, zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped or models.plain)
@@ -147,7 +147,7 @@ def way_figures(rows: str, ahead: bool, ours: Sequence[Run], plain: Sequence[Run
 
 
 def report_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what `measure_steps` found as (name, text) lines; one line if it was left out."""
+    """Returns the figures of `measure_steps` as (name, text) lines; one line if it was skipped."""
     if "skipped" in figures:
         return [("steps", f"skipped: {figures['skipped']}")]
     plain, found = figures["mlx-lm"], []

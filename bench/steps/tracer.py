@@ -1,8 +1,8 @@
 """Clocks around the parts of a step: functions of mlx_zip, mlx-lm and MLX are wrapped while a tracer is open.
 
-A function's time does not include wrapped functions that it calls. Two clocks run: wall-clock time, and the thread's
-processor time, which does not count waiting for a core. A hook whose function does not exist is an error, so that this
-list follows the code.
+A function's time does not include the wrapped functions that it calls. There are two clocks: wall time, and the
+thread's processor time, which does not count waiting for a core. A hook whose function does not exist raises an error,
+so that the hooks cannot fall behind the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_zip.errors import MlxZipError
 
-PARTS = {  # name: what it is; in a step's order
+PARTS = {  # name: what the time is spent on, in the order of a step
     "wait": "reading the last id: waiting for the device",
     "call": "the model call besides what follows: checks, positions",
     "codec": "codebook: learning the id, listing entries, expanding",
@@ -40,7 +40,7 @@ OURS = ("call", "codec", "rows", "embedding", "head", "canonical", "text", "resp
 CPU = " cpu"  # suffix of a part's name for its processor time
 
 Seconds = defaultdict[str, float]  # part, or part + CPU: seconds
-Made = Callable[[tuple[Any, ...], Any], Any]  # (arguments, result) of a call: the arrays that it made
+Made = Callable[[tuple[Any, ...], Any], Any]  # (arguments, result) of a call -> the arrays that it made
 
 
 def arrays_in_result(args: tuple[Any, ...], result: Any) -> Any:
@@ -48,7 +48,7 @@ def arrays_in_result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def arrays_in_row_tables(args: tuple[Any, ...], result: Any) -> Any:
-    """The arrays that a call of `RowSource.fill_inputs(self, state, ...)` or `fill_outputs` made are in the tables."""
+    """Returns the arrays that `fill_inputs(self, state, ...)` or `fill_outputs` of `RowSource` made, from `state`."""
     return [table.array for table in (args[1].inputs, args[1].outputs)]
 
 
@@ -56,8 +56,8 @@ def arrays_in_row_tables(args: tuple[Any, ...], result: Any) -> Any:
 class Hook:
     """A function whose time counts for a part of the step.
 
-    owner: module, class, or "module:Class". made: gives the arrays that a call made, which are evaluated when parts are
-    timed apart; None if there are none.
+    owner: module, class, or "module:Class". made: returns the arrays that a call made, to evaluate them when parts are
+    timed separately; None if there are none.
     """
 
     part: str
@@ -66,7 +66,7 @@ class Hook:
     made: Made | None = None
 
     def find_owner(self) -> Any:
-        """Returns the module or class that has the function. Raises `MlxZipError` if the function does not exist."""
+        """Returns the module or class of the function. Raises `MlxZipError` if the function does not exist."""
         home = self.owner
         if isinstance(home, str):
             module, _, kind = home.partition(":")
@@ -111,26 +111,26 @@ ZIP_HOOKS = (
 )
 
 
-STEP = Hook("loop", "mlx_zip.bench.engines.interface:Run", "step")  # is called once per emitted id
+STEP = Hook("loop", "mlx_zip.bench.engines.interface:Run", "step")  # called once per emitted id
 
 
 class Tracer:
-    """While open, adds up seconds by part in `totals`, and appends a copy of them to `marks` at each emitted id.
+    """While open, adds up seconds by part in `totals`, and appends a copy of `totals` to `marks` at each emitted id.
 
-    A mark also holds both clocks themselves, as `at` and `at` + CPU. apart: evaluate the arrays of each part before the
-    next part begins. mark: the function whose calls are the emitted ids; it is called in the thread that is timed.
+    A mark also holds the two clocks' readings, as `at` and `at` + CPU. apart: evaluate the arrays of each part before
+    the next part begins. mark: the function that is called once per emitted id, in the timed thread.
     """
 
     def __init__(self, hooks: tuple[Hook, ...], apart: bool = False, mark: Hook = STEP) -> None:
         self.hooks, self.apart, self.mark = hooks, apart, mark
         self.totals: Seconds = defaultdict(float)
         self.marks: list[Seconds] = []
-        # for each wrapped call that runs: (wall, processor) seconds of the wrapped calls inside it
+        # for each running wrapped call: (wall, processor) seconds of the wrapped calls inside it
         self._inner: list[tuple[float, float]] = []
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:
-        hooks = [(hook, hook.find_owner()) for hook in (*self.hooks, self.mark)]  # all are found before any is wrapped
+        hooks = [(hook, hook.find_owner()) for hook in (*self.hooks, self.mark)]  # finds all before wrapping any
         for hook, home in hooks:
             before = getattr(home, hook.name)
             self._undo.append((home, hook.name, before))
@@ -171,7 +171,7 @@ class Tracer:
         return call
 
     def _wrap_with_marks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that each call first appends a copy of the totals to the marks."""
+        """Wraps a function so that each call first appends a copy of `totals` to `marks`."""
 
         def call(*args: Any) -> Any:
             mark = self.totals.copy()

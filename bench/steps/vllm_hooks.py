@@ -1,12 +1,12 @@
-"""What `mlx_zip.vllm` adds to a step of vLLM on the host, and the memory of the process.
+"""Times what `mlx_zip.vllm` adds to a step of vLLM on the host, and measures the memory of the process.
 
     python -m mlx_zip.bench.steps.vllm_hooks --model MODEL [--vllm-args JSON]
 
-prints a line of JSON for each number of requests at a time, warm (all rows are there) and cold (rows of new entries are
-encoded in the step). The clock runs around our own calls in steps of one id per request, in an engine whose worker is
-in this process. What they start on the device is not waited for; on a CPU it runs in the call, so the time is given
-without the products of outputs and hyper rows too, which a card computes while the host goes on. A first round of
-other requests is not counted.
+prints a line of JSON for each number of concurrent requests, warm (all rows are encoded) and cold (rows of new entries
+are encoded in the step). The clock runs around our own calls in steps of one id per request, in an engine whose worker
+is in this process. Work that these calls start on the device is not waited for. On a CPU that work runs inside the
+call, so times are also given without the products of outputs and hyper rows, which a GPU computes while the host goes
+on. A first round of other requests is a warm-up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mlx_zip.bench.machine import resident_bytes
 from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import MlxZipError
 
-HOOKS = ("_read_step", "_write_rows", "_embed", "add_hyper_logits")  # of `Zip2ZipState`, in a step's order
-PRODUCTS = "_row_logits"  # of it, a part of the last one
+HOOKS = ("_read_step", "_write_rows", "_embed", "add_hyper_logits")  # methods of `Zip2ZipState`, in the order of a step
+PRODUCTS = "_row_logits"  # method of `Zip2ZipState` that the last hook calls
 AT_A_TIME = (1, 16)
 OPENING = "Once upon a time there was a little girl who had {} cats. She"
 Step = dict[str, float]  # name of a hook: seconds
@@ -35,8 +35,8 @@ Step = dict[str, float]  # name of a hook: seconds
 
 @contextmanager
 def timed_hooks(done: Callable[[int, bool, Step], None]) -> Iterator[None]:
-    """Times the hooks of all states. done: is given the requests of a step of one id each, whether it was cold, and
-    the seconds of each hook.
+    """Times the hooks of all states. done: called after each step of one id per request, with the number of requests,
+    whether the step was cold, and the seconds of each hook.
     """
     from mlx_zip.vllm.state import Zip2ZipState
 
@@ -70,7 +70,7 @@ def timed_hooks(done: Callable[[int, bool, Step], None]) -> Iterator[None]:
 
 
 def measure_hooks(model: str, vllm_args: dict[str, Any], tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Returns a record of each number of requests at a time, warm and cold: microseconds of a step and each hook."""
+    """Returns a record per number of concurrent requests, warm and cold: microseconds of a step and each hook."""
     from mlx_zip.vllm import LLM
 
     steps: dict[tuple[int, bool], list[Step]] = defaultdict(list)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--tokens", type=int, default=60, help="base tokens of each answer (default: 60)")
     made.add_argument("--rounds", type=int, default=4, help="times that each answer is written (default: 4)")
     args: argparse.Namespace = made.parse_args(argv)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker has to be in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker must run in this process
     try:
         check_at_least(args, 1, "tokens", "rounds")
         for record in measure_hooks(args.model, args.vllm_args, args.tokens, args.rounds):

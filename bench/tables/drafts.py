@@ -1,7 +1,7 @@
 """The tables of docs/reports/drafts.md, from records of `bench drafts`.
 
-`drafts` has passes replayed without a model, `drafts-greedy` those of greedy answers, `drafts-time` timed runs of the
-models as stored, `drafts-float32` those in float32.
+`drafts`: passes replayed without a model. `drafts-greedy`: passes of greedy answers. `drafts-time`: timed runs of the
+models as stored. `drafts-float32`: timed runs in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WAYS = ("off", "lookup", "head", "draft model")
 
 
 def passes_table(records: Records) -> str:
-    """Returns base tokens per pass without drafts and with lookup, by kind of text: all base tokens over all passes."""
+    """Returns base tokens per pass without drafts and with lookup, by kind of text: total tokens over total passes."""
     rows = []
     for model, kind, plain, zipped in by_kind(records.lines(PASSES)):
         one, both = pooled(plain, "passes"), pooled(zipped, "passes")
@@ -37,7 +37,7 @@ def passes_table(records: Records) -> str:
 
 
 def greedy_table(records: Records) -> str:
-    """Returns base tokens per pass of greedy answers by way to draft, "-" for a way that a model does not have."""
+    """Returns base tokens per pass of greedy answers by way to draft; "-" for a way that a model does not support."""
     found: dict[tuple[str, str, str], dict[str, list[Record]]] = {}
     for line in records.lines(GREEDY):
         kind, _, way = line["engine"].partition(" ")
@@ -51,7 +51,7 @@ def greedy_table(records: Records) -> str:
 
 
 def chips_table(records: Records) -> str:
-    """Returns steps per second with `auto` over those without drafts, computed from published costs of passes."""
+    """Returns steps per second with `auto` over those without drafts, computed from published costs of a pass."""
     found, rows = list(by_kind(records.lines(PASSES))), []
     chips = list(found[0][2][0]["gains"])
     for model, kind, *both in found:
@@ -62,9 +62,9 @@ def chips_table(records: Records) -> str:
 
 
 def host_table(records: Records) -> str:
-    """Returns the host's processor time per emitted id, in us, with `auto` where drafts gain nothing and `lookup`.
+    """Returns the host's processor us per emitted id, with `lookup`, and with `auto` where drafts gain nothing.
 
-    The last columns are steps per second there, computed from the passes, over those without drafts.
+    Last columns: steps per second with `auto` at these costs, over those without drafts.
     """
     rows = []
     for model, kind, *both in by_kind(records.lines(PASSES)):
@@ -76,7 +76,7 @@ def host_table(records: Records) -> str:
 
 
 def by_kind(lines: Sequence[Record]) -> Iterator[tuple[str, str, list[Record], list[Record]]]:
-    """Yields (model, kind of text, records of the plain model, of the one with hypertokens) of replayed texts."""
+    """Yields (model, kind of text, records of the plain model, records with hypertokens) of replayed texts."""
     found: dict[tuple[str, str], dict[str, list[Record]]] = {}
     for line in lines:
         both = found.setdefault((line["model"]["name"], line["workload"]["domain"]), {"plain": [], "zip": []})
@@ -90,7 +90,7 @@ def pooled(lines: Sequence[Record], over: str) -> float:
 
 
 def pooled_gain(lines: Sequence[Record], gains: Sequence[float]) -> float:
-    """Returns the gain over several texts: passes without drafts over what all passes cost. gains: of each text."""
+    """Returns the gain over several texts: passes without drafts over the cost of all passes. gains: one per text."""
     ids = [line["counts"]["ids"] for line in lines]
     return sum(ids) / sum(n / gain for n, gain in zip(ids, gains, strict=True))
 

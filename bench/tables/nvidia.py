@@ -1,11 +1,11 @@
-"""The tables of docs/reports/nvidia.md, from the records that the parts of `bench nvidia` wrote on one card."""
+"""The tables of docs/reports/nvidia.md, from the records that the parts of `bench nvidia` wrote on one GPU."""
 
 from __future__ import annotations
 
 from mlx_zip.bench.records import Record, Records, table
 
 STEPS, REQUESTS, KERNELS, TARGETS = "nvidia-steps", "nvidia-requests", "nvidia-kernels", "nvidia-targets"
-NO_KERNEL = "memory"  # what the records of a copy and of a sum name as their model
+NO_KERNEL = "memory"  # model name in the records of the copy and the sum
 
 
 def lines_of_bench(records: Records, name: str, bench: str) -> list[Record]:

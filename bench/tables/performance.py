@@ -1,6 +1,6 @@
 """The tables of README.md and docs/performance.md, from the records in bench/records, with targets and verdicts.
 
-Ratios are medians of trials that ran in turns, with 95 % intervals by paired bootstrap (`ratios.py`).
+Ratios are medians over alternating trials, with 95 % intervals by paired bootstrap (`ratios.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlx_zip.bench.generation.ratios import (
 from mlx_zip.bench.records import Record, Records, libraries_cell, machines_table, table
 from mlx_zip.bench.serve.client import DIALECTS
 
-# row's name: part of `bench profile`
+# name of a row -> part of `bench profile`
 HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}
 OPERATIONS = {  # operation in a `bench codec` record: its name in the table
     "compress arrays": "compress; arrays here, lists there",
@@ -120,7 +120,7 @@ def codec_table(records: Records) -> str:
 
 
 def times_as_fast_cell(line: Record) -> str:
-    """Returns zip2zip-compression's time over ours, median and interval of paired trials; "-" if it is not measured."""
+    """Returns zip2zip-compression's time over ours, median and interval of paired trials; "-" if not measured."""
     if not line["upstream"]:
         return "-"
     return str(paired_ratio(line["ours"]["samples"], line["upstream"]["samples"]))
@@ -150,8 +150,8 @@ def record_machines_table(records: Records) -> str:
 class Target:
     """A figure of the records and its bound.
 
-    measured: computes the figure. record: name of the record that it comes from. most: True for an upper bound, False
-    for a lower one. unit: follows the number.
+    measured: computes the figure. record: name of the figure's record. most: True for an upper bound, False for a lower
+    bound. unit: appended to the number.
     """
 
     name: str
@@ -172,30 +172,30 @@ class Target:
         return [self.name, blas, bound, f"{shown}{self.unit}", self._verdict(value, worst)]
 
     def _verdict(self, value: float, worst: float) -> str:
-        """Returns whether the median is within the bound. worst: the end of its interval that is nearest to failing."""
+        """Returns the verdict in words. worst: the end of the interval that is nearest to failing."""
         is_met, surely = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
         return "missed" if not is_met else "met" if surely else "met; the interval reaches past it"
 
 
 def _speedup_over_compression(records: Records) -> Ratio:
-    """Returns the gain in base tokens/s on code over base tokens per step: 1 if a step is as fast as mlx-lm's."""
+    """Returns the gain in base tokens/s on code over base tokens per step; 1 if a step is as fast as mlx-lm's."""
     pair = records.engine_pair(REQUESTS["code"])
     return figure_ratio(pair, "base_tokens_per_s").divided_by(base_tokens_per_step(pair))
 
 
 def _first_id_over_length(records: Records) -> Ratio:
-    """Returns the time to the first id on code over mlx-lm's, divided by how much shorter the compressed prompt is."""
+    """Returns the time to the first id on code over mlx-lm's, divided by the prompt's ids per base id."""
     pair = records.engine_pair(REQUESTS["code"])
     return figure_ratio(pair, "ttft_ms").divided_by(prompt_ids_per_base_id(pair))
 
 
 def story_bytes_per_s_ratio(turn: int, rows: str) -> Callable[[Records], Ratio]:
-    """Returns the measure of a story's bytes/s over the base's. turn: the story, from 0; rows: "cold" or "warm"."""
+    """Returns a function for a story's bytes/s over the base's. turn: the story, from 0; rows: "cold" or "warm"."""
     return lambda records: figure_ratio(records.engine_pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
 
 
 def steps_over_published(precision: str) -> Callable[[Records], Ratio]:
-    """Returns the measure of steps/s over the published package's. precision: a key of `PUBLISHED`."""
+    """Returns a function for steps/s over the published package's. precision: a key of `PUBLISHED`."""
     return lambda records: figure_ratio(records.engine_pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
 
 
@@ -282,8 +282,8 @@ def targets_table(records: Records) -> str:
 
 # ---- the table of `bench batch`
 
-KINDS = ("base", "zip")  # the plain model, and the one with hypertokens
-SCOPES = {"whole": "whole requests", "all_open": "while all rows are open"}  # section of the figures: its name
+KINDS = ("base", "zip")  # plain model, model with hypertokens
+SCOPES = {"whole": "whole requests", "all_open": "while all rows are open"}  # section of the figures: name in the table
 HEADS = (
     "model",
     "hyper rows",
@@ -298,7 +298,7 @@ HEADS = (
 
 
 def batch_table(records: Sequence[Record]) -> str:
-    """Returns a table with a row per record, model and scope of the figures; intervals are of 95 %."""
+    """Returns a table with a row per record, model and scope of the figures; intervals are 95 %."""
     return table(HEADS, [row for record in records for row in batch_rows(record)])
 
 
@@ -329,13 +329,13 @@ def interval_cell(figure: Mapping[str, Any]) -> str:
 
 # ---- the table of `bench serve`
 
-MOST_GROWN = 16  # MiB, by prompts of megabytes after the first ones
-LEAST_CACHED = 0.95  # of the prompt of a later turn
+MOST_GROWN = 16  # MiB by which memory may grow from huge prompts, after the warm-up
+LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 
 @dataclass(frozen=True)
 class ServingFigure:
-    """One figure. bound: its target, None without one. most: the target is an upper bound. form: how both are shown."""
+    """A figure. bound: its target, or None. most: the target is an upper bound. form: format of figure and target."""
 
     name: str
     value: float
@@ -354,7 +354,7 @@ class ServingFigure:
 
 
 def serving_table(record: Mapping[str, Any]) -> str:
-    """Returns the figures of a record as a table; they are medians."""
+    """Returns the figures of a record, which are medians, as a table."""
     return table(("figure", "measured", "target", ""), [line.row() for line in serving_figures(record)])
 
 

@@ -1,7 +1,7 @@
 """The tables and the picture of docs/reports/smollm2.md.
 
-From the record `smollm2` of `recipes/smollm2` (stages `measure` and `frontier`; `bench training` for the trainer's
-part), and from `smollm2-speed` and `smollm2-mlx-lm` of `bench generate`.
+The records are `smollm2`, from `recipes/smollm2` (stages `measure` and `frontier`; its part on the trainer comes from
+`bench training`), and `smollm2-speed` and `smollm2-mlx-lm`, from `bench generate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECORD = "smollm2"
-CHAT_PACK = "bits-chat-pack"  # part of the record
+CHAT_PACK = "bits-chat-pack"  # a part of the record
 MODELS = {
     "base": "the base, untouched",
     "control": "the control",
@@ -44,7 +44,7 @@ def bits_table(records: Records) -> str:
     rows = []
     for part in sorted(lines, key=lambda one: one == CHAT_PACK):
         zipped = lines[part]["zip"]
-        others = lines["bits-chat" if part == CHAT_PACK else part]  # plain models read no pack
+        others = lines["bits-chat" if part == CHAT_PACK else part]  # plain models have no pack
         control = others["control"]["bits_per_byte"]
         cells = [f"{others['base']['bits_per_byte']:.3f}", f"{control:.3f}"]
         for one in (None if part == CHAT_PACK else others["masked"], zipped):
@@ -66,7 +66,7 @@ def rates_table(records: Records) -> str:
 
 
 def labels_table(records: Records) -> str:
-    """Returns shares of right answers on data sets of classes, and differences to the control, paired by example."""
+    """Returns accuracies on classification data sets, and differences to the control, paired by example."""
     line, rows = records_part(records, "labels"), []
     counts = {**line["examples"], "all": sum(line["examples"].values())}
     for task, count in counts.items():
@@ -80,7 +80,7 @@ def labels_table(records: Records) -> str:
 
 
 def curve_table(records: Records) -> str:
-    """Returns bits per byte of the training batches by base tokens seen, before each was trained on."""
+    """Returns bits per byte of each training batch before it was trained on, by base tokens seen."""
     rows, before = [], 0
     for line in records.lines(RECORD):
         if line["part"] != "curve":
@@ -130,7 +130,7 @@ def point_name(point: Mapping[str, Any]) -> str:
 
 
 def frontier_table(records: Records) -> str:
-    """Returns the points of the frontier, and for each the plain model that is both faster and better, if there is."""
+    """Returns the points of the frontier, each with the plain models that are both faster and better, if any."""
     points, rows = records_part(records, "frontier")["points"], []
     for point in sorted(points, key=lambda one: (one["domain"], seconds_per_kilobyte(one))):
         better = [
@@ -152,7 +152,7 @@ def frontier_table(records: Records) -> str:
 
 
 def picture(records: Records) -> Figure:
-    """Returns bits per byte against seconds per 1,000 bytes, a panel for each text."""
+    """Returns bits per byte against seconds per 1,000 bytes, a panel for each domain."""
     points = records_part(records, "frontier")["points"]
     domains = sorted({one["domain"] for one in points})
     figure = new_figure(5 * len(domains), 4)

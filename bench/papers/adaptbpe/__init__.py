@@ -1,1 +1,1 @@
-"""What the AdaptBPE paper measures, repeated, and what an adapted vocabulary costs a model."""
+"""Repeats the measurements of the AdaptBPE paper, and measures what an adapted vocabulary costs a model."""

@@ -1,13 +1,13 @@
 """AdaptBPE on a model with trained weights: bits per byte of held-out text before and after its vocabulary is adapted.
 
-For each text the model's tokenizer is adapted to its training part, `mlx_zip vocab adapt convert` writes the smaller
-model, and the test part is scored strictly, as `mlx_zip evaluate` does; the softmax of the adapted model is over the
-rows kept. Models with the first N merges and with the N most frequent ones are scored for comparison. N is a share of
-the list's merges. The first line is of the whole model.
+For each text, the model's tokenizer is adapted to the training part, `mlx_zip vocab adapt convert` writes the smaller
+model, and the test part is scored strictly, as by `mlx_zip evaluate`; the adapted model's softmax is over the rows
+kept. Models with the first N merges and with the N most frequent merges are scored for comparison; N is a share of the
+list's merges. Each text's first line is of the whole model.
 
-`where` in a line splits bits per byte in two: those spent on tokens that both tokenizations of the test part share, and
-those spent on all other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which
-reports perplexities on models of its own.
+A line's field `where` splits bits per byte in two: bits of tokens that both tokenizations of the test part share, and
+bits of all other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which reports
+perplexities of other models.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line per text, share and method. Raises `MlxZipError`."""
+    """Measures and prints one JSON line per text, share and method. Raises `MlxZipError` for bad flags or files."""
     if not args.train:
         raise MlxZipError("--train is missing")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
@@ -117,10 +117,10 @@ def text_names(files: Sequence[str]) -> list[str]:
 class ModelScore:
     """A model's score on a text, and the model's size.
 
-    ids: number of ids that the model reads; tokens: number of base ids. file_bytes: size of the weight files;
-    weight_bytes: bytes of weights that a decoding step reads. spans: for each document the (first byte, end) of each
-    token; bits: for each document the bits of each token. Both are empty for a zip2zip model and where a document
-    fills several windows.
+    ids: number of ids that the model reads. tokens: number of base ids. file_bytes: size of the weight files.
+    weight_bytes: bytes of weights that a decoding step reads. spans: for each document, the (first byte, end) of each
+    token. bits: for each document, the bits of each token. Both are empty for a zip2zip model, and if a document fills
+    several windows.
     """
 
     bits_per_byte: float
@@ -136,7 +136,7 @@ class ModelScore:
 
 
 class AdaptedModels:
-    """Adapts one model and scores the results. args: the command's flags; folder: the model's; base: its vocabulary."""
+    """Adapts one model and scores the results. args: the flags. folder: the model's folder. base: its vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mlx_zip.models.loading import find_model_folder
@@ -147,9 +147,9 @@ class AdaptedModels:
     def adapt_and_score(
         self, words: Counter[bytes], share: float, method: str, documents: Any, whole: ModelScore
     ) -> dict[str, Any]:
-        """Keeps a share of the merges, converts the model to them, scores it on the documents; returns the record.
+        """Adapts the model to a share of its merges, scores it on the documents, and returns the record.
 
-        words: how often each word occurs in the training text. whole: the unadapted model's result.
+        words: how often each word occurs in the training text. whole: the unadapted model's score.
         """
         n = round(share * self.base.n_merges)
         kept = adapt_vocabulary(self.base, words, n, method=method)
@@ -232,9 +232,9 @@ def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
 
 
 def bits_on_split_tokens(found: ModelScore, whole: ModelScore) -> dict[str, Any]:
-    """Splits the bits per byte of the whole model (before) and of the adapted one (after) by kind of token.
+    """Splits the bits per byte of the whole model (before) and of the adapted model (after) by kind of token.
 
-    "same": tokens that both tokenizations have in the same place; "split": all other tokens. All bits are divided by
+    "same": tokens that both tokenizations have at the same place; "split": all other tokens. All bits are divided by
     the bytes of the whole text. Also counts the bytes of split tokens, and the split tokens before and after.
     """
     spent = np.zeros((2, 2))  # bits: rows whole model, adapted model; columns same, split

@@ -1,11 +1,10 @@
-"""Measures the time of a decoding step of a model that keeps only some of the rows of its embedding and head.
+"""Times a decoding step of a model that keeps only some of the rows of its embedding and head.
 
-The whole and the smaller model run the same forced ids through mlx-lm, a few steps at a time and in turns, so that a
-machine that slows down slows both models; each ratio is of two consecutive runs. On a busy machine the wall time of a
-step includes waits for a core, so processor time is recorded too. The bound is the largest share of time that can be
-saved: bytes of the dropped rows over the bytes that a step of the whole model reads. Which rows are kept does not
-matter for time; they are evenly spaced.
-Source of the question: AdaptBPE, arXiv 2601.21665.
+The whole and the smaller model run the same forced ids through mlx-lm, a few steps at a time and alternately, so that a
+machine that slows down affects both; each ratio is of two consecutive runs. On a busy machine the wall time of a step
+includes waits for a core, so processor time is recorded too. The bound is the largest share of time that can be saved:
+bytes of the dropped rows over the bytes that a step of the whole model reads. The kept rows are evenly spaced; which
+rows are kept does not change the time. Source of the question: AdaptBPE, arXiv 2601.21665.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError(f"--keep {wrong[0]:g} is not a share above 0, 1 at most")
     tokenizer = read_tokenizer(args.tokenizer) if args.shape else None
     for precision in args.precisions if args.shape else ["as stored"]:
-        options = ZipOptions(encoder="averaging")  # the least that a shape has besides the plain model
+        options = ZipOptions(encoder="averaging")  # the smallest encoder; only the plain model is used
         models = (
             models_from_folders(None, args.model)
             if args.model
@@ -86,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
-    """Returns the record of one share of rows kept.
+    """Returns the record for one share of kept rows.
 
-    Times are milliseconds per step. Each ratio is the smaller ("cut") model's time over the whole model's in one trial;
-    `of_bound` is the share of the bound that the median ratio saves. The first of trials + 1 rounds is a warm-up.
+    Times are milliseconds per step. Each ratio is the smaller ("cut") model's time over the whole model's in one trial.
+    `of_bound` is the time saved at the median ratio, divided by the bound. One untimed round comes first.
     """
     vocab_size = models.base_config["vocab_size"]
     kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
@@ -123,9 +122,9 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
 
 
 def time_forced_steps_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
-    """Runs the forced ids once and returns the milliseconds per step by wall clock and by processor clock.
+    """Runs the forced ids once and returns milliseconds per step by wall clock and by processor clock.
 
-    Wall time is the median between consecutive steps; processor time is the whole run's, divided by its steps.
+    Wall time is the median between consecutive steps; processor time is that of the whole run, divided by its steps.
     """
     begun = time.process_time()
     found = engine.run(forced[:1], len(forced), forced)

@@ -1,10 +1,10 @@
 """AdaptBPE: what a merge list loses when it is cut to N merges, and how fast adapting and encoding are.
 
-There is a line per text and N with the compression utility of the first N merges, of the N most frequent ones, of the
-list adapted by each rule and of the whole list. Compression utility is 1 - tokens / bytes of held-out text. The line
-also has the seconds of adapting, from text to swaps. A further line per text has the speed of encoding, in millions of
-bytes per second on one core, next to that of the `tokenizers` library with the same list; trials alternate, and "fresh"
-is an encoder whose cache is empty. The documents of a text are joined by line breaks. Source: arXiv 2601.21665.
+A line per text and N gives the compression utility, 1 - tokens / bytes of held-out text, of the first N merges, of the
+N most frequent merges, of the list adapted by each rule, and of the whole list. It also gives the seconds of adapting,
+from text to swaps. One more line per text gives encoding speeds in MB/s on one core, for our encoders and for the
+`tokenizers` library with the same list; trials alternate, and "fresh" is an encoder with an empty cache. The documents
+of a text are joined by line breaks. Source: arXiv 2601.21665.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin:
 
 
 def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, Any]:
-    """Returns the record of the speeds of encoding one text, by the `tokenizers` library and by our encoders.
+    """Returns the record of the speeds of encoding a text, by the `tokenizers` library and by our encoders.
 
-    n: merges of the adapted list. Raises `MlxZipError` where the library gives other ids than our whole list.
+    n: merges of the adapted list. Raises `MlxZipError` if the library's ids differ from those of our whole list.
     """
     data, kept = text.encode("utf-8"), adapt_vocabulary(base, count_words(base.front, [text]), n)
     plain, library = base.encoder(), build_library_tokenizer(base)
@@ -148,7 +148,7 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     for trial in range(trials + 1):
         for name, way in ways.items():
             took = way()
-            if trial:  # the first is a warm-up
+            if trial:  # trial 0 is a warm-up
                 speeds[name].append(len(data) / took / 1e6)
     return {
         "what": "encoding",
@@ -172,7 +172,7 @@ def time_call(call: Callable[[], Any]) -> float:
 
 
 def build_library_tokenizer(base: BaseVocabulary) -> Any:
-    """Returns a tokenizer of the `tokenizers` library with the whole merge list, which uses one core."""
+    """Returns a tokenizer of the `tokenizers` library with the whole merge list; limits the library to one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 

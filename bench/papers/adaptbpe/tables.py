@@ -35,9 +35,9 @@ METHODS = {"first-k": "first-k", "top-k": "top-k", "adapt": "adapted"}
 
 
 def group_adapted_models(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
-    """Sorts lines of `bench adapt_model` into result[text, bytes of the whole model's file][share of merges][method].
+    """Groups lines of `bench adapt_model` as result[text, file bytes of the whole model][share of merges][method].
 
-    A line of the whole model has share 1 and method "whole list"; it comes before the lines that are compared with it.
+    A whole model's line has share 1 and method "whole list", and precedes the lines of its adapted models.
     """
     found: dict[tuple[str, float], dict[float, dict[str, Line]]] = {}
     key = ("", 0.0)
@@ -171,7 +171,7 @@ def _model_and_ids(line: Line) -> str:
 def _over_top_k_table(records: Records) -> str:
     """Returns the table of how much more the adapted list saves than the N most frequent merges, by text and N.
 
-    Differences of utility are in percentage points.
+    Cells are differences of utility in percentage points.
     """
     lines = list(lines_measuring(UTILITY)(records.lines("adaptbpe-wide")))
     sizes = sorted({line["merges"] for line in lines})
@@ -210,9 +210,9 @@ def utility_and_bits_figure(records: Records) -> Figure:
 
 
 def curve_of_method(shares: Any, method: str, key: str) -> tuple[list[float], list[float]]:
-    """Returns the points of one method: per cent of merges kept (rising up to 100), and the value of `key` for each.
+    """Returns a method's points: percent of merges kept, rising up to 100, and the value of `key` at each.
 
-    shares: recorded lines by share kept and method, as `group_adapted_models` returns them.
+    shares: lines by share kept and method, as in `group_adapted_models`.
     """
     points = [(100 * share, methods[method][key]) for share, methods in shares.items() if method in methods]
     points.append((100, shares[1]["whole list"][key]))

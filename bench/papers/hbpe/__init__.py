@@ -1,1 +1,1 @@
-"""What the hierarchical BPE paper measures, repeated: patches and models over them."""
+"""Repeats the measurements of the hierarchical BPE paper: patches, and models over them."""

@@ -1,6 +1,6 @@
-"""Patches over bytes, as baselines: bytes cut at blanks, and where the next byte is hard to predict.
+"""Patches over bytes, as baselines: cut at blanks, or where the next byte is hard to predict.
 
-Source: arXiv 2510.15517 §3.2, which uses published code for both. Every patch ends with the end mark here, so that one
+Source: arXiv 2510.15517 §3.2, which uses published code for both. Here every patch ends with the end mark, so that one
 model reads all kinds; the published code has no end mark.
 """
 
@@ -21,7 +21,7 @@ from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
 _WORD = re.compile(rb" ?[^\s]+|\s")
 _LONGEST = 6  # maximum bytes of a patch, as in the paper
-_WINDOWS_PER_CALL = 16  # read in one call of a model
+_WINDOWS_PER_CALL = 16  # windows per model call
 
 
 def space_patches(data: bytes) -> list[bytes]:
@@ -46,7 +46,7 @@ def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes
 def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
     """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
 
-    window: bytes that the model reads at a time; each window begins anew.
+    window: bytes that the model reads at a time, without the bytes before them.
     """
     filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
     out = []
@@ -58,9 +58,9 @@ def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.fl
 
 
 def number_patches(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
-    """Gives distinct patches ids in order of appearance -> (ids of each document, table of the patches).
+    """Numbers distinct patches in order of appearance; returns (ids of each document, table of the patches).
 
-    documents: the patches of each document, of at most `longest` bytes. The table has no merges.
+    documents: the patches of each document, each of at most `longest` bytes. The table has no merges.
     """
     known: dict[bytes, int] = {}
     ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
@@ -68,5 +68,4 @@ def number_patches(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST
 
 
 def _cut_long_patch(data: bytes) -> list[bytes]:
-    """Cuts bytes into parts of `_LONGEST` bytes; the last part may be shorter."""
     return [data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST)]

@@ -1,4 +1,4 @@
-"""The training data of `hbpe_model`: one text as first-stage ids, as bytes and as patches of every kind."""
+"""The training data of `hbpe_model`: one text as first-stage ids, as bytes, and as patches of every kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .baseline_patches import byte_entropies, entropy_patches, number_patches, s
 from .patches import text_to_ids_function
 
 BYTE_END = 256
-ENTROPY_SAMPLE = 1 << 17  # bytes of training documents, at least, from which the entropy threshold is chosen
+ENTROPY_SAMPLE = 1 << 17  # minimum bytes of training documents for choosing the entropy threshold
 
 Documents = list[bytes]
 # training windows, test windows, the table of their patches
@@ -33,8 +33,8 @@ class PatchTrainingData:
     """Training and test documents, and the windows that each kind of model reads from them.
 
     context: first-stage tokens per window; windows of other units hold about as many bytes. tokenizer: path of the
-    first stage; None: one of `vocab_size` tokens is learned from the training documents. byte_model: the trained model
-    over bytes that cuts `entropy` patches, None before it is trained. tokens: bytes of each first-stage id. ids:
+    first-stage tokenizer; None learns one of `vocab_size` tokens from the training documents. byte_model: the trained
+    byte model that cuts `entropy` patches, None before its training. tokens: bytes of each first-stage id. ids:
     training and test windows of first-stage ids.
     """
 
@@ -49,7 +49,7 @@ class PatchTrainingData:
 
     def __post_init__(self) -> None:
         tokens, encode = self._first_stage()
-        self.tokens = [*tokens, b""]  # the last stands for the end of a document
+        self.tokens = [*tokens, b""]  # the last token marks the end of a document
         self.ids = self._cut_windows(
             [[encode(document.decode()) for document in part] for part in self._train_and_test_documents()],
             len(tokens),
@@ -58,14 +58,14 @@ class PatchTrainingData:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes per first-stage token of the training windows; the end of a document is a token of 0 bytes."""
+        """Mean bytes per first-stage token of the training windows; the end mark of a document counts 0 bytes."""
         return float(self._token_byte_counts(self.tokens)[self.ids[0]].mean())
 
     def windows_for_kind(self, kind: str, patch_size: int) -> Material:
-        """Returns training windows, test windows and table of patches for one kind of model (`KINDS` of `model.py`).
+        """Returns training windows, test windows and table of patches for one of the `KINDS` in `hbpe_model.py`.
 
-        The table is None for `plain` and `bytes`, which have no patches. patch_size: most symbols in a patch of
-        `patches` and `equal`; other kinds ignore it. Raises `MlxZipError` for `entropy` without a model over bytes.
+        `plain` and `bytes` have no table (None). patch_size: most symbols in a patch of `patches` and `equal`, else
+        ignored. Raises `MlxZipError` for `entropy` without a trained byte model.
         """
         if kind == "bytes":
             length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])
@@ -84,7 +84,7 @@ class PatchTrainingData:
         A window holds about as many bytes as a window of first-stage tokens.
         """
         pieces = [[cut(document) for document in part] for part in self._train_and_test_documents()]
-        # The empty patch, which ends a document, is numbered as a document of its own after each part.
+        # The empty patch marks the end of a document; to get its id, it is added as a document after each part.
         ids, table = number_patches([document for part in pieces for document in (*part, [b""])])
         first = len(self.train)
         patches, end = [ids[:first], ids[first + 1 : -1]], ids[-1][0]
@@ -93,10 +93,10 @@ class PatchTrainingData:
         return self._make_material(self._cut_windows(patches, end, context), table.tokens, table)
 
     def _entropy_patch_cutter(self) -> Callable[[bytes], list[bytes]]:
-        """Returns a function that cuts a document where the model over bytes finds the next byte hard to predict.
+        """Returns a function that cuts a document where the byte model finds the next byte hard to predict.
 
         Its entropy threshold is chosen on training documents so that there are about as many patches as first-stage
-        tokens. Raises `MlxZipError` when the model over bytes has not been trained.
+        tokens. Raises `MlxZipError` if the byte model has not been trained.
         """
         model = self.byte_model
         if model is None:
@@ -109,7 +109,7 @@ class PatchTrainingData:
         return lambda document: entropy_patches(document, entropies_of(document), threshold)
 
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
-        """Returns the bytes of every first-stage token, by id, and a function from text to ids."""
+        """Returns the bytes of each first-stage token, by id, and a function from text to ids."""
         if self.tokenizer is not None:
             return read_tokens(self.tokenizer), text_to_ids_function(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)

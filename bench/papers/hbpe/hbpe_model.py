@@ -38,12 +38,12 @@ from .hbpe_data import Material, PatchTrainingData, read_documents
 from .patches import plain_flops
 
 KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
-SIZED = ("patches", "equal")  # kinds that are trained with every --patch-size
-WARM_UP, TIMED = 1, 8  # training steps that are discarded and that are timed, to choose the number of steps
+SIZED = ("patches", "equal")  # kinds trained once per --patch-size
+WARM_UP, TIMED = 1, 8  # untimed and timed training steps, from which the number of steps is chosen
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-STEP = 16  # a latent transformer is widened by multiples of this
+STEP = 16  # a latent transformer's width grows by multiples of this
 LEARNING_RATE = 3e-3
-RECIPES: dict[str, dict[str, Any]] = {  # the paper's comparison: flags for it at small scale
+RECIPES: dict[str, dict[str, Any]] = {  # comparison in the paper -> its flags at small scale
     "table2": {"models": list(KINDS), "patch_size": [8]},
     "table3": {"models": ["patches", "bytes", "space", "entropy"], "patch_size": [8]},
     "figure7": {"models": ["patches"], "patch_size": [4, 6, 8, 10]},
@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains and measures every model; prints one JSON line per model, patch size and seed. Raises `MlxZipError`."""
+    """Trains and measures each model; prints a JSON line per model, size and seed. Raises `MlxZipError` for flags."""
     for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
@@ -247,7 +247,7 @@ def measurements_at_marks(
 def forward_flops_per_byte(model: Any, corpus: PatchCorpus) -> float:
     """Returns the FLOPs of a forward pass per byte of the corpus, by the paper's formulas.
 
-    The cost of patches is counted with the mean number of symbols in the corpus, not with the largest one.
+    A patch counts with the mean number of symbols per patch in the corpus, not with the largest number.
     """
     count = len(corpus.ids)
     per_window, rate = corpus.n_bytes / count, corpus.n_bytes / corpus.ids.size
@@ -259,10 +259,10 @@ def forward_flops_per_byte(model: Any, corpus: PatchCorpus) -> float:
 
 
 def latent_with_equal_parameters(table: PatchTable, latent: Tower, local: Tower) -> Tower:
-    """Returns the largest latent transformer with which a model over patches has no more parameters than `plain` has.
+    """Returns the largest latent transformer with which a model over patches has no more parameters than `plain`.
 
-    First the width grows (in steps of `STEP`, the feed-forward width in proportion), then the feed-forward width
-    alone. Returns `latent` unchanged if the model over patches has more parameters already.
+    First the width grows (in steps of `STEP`, the feed-forward width in proportion), then the feed-forward width alone.
+    Returns `latent` unchanged if the model over patches already has more parameters.
     """
     wanted = count_parameters(PlainModel(PlainConfig(len(table), latent)))
 
@@ -304,7 +304,7 @@ def _train_settings(args: argparse.Namespace, iters: int, one: ModelRun) -> Trai
 
 
 def steps_within_seconds(make: Any, corpus: PatchCorpus, args: argparse.Namespace, one: ModelRun) -> int:
-    """Returns how many training steps fit into --seconds, at least 2, judged by `TIMED` steps of a throw-away model.
+    """Returns how many training steps fit into --seconds, at least 2, from the time of `TIMED` steps of a new model.
 
     make: returns a new model.
     """

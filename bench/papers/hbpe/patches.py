@@ -1,8 +1,8 @@
 """Measures hierarchical BPE's codec by patch size: merges, table of patches, a text in patches, FLOPs.
 
-Times are processor times of one thread: the C library's calls and the Python around them, after the tokens have been
-read. The vocabulary is any that `mlx_zip vocab hbpe learn` takes. With a text the record has the FLOPs of the paper's
-small model with patches of this size, and the length of patches cut at blanks.
+Times are processor times of one thread, for the C library's calls and the Python around them, after the tokens have
+been read. The tokenizer may be any that `mlx_zip vocab hbpe learn` accepts. With a text, the record has the FLOPs of
+the paper's small model with patches of this size, and the length of patches cut at blanks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, text_encoder
 from .baseline_patches import space_patches
 
 SIZES = (4, 6, 8, 10, 12, 16)
-CONTEXT_BYTES = 8192  # bytes of the text whose FLOPs the paper counts
-SMALL = Tower(12, 768, 2048, 12)  # table 1
+CONTEXT_BYTES = 8192  # length of the text whose FLOPs the paper counts
+SMALL = Tower(12, 768, 2048, 12)  # the paper's table 1
 MEDIUM = Tower(24, 1024, 2816, 16)
-LOCAL = Tower(3, 512, 512, 8)  # encoder and decoder, each
+LOCAL = Tower(3, 512, 512, 8)  # local encoder; the local decoder is equal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every patch size and prints one JSON line for each. Raises `MlxZipError`."""
+    """Measures every patch size and prints one JSON line each. Raises `MlxZipError` for bad flags and files."""
     check_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
     text = None if args.text is None else read_text(args.text)
@@ -87,9 +87,9 @@ def measure_patch_size(tokens: list[bytes], size: int, trials: int) -> dict[str,
 
 
 def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: int) -> dict[str, Any]:
-    """Returns the part of a record that measures a text: patch lengths by mode, time to look patches up, FLOPs.
+    """Returns a record's fields about a text: patch lengths by mode, time to look patches up, FLOPs.
 
-    ids: the text's first-stage ids, each of which is one patch. Modes `stop` and `full`: see `PatchTable.build`.
+    ids: the text's first-stage ids; each id is one patch. Modes `stop` and `full`: see `PatchTable.build`.
     """
     merges, n_bytes = learn_merges(tokens, size).merges, len(text.encode("utf-8"))
     stop, full = PatchTable.build(merges, tokens), PatchTable.build(merges, tokens, "full")
@@ -114,7 +114,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
 
 
 def plain_flops(n_bytes: float, bytes_per_token: float, tower: Tower, vocabulary: int) -> float:
-    """Returns the FLOPs of a model over tokens, without patches, on a text of `n_bytes` bytes.
+    """Returns the FLOPs of a plain token model on a text of `n_bytes` bytes.
 
     vocabulary: number of tokens in its softmax.
     """
@@ -132,7 +132,7 @@ def text_to_ids_function(path: str) -> Callable[[str], Sequence[int]]:
 
 
 def read_text(path: str) -> str:
-    """Reads the UTF-8 file of --text. Raises `MlxZipError`."""
+    """Reads the UTF-8 file of --text. Raises `MlxZipError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ NAMES = {
     "entropy": "patches cut by entropy",
 }
 TABLE2 = {"plain": "1.16", "patches": "1.11", "bytes": "1.16", "space": "1.14", "entropy": "1.20"}  # bits per byte
-TABLE2_FLOPS = {"plain": "562", "patches": "554", "bytes": "4214", "space": "534", "entropy": "668"}  # 10^9, 8192 bytes
+TABLE2_FLOPS = {"plain": "562", "patches": "554", "bytes": "4214", "space": "534", "entropy": "668"}  # GFLOPs at 8192 B
 TABLE2_FERTILITY = {"plain": "1.51", "patches": "1.51", "bytes": "4.5", "space": "1.45", "entropy": "1.83"}
 TABLE3 = {"patches": "1.20", "space": "1.24", "entropy": "1.27"}  # bits per byte
 TABLE3_PATCHES = {"patches": "3.62", "space": "3.06", "entropy": "1.66"}  # bytes per patch
@@ -31,7 +31,7 @@ Line = dict[str, Any]
 
 
 def recorded_models(records: Any, recipe: str | None) -> list[Line]:
-    """Returns the recorded lines of `bench hbpe_model` that were run with a --recipe (None: without one)."""
+    """Returns the lines of `bench hbpe_model` that were recorded with `recipe`; None: without --recipe."""
     return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
 
 
@@ -76,7 +76,7 @@ FLOPS_COLUMNS: Columns = (  # GFLOPs of the paper's small model on 8,192 bytes, 
     ("with the symbols that there are", gflops_cell("flops_patches_counted")),
     ("with S symbols", gflops_cell("flops_patches_padded")),
 )
-TEXT_COLUMNS: Columns = (  # "patches, counted" has the symbols that the text's patches have, by the paper's formula
+TEXT_COLUMNS: Columns = (  # "patches, counted": the paper's formula with the text's mean symbols per patch
     ("text", "{text}"),
     ("first stage", lambda line: line["tokenizer"].split(".")[0]),
     ("S", "{patch_size}"),

@@ -1,1 +1,1 @@
-"""What the MultiTok paper measures, repeated: compression of corpora and classifiers."""
+"""Repeats the measurements of the MultiTok paper: compression of corpora, and classifiers."""

@@ -1,11 +1,11 @@
-"""The classifier of MultiTok's experiment: one transformer layer over embeddings of its own.
+"""The classifier of MultiTok's experiment: one transformer layer over an embedding trained from scratch.
 
-As in the paper (arXiv 2410.21548, section IV): width 100, two heads, 200 in the feed-forward part, Adam. Two things
-differ from the published code. The classifier reads the mean over all positions that are not padding; the published one
-reads the last position, which is mostly padding. And no text is left out. A batch holds texts of similar length and is
-padded to its longest, so shorter sequences take less time. Rows of the embedding table that occur in no training text
-have no gradient and would keep their random values, so they are left out of training, which gives the same result
-sooner. A training step is not compiled, because compiled it takes three times longer on a CPU.
+As in the paper (arXiv 2410.21548, section IV): width 100, two heads, feed-forward width 200, Adam. It differs from the
+published code in two points: it reads the mean over all positions that are not padding, instead of the last position,
+which is mostly padding; and it leaves out no text. A batch holds texts of similar length and is padded to its longest,
+so shorter sequences take less time. Embedding rows that occur in no training text have no gradient and keep their
+random values, so they are left out of training, which saves time and does not change the result. A training step is not
+compiled, because on a CPU it takes three times longer when compiled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .labelled import EncodedTexts
 
 WIDTH, HEADS, HIDDEN, RATE = 100, 2, 200, 0.01
 EPSILONS = (0.1, 0.01)
-STAYS = 10  # epochs for which the loss must stay below eps
-POOL = 10  # batches whose texts are sorted by length together
+STAYS = 10  # number of epochs for which the loss must stay below eps
+POOL = 10  # number of batches whose texts are sorted by length together
 Integers = NDArray[np.integer]
 
 
 class Classifier(nn.Module):
     """Classifies texts: ids [B, L] int32, 0 for padding -> logits [B, C]. Source: arXiv 2410.21548, section IV.
 
-    trained: number of ids in training texts, 1..trained. used: number of all ids, padding included; the rows from
-    1 + trained on stay random and are used only outside training. length: most ids in a text.
+    trained: number of ids in training texts, which are 1 to `trained`. used: number of all ids, padding included; rows
+    from 1 + trained on keep random values and are used only in evaluation. length: most ids in a text.
     """
 
     def __init__(self, trained: int, used: int, classes: int, length: int) -> None:
@@ -64,9 +64,9 @@ class Classifier(nn.Module):
 def train_classifier(
     encoded: EncodedTexts, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains one classifier and returns its part of the record, with accuracy on the test texts after each epoch.
+    """Trains one classifier and returns its fields of the record, with the test accuracy after each epoch.
 
-    answers: the class numbers of the training texts and of the test texts. Seconds are those of training only.
+    answers: class numbers of the training texts and of the test texts. Seconds include training only.
     """
     mx.random.seed(seed)
     order = np.random.default_rng(seed)
@@ -105,9 +105,9 @@ def train_classifier(
 
 
 def times_to_converge(losses: Sequence[float], walls: Sequence[float], processors: Sequence[float]) -> dict[str, Any]:
-    """Returns C(eps) for each of `EPSILONS`, in epochs, wall seconds and processor seconds; None where not reached.
+    """Returns C(eps) for each of `EPSILONS`, in epochs, wall seconds and processor seconds; None if not reached.
 
-    losses, walls, processors: the training loss and the two times of each epoch.
+    losses, walls, processors: training loss, wall seconds and processor seconds of each epoch.
     """
     epochs = {str(eps): epochs_to_converge(losses, eps) for eps in EPSILONS}
     until = lambda times: {eps: None if n is None else round(sum(times[:n]), 2) for eps, n in epochs.items()}
@@ -115,7 +115,7 @@ def times_to_converge(losses: Sequence[float], walls: Sequence[float], processor
 
 
 def epochs_to_converge(losses: Sequence[float], epsilon: float) -> int | None:
-    """Returns C(eps): the fewest epochs after which the next ten losses (or all that are left) are below epsilon.
+    """Returns C(eps): the number of epochs before the first of ten losses (or all that are left) below epsilon.
 
     None if there is no such epoch.
     """
@@ -136,10 +136,10 @@ def token_counts(samples: Samples) -> NDArray[np.int64]:
 def batches_of_similar_length(
     sizes: NDArray[np.int64], size: int, order: np.random.Generator | None = None
 ) -> Iterator[Integers]:
-    """Yields batches of `size` sample numbers, samples of similar length together, until each sample was in one.
+    """Yields batches of at most `size` sample numbers, of similar length; each sample is in one batch.
 
-    sizes: length of each sample. order: draws samples at random, `POOL` batches at a time, sorts these by length and
-    yields batches in random order; None: all samples are sorted by length.
+    sizes: length of each sample. order: shuffles the samples, sorts every `POOL` batches of them by length, and yields
+    the batches in random order; None: all samples are sorted by length.
     """
     n = len(sizes)
     drawn = np.arange(n) if order is None else order.permutation(n)
@@ -161,13 +161,13 @@ def pad_samples(samples: Samples, which: Integers) -> NDArray[np.int32]:
     return out
 
 
-# ---- judging
+# ---- evaluation
 
 
 def accuracy_and_auc(model: Classifier, samples: Samples, labels: Integers, batch_size: int) -> tuple[float, float]:
     """Returns the accuracy on the samples, and the area under the ROC curve.
 
-    With two classes the area is that of the second class, else the mean over classes of each against all others.
+    With two classes, the area is that of the second class, else the mean over classes of one class against all others.
     """
     model.eval()
     order = list(batches_of_similar_length(token_counts(samples), batch_size))
@@ -183,7 +183,7 @@ def accuracy_and_auc(model: Classifier, samples: Samples, labels: Integers, batc
 def area_under_roc(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
     """Returns the area under the ROC curve: the probability that a positive sample scores higher than a negative one.
 
-    Ties count half. 0.5 if there are no positive or no negative samples.
+    Ties count half. Returns 0.5 if there are no positive or no negative samples.
     """
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]

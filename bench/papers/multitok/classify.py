@@ -1,10 +1,10 @@
-"""MultiTok's own experiment at small scale: does a classifier learn as well, and sooner, from phrases as from words?
+"""MultiTok's own experiment at small scale: does a classifier learn as well from phrases as from words, and sooner?
 
-A one-layer transformer with embeddings that start at random is trained on labelled texts, once per way of encoding them
-and seed. A record has accuracy and area under the ROC curve on test texts after every epoch, training loss by epoch,
-C(eps) (definition 2 of the paper: the epochs after which the loss stays below eps for ten epochs, or to the end) in
-epochs, in seconds and in processor seconds, rows of the embedding table, and tokens. What differs from the paper's
-set-up (section IV) is described in `.labelled` and `.classifier`.
+A one-layer transformer with randomly initialised embeddings is trained on labelled texts, once per encoding of the
+texts and per seed. A record has accuracy and area under the ROC curve on test texts after every epoch, the training
+loss by epoch, C(eps) in epochs, seconds and processor seconds, the rows of the embedding table, and tokens. C(eps) is
+definition 2 of the paper: the epochs after which the loss stays below eps for ten epochs, or to the end. Differences
+from the paper's set-up (section IV) are described in `.labelled` and `.classifier`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_
 
 Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
-_KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that a record has
+_KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that the record includes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
-    """Checks the flags and returns the settings of --settings. Raises `MlxZipError`."""
+    """Checks the flags and returns the settings of --settings. Raises `MlxZipError` for a bad flag."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
         raise MlxZipError(f"{' and '.join(missing)} missing")
     check_at_least(args, 1, *_COUNTS)
@@ -125,7 +125,7 @@ def read_texts(args: argparse.Namespace) -> tuple[LabelledTexts, LabelledTexts]:
 def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
     """Returns the name of the units, their vocabulary, and a function that splits a text into units.
 
-    Units are the ids of a tokenizer, or with None the words of the texts.
+    Units are the ids of `tokenizer`, or, if it is None, the words of the texts.
     """
     if tokenizer is None:
         return "words", Words.in_order(map(str.split, texts)), str.split

@@ -1,7 +1,7 @@
-"""Reads labelled texts and encodes them by the settings of the paper's table I, with one embedding table each.
+"""Reads labelled texts and encodes them by the settings of the paper's table I, each with its own embedding table.
 
-Every encoding gets the same words of a text, so that a shorter one is a shorter sequence and not more of the text. As
-in the published code, words of the texts to be judged are units too; their embeddings stay random.
+All encodings get the same words of a text, so a more compact encoding gives a shorter sequence, not more of the text.
+As in the published code, words that occur only in test texts are units too; their embeddings keep random values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PRUNING = "single"  # as in the paper: a phrase that is used too rarely is repla
 class EncodingSetting:
     """A way to encode texts, in the paper's notation PERCENT,WINDOW-WINDOW[,>=USES], for example 100,2-1,>=2.
 
-    percent: share of the samples that phrases are learned from; 0: no phrases, units stay as they are. windows: most
-    units in a phrase, for training texts and for test texts; 0 (Max): no limit. least_uses: phrases used less often
-    are removed; 0: none is.
+    percent: percentage of the samples that phrases are learned from; 0: no phrases. windows: most units in a phrase,
+    for training texts and for test texts; 0 (Max): no limit. least_uses: phrases used less often are removed; 0: none
+    is.
     """
 
     percent: float
@@ -38,7 +38,7 @@ class EncodingSetting:
 
     @classmethod
     def parse(cls, text: str) -> EncodingSetting:
-        """Reads a setting: `plain` or PERCENT,WINDOW-WINDOW[,>=USES]. Raises `MlxZipError`."""
+        """Parses a setting: `plain` or PERCENT,WINDOW-WINDOW[,>=USES]. Raises `MlxZipError` for anything else."""
         try:
             if text == PLAIN:
                 return cls(0)
@@ -65,9 +65,9 @@ class LabelledTexts:
         return sum(len(text.split()) for text in self.texts)
 
     def first_texts(self, n: int | None, words: int) -> LabelledTexts:
-        """Returns `n` texts (None: all), each cut to its first `words` words.
+        """Returns `n` randomly chosen texts (None: all), each cut to its first `words` words.
 
-        They are drawn in a fixed random order, because files may be sorted by label.
+        The random order is the same in every run; texts are shuffled because files may be sorted by label.
         """
         order = np.random.default_rng(0).permutation(len(self.texts))[:n].tolist()
         cut = tuple(" ".join(self.texts[i].split()[:words]) for i in order)
@@ -78,7 +78,7 @@ def read_labelled(path: Path) -> LabelledTexts:
     """Reads all labelled texts of a .jsonl or .tsv file (.gz is unpacked). Raises `DataError` naming file and line."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
-        lines = data.decode("utf-8").split("\n")  # a text may hold other ends of lines
+        lines = data.decode("utf-8").split("\n")  # not `splitlines`: a text may contain other line separators
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     read = [parse_labelled_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -104,7 +104,7 @@ def parse_labelled_line(path: Path, number: int, line: str) -> tuple[str, int]:
 class EncodedTexts:
     """Training and test texts as ids of an embedding table.
 
-    Id 0 is padding, ids 1..trained occur in training texts, higher ones in test texts only. trained: number of ids
+    Id 0 is padding, ids 1 to `trained` occur in training texts, higher ids only in test texts. trained: number of ids
     in training texts. used: number of all ids, padding included. rows: number of rows that the whole dictionary needs,
     with phrases that occur in no text. ratio: tokens over units of the training texts, the paper's r.
     """

@@ -1,13 +1,13 @@
-"""MultiTok: how fast phrases are learned and used, what they cost in memory, and how far a corpus shrinks by setting.
+"""MultiTok: how fast phrases are learned and used, their memory, and the compression of a corpus by setting.
 
-Speed is that of encoding unit numbers on one core, calls into the library and new arrays included. It is measured in
-processor time of the thread, so that waits for the core do not count. It is compared with a plain encoder in Python
-over tuples, which is written here and stands for the published code, a loop of this kind that is not part of this
-project; both must give the same ids. Trials of the two alternate.
+Speed is that of encoding unit numbers on one core, including calls into the library and new arrays. It is measured in
+processor time of the thread, so that waits for the core do not count, and compared with an encoder in plain Python over
+tuples. That encoder is written here in the manner of the published code, which is not part of this project; both must
+give the same ids. Trials of the two alternate.
 
 Ratios are tokens after encoding over units before (the paper's r, definition 1) of the samples that phrases are learned
-from. With --held-out there are also ratios of other samples, encoded with the learned dictionary; their words are units
-too, as in the published code. With --tokenizer the units are its ids, and `per_word` has tokens over words.
+from. --held-out adds the ratios of other samples, encoded with the learned dictionary; their words are units too, as in
+the published code. With --tokenizer the units are its ids, and `per_word` is tokens over words.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from mlx_zip.vocab.multitok import (
 
 # (percent of samples, window) -> r of the paper's table I on 25,000 reviews; 0: Max
 PAPER_WORDS = {(100, 0): 0.57, (100, 2): 0.60, (50, 0): 0.80, (50, 2): 0.83, (25, 2): 0.93}
-PAPER_PRUNED = {0: 0.65, 2: 0.66}  # by window; "published", K = 1, all samples
+PAPER_PRUNED = {0: 0.65, 2: 0.66}  # window -> r with pruning mode "published", K = 1, all samples
 PAPER_TOKENS = {"gpt2": {(50, 2): 0.81, (33, 2): 0.88}}
-WINDOWS = (0, 2)  # most units in a phrase that are measured; 0: no limit
+WINDOWS = (0, 2)  # measured limits of units in a phrase; 0: no limit
 AT_MOST = (1, 2)  # phrases used at most this often are pruned
 SLOW_TRIALS = 3  # most trials of plain Python
 
@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
 class PhraseCorpus:
     """The texts of a run as samples of units.
 
-    learned: samples of --text; held_out: samples of --held-out, or None. units: their vocabulary; words: number of
-    words in --text; record: what a JSON line says of the texts.
+    learned: samples of --text. held_out: samples of --held-out, or None. units: their vocabulary. words: number of
+    words in --text. record: description of the texts in a JSON line.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -122,7 +122,7 @@ class PhraseCorpus:
         self.record["files"] = [name.rsplit("/", 1)[-1] for name in self.record["files"]]
 
     def learn_dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
-        """Returns a dictionary learned from the first `percent` per cent of the samples, and the ids of all samples.
+        """Returns a dictionary learned from the first `percent` percent of the samples, and the ids of all samples.
 
         window: most units in a phrase; 0: no limit.
         """
@@ -170,9 +170,9 @@ def speed_records(corpus: PhraseCorpus, trials: int) -> Iterator[dict[str, Any]]
 def learn_phrases_in_plain_python(
     samples: Sequence[tuple[int, ...]], units: int, window: int
 ) -> tuple[dict[tuple[int, ...], int], list[list[int]]]:
-    """Learns phrases in plain Python; returns the id of every unit and phrase (from 1 on), and the ids of each sample.
+    """Learns phrases in plain Python; returns the id of each unit and phrase (from 1 on), and the ids of each sample.
 
-    samples: unit numbers. units: how many there are. window: most units in a phrase; 0: no limit.
+    samples: unit numbers. units: number of units. window: most units in a phrase; 0: no limit.
     """
     known: dict[tuple[int, ...], int] = {(unit,): 1 + unit for unit in range(units)}
     encoded = []
@@ -192,7 +192,7 @@ def learn_phrases_in_plain_python(
 
 
 def encode_in_plain_python(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> list[int]:
-    """Encodes one sample in plain Python without learning; returns its ids. known: the id of each unit and phrase."""
+    """Encodes a sample in plain Python without learning; returns its ids. known: the id of each unit and phrase."""
     ids, at, n = [], 0, len(sample)
     while at < n:
         end, id = at + 1, known[sample[at : at + 1]]
@@ -209,10 +209,10 @@ def encode_in_plain_python(known: dict[tuple[int, ...], int], sample: tuple[int,
 def compare_speeds(
     n_units: int, trials: int, ours: Callable[[], Any], plain: Callable[[], Any] | None
 ) -> dict[str, Any]:
-    """Times two functions that process the same `n_units` units, in turn; returns their speeds and the ratio.
+    """Times two functions that process the same `n_units` units, alternately; returns their speeds and the ratio.
 
     Speeds are in millions of units per second. plain: the version in plain Python, which gets at most `SLOW_TRIALS`
-    trials; None: there is none.
+    trials; None if there is none.
     """
     ours()  # warm-up
     mine, other = [], []
@@ -295,7 +295,7 @@ class Bound:
 
 
 def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
-    """Returns lemma 1's bounds for a dictionary before pruning. Raises `CodecError` if it was trained on nothing."""
+    """Returns lemma 1's bounds for a dictionary before pruning. Raises `CodecError` if it was trained on no tokens."""
     longest, tokens = int(dictionary.lengths.max()), dictionary.totals.tokens
     if not tokens:
         raise CodecError("the dictionary was trained on nothing, so there is no growth to bound")
@@ -305,7 +305,7 @@ def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
 
 
 def held_out_ratios(corpus: PhraseCorpus, dictionary: Dictionary) -> dict[str, Any]:
-    """Returns the held-out samples' ratios of tokens to units, by the most units in a phrase; {} without samples."""
+    """Returns the held-out samples' ratios of tokens to units, by window; {} without held-out samples."""
     if corpus.held_out is None:
         return {}
     n = len(corpus.held_out.ids)

@@ -86,7 +86,7 @@ def paper_ratio_cell(line: Record) -> str:
 
 
 def held_out_cell(window: str) -> Cell:
-    """Returns a cell of the ratio of held-out samples. window: "0" for phrases of any length, "2" for pairs at most."""
+    """Returns a cell of the held-out samples' ratio. window: "0" for phrases of any length, "2" for at most pairs."""
     return lambda line: f"{found[window]:.3f}" if window in (found := line.get("held_out", {})) else ""
 
 
@@ -97,10 +97,10 @@ PHRASES: tuple[str, Cell] = ("phrases", "{phrases:,}")
 HELD_OUT: tuple[str, Cell] = ("r held out", held_out_cell("0"))
 
 
-# ---- what `classify` measured
+# ---- tables of the record `classify`
 
 SAMPLED = {"imdb": "IMDB", "agnews": "AG-News", "sst2": "SST-2"}
-# (units, setting) -> r, accuracy, AUC of the paper's table I, which is of IMDB; r of plain tokens is per word
+# (units, setting) -> r, accuracy, AUC on IMDB in the paper's table I; r of plain tokens is tokens per word
 PAPER = {
     ("words", "plain"): (1, 0.725, 0.77),
     ("words", "100,Max-Max"): (0.57, 0.648, 0.69),
@@ -118,13 +118,13 @@ PAPER = {
     ("gpt2", "50,2-1"): (0.81, 0.731, 0.79),
     ("gpt2", "33,2-1"): (0.88, 0.745, 0.82),
 }
-EPSILON = "0.01"  # of C(eps), the column "epochs to 0.01"
+EPSILON = "0.01"  # the eps of C(eps) in the column "epochs to 0.01"
 
 
 def classifier_table(lines: Sequence[Record], of_paper: bool) -> str:
     """Returns a table with a row per data set, units and setting.
 
-    of_paper: the rows of IMDB, next to the paper's figures; else the rows of all other data sets.
+    of_paper: only IMDB's rows, next to the paper's figures; otherwise the rows of all other data sets.
     """
     runs = [line for line in lines if line["bench"] == "classify" and (data_set_name(line) == "IMDB") == of_paper]
     rows = [classifier_row(group, of_paper) for group in group_by_seed(runs)]
@@ -179,7 +179,7 @@ def classifier_row(runs: Sequence[Record], of_paper: bool) -> list[str]:
 
 
 def mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
-    """Formats one figure per run as "mean (least-greatest)", followed by "n of m" where some runs have None.
+    """Formats one figure per run as "mean (minimum-maximum)", followed by "n of m" if some runs have None.
 
     None stands for a run that did not reach the value. places: digits after the decimal point.
     """
@@ -195,7 +195,7 @@ def mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
 def accuracy_by_seed_table(lines: Sequence[Record]) -> str:
     """Returns a table of accuracy by seed, a row per setting that was run with several seeds.
 
-    The last column is the greatest less the least accuracy, in percentage points.
+    The last column is the maximum minus the minimum accuracy, in percentage points.
     """
     rows = []
     for runs in group_by_seed([line for line in lines if line["bench"] == "classify"]):
@@ -211,8 +211,8 @@ def accuracy_by_seed_table(lines: Sequence[Record]) -> str:
 def training_loss_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
 
-    There is a curve per encoding: the mean over seeds, in a band from the least to the greatest. Raises `DataError` for
-    a record without runs, `InstallationError` without matplotlib.
+    Each encoding has a curve, the mean over seeds, and a band from minimum to maximum. Raises `DataError` for a record
+    without runs, `InstallationError` without matplotlib.
     """
     groups = group_by_seed([line for line in lines if line.get("bench") == "classify"])
     if not groups:

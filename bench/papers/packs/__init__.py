@@ -1,1 +1,1 @@
-"""What codebook packs bring and cost: compression, bits per byte, transfer to other texts."""
+"""Measures gains and costs of codebook packs: compression, bits per byte, transfer to other texts."""

@@ -1,12 +1,12 @@
-"""What codebook packs bring: base ids per id of held-out text, for texts like those learned from and for others.
+"""The compression by codebook packs: base ids per id of held-out text, from a pack's own domain and from other domains.
 
 A pack is learned from the training texts of one domain and tried on the held-out texts of every domain. Held-out texts
-are cut into windows that are compressed one by one. The codebook of a window begins with the pack and grows by at most
-`GROWTH` entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow.
+are cut into windows that are compressed separately. A window's codebook begins with the pack and grows by at most
+`GROWTH` entries; `static` is the rate of a codebook that begins with the pack and does not grow.
 
 Three ways to make a pack are compared: `learn_pack` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
-export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is not a pack but a larger tokenizer: it is
-the rate of as many merges of plain byte pair encoding, of any length, without a codebook. Rates depend only on text,
+export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is not a pack but a larger tokenizer: the
+rate of as many merges of plain byte pair encoding, of any length, without a codebook. Rates depend only on text,
 tokenizer and codec; the seconds of learning depend on the machine and its load.
 """
 
@@ -33,7 +33,7 @@ from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 from mlx_zip.vocab.learner import learn_pack
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 
-SIZES, GROWTH = (256, 1024, 4096), 2048  # entries of packs; entries that a codebook may add to its pack
+SIZES, GROWTH = (256, 1024, 4096), 2048  # entries of a pack; most entries that a codebook adds to its pack
 Entries = Sequence[tuple[int, ...]]
 Learner = Callable[[CodecParams, Sequence[Uint32s], int, int], Entries]
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_at_least(args, 1, "sizes", "window")
     load_before_bench()
-    CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # refuses a size out of range before texts are read
+    CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # checks the sizes before texts are read
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
     if untested := train.keys() - test.keys():
         raise MlxZipError(f"{min(untested)} has texts to learn from but none to try packs on: add it to --test")
@@ -109,10 +109,10 @@ def pack_records(
     sizes: Sequence[int],
     window: int,
 ) -> Iterator[dict[str, Any]]:
-    """Learns a pack per size and learner from texts of one domain and yields its record.
+    """Learns a pack per size and learner from the texts of one domain and yields its record.
 
     The record has the number of entries, base ids per id on every domain of `held_out` with growth ("rates") and
-    without ("static"), and the seconds of learning. texts: base ids of each text. held_out: windows by domain. window:
+    without ("static"), and the seconds of learning. texts: base ids of each text. held_out: domain -> windows. window:
     base ids that learning compresses separately.
     """
     for size in sizes:
@@ -137,7 +137,7 @@ def retokenized_record(
 ) -> dict[str, Any]:
     """Returns the record of a larger tokenizer without a codebook: base ids per token on every domain of `held_out`.
 
-    The tokenizer has `size` merges more than the given one, learned from `texts`.
+    The tokenizer is the given one with `size` additional merges, learned from `texts`.
     """
     bpe = BaseIdBpe(params, texts, size, window)
     rates = {name: round(sum(map(len, ids)) / sum(map(bpe.count, ids)), 4) for name, ids in held_out.items()}
@@ -165,9 +165,9 @@ LEARNERS: dict[str, Learner] = {"learn": learn_pack_entries, "multitok": multito
 def base_ids_per_id(
     params: CodecParams, windows: Sequence[Uint32s], pack: Sequence[Sequence[int]] = (), growth: int = GROWTH
 ) -> float:
-    """Returns base ids per id of windows that are compressed one by one.
+    """Returns base ids per id of windows that are compressed separately.
 
-    Each window's codebook begins with the entries of `pack` and has room for `growth` entries of the window's own.
+    Each window's codebook begins with the entries of `pack` and has room for `growth` more.
     """
     codec = CodecParams(
         params.vocab_size, growth + len(pack), params.merge_size, params.disabled_ids, start=pack or None
@@ -194,16 +194,16 @@ def cut_windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
     return [joined[at : at + window] for at in range(0, len(joined), window)]
 
 
-FIRST = 0x10000  # the code point that stands for base id 0: above all surrogates
+FIRST = 0x10000  # code point that stands for base id 0: above the surrogates
 MOST = 0x110000 - FIRST  # number of base ids that have a code point
 
 
 class BaseIdBpe:
     """Byte pair encoding with `size` merges over base ids, learned from texts that are cut into windows.
 
-    texts: base ids of each text. window: base ids per window; no merge crosses a window's border or a disabled id.
-    longest: most base ids in a merge; None: no limit. Each base id is a character to the trainer, so a vocabulary of
-    more than `MOST` base ids raises ValueError.
+    texts: base ids of each text. window: base ids per window; no merge crosses the end of a window or a disabled id.
+    longest: most base ids in a merge; None: no limit. The trainer sees each base id as a character. Raises `ValueError`
+    for a vocabulary of more than `MOST` base ids.
     """
 
     def __init__(
@@ -231,12 +231,12 @@ class BaseIdBpe:
                 yield word
 
     def entries(self) -> list[tuple[int, ...]]:
-        """Returns the base ids of every merge, in the order in which they were learned."""
+        """Returns the base ids of every merge, in the order of learning."""
         tokens = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
         return [tuple(ord(character) - FIRST for character in token) for token, _ in tokens if len(token) > 1]
 
     def count(self, ids: Uint32s) -> int:
-        """Returns the number of tokens that base ids are merged into; an id that learning never met is one token."""
+        """Returns the number of tokens that base ids are merged into; an id unseen in training is one token."""
         words = list(self._words_of_ids(ids))
         found = [self.tokenizer.encode(word).tokens for word in words]
         known = sum(len(token) for tokens in found for token in tokens)

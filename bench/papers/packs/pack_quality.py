@@ -1,7 +1,7 @@
-"""What codebook packs cost: strict bits per byte against base ids per id, compared with the base and with no pack.
+"""The cost of codebook packs: strict bits per byte against base ids per id, compared with the base and with no pack.
 
 Each document is scored separately, the same documents with every model and pack. A zip2zip model's bits are those of
-the canonical ids, each predicted only from the ids before it, so that they can be compared with the base's bits.
+the canonical ids, each predicted only from the ids before it, so that they are comparable with the base model's bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_models(add: Any, required: bool = False) -> None:
 
 
 def record_names(args: argparse.Namespace) -> dict[str, str]:
-    """Returns what a record calls the texts, the model and its base."""
+    """Returns the names of texts, model and base model for a record."""
     names = {"model": Path(args.model).name, "base": Path(args.base).name}
     return {"data": " ".join(Path(name).name for name in args.data), **names}
 
@@ -105,7 +105,7 @@ def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def quality_measures(bits: BitsResult, control: BitsResult, empty: BitsResult) -> dict[str, Any]:
-    """Returns the measures of a pack, with the relative change of bits per byte from the base and from no pack.
+    """Returns a pack's measures, with the relative change of bits per byte from the base model and from no pack.
 
     bits: the model with the pack. control: the base model. empty: the model without a pack.
     """
@@ -120,7 +120,7 @@ Named = tuple[str, str, Pack]  # name of the curve, name of the file, pack
 
 
 def read_packs(words: Sequence[str]) -> list[Named]:
-    """Reads the packs of --pack, given as NAME=FILE. Raises `MlxZipError`."""
+    """Reads the packs of --pack, given as NAME=FILE. Raises `MlxZipError` for other words and unreadable files."""
     named = [split_name_and_file(word) for word in words]
     return [(curve, Path(file).name, load_pack(file)) for curve, file in named]
 
@@ -133,7 +133,7 @@ def split_name_and_file(word: str) -> tuple[str, str]:
 
 
 def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
-    """Raises `DataError` or `CodecError` for a pack of another tokenizer or one that does not fit the model."""
+    """Raises `DataError` for a pack of another tokenizer, `CodecError` for one that does not fit the model."""
     for _, file, pack in packs:
         pack.check_made_for(tokenizer, file)
-        model.make_cache(pack=pack)  # refuses what does not fit
+        model.make_cache(pack=pack)  # raises an error if the pack does not fit

@@ -1,9 +1,9 @@
-"""A pack for text that training never saw: what it brings and costs, read and written, compared with no pack.
+"""Packs for text unlike the training text: gain and cost in reading and writing, compared with no pack.
 
 The pack is learned from the first half of the documents; the second half is held out. Bits per byte are strict, as in
-`bench pack_quality`. The model also continues the openings of held-out documents. Its gain is compared with two gains
-that were possible: that of the canonical ids of what the model wrote, and that of the canonical ids of the documents'
-own continuations.
+`bench pack_quality`. The model also continues the openings of held-out documents. Its gain is compared with two
+possible gains: that of the canonical ids of the text it wrote, and that of the canonical ids of the documents' own
+continuations.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the record of the model without a pack, then those of each size: the learned pack, then each --pack."""
+    """Yields the record of the model without a pack, then for each size those of the learned pack and each --pack."""
     from mlx_zip.engine.mlx.generate import load
 
     given = read_packs(args.pack)
@@ -156,7 +156,7 @@ def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def split_at_half_of_bytes(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:
-    """Splits documents where half of their bytes are reached, with at least one document on each side.
+    """Splits documents at half of their bytes, with at least one document on each side.
 
     Raises `MlxZipError` for a single document.
     """
@@ -176,7 +176,7 @@ def documents_within_limit(documents: Sequence[Document], limit: int | None) -> 
 def packs_of_size(
     size: int, model: Any, tokenizer: Any, known: Sequence[Document], given: Sequence[Named], window: int
 ) -> list[Named]:
-    """Returns a pack of `size` entries learned from the documents `known`, then the best `size` entries of each given.
+    """Returns a pack of `size` entries learned from `known`, then packs of the best `size` entries of each given pack.
 
     window: base ids that learning compresses separately.
     """
@@ -190,9 +190,9 @@ Opened = tuple[Prompt, list[int]]  # a document's opening, and the base ids that
 
 
 def cut_openings(tokenizer: Any, documents: Sequence[Document], args: argparse.Namespace) -> list[Opened]:
-    """Returns opening and continuation of the first --stories documents that are long enough for --opening + --tokens.
+    """Returns opening and continuation of the first --stories documents with at least --opening + --tokens base ids.
 
-    Raises `MlxZipError` when there are too few.
+    Raises `MlxZipError` if there are fewer.
     """
     opened: list[Opened] = []
     for document in documents:
@@ -212,9 +212,9 @@ def measure_writing(
 ) -> dict[str, Any]:
     """Continues the openings with a pack; returns base tokens per step and shares of the possible gain, by temperature.
 
-    of_gain: what the model gains over one base token per step, as a share of what canonical
-    ids of the written text would gain. of_own_gain: as a share of what canonical ids of the documents' own continuation
-    would gain. A share is None where no gain was possible.
+    A gain is base tokens per step minus 1. of_gain: the model's gain over that of the canonical ids of the written
+    text. of_own_gain: the model's gain over that of the canonical ids of the documents' own continuations. A share is
+    None if no gain was possible.
     """
     own = sum(
         count_canonical_steps(Codebook(codec(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
@@ -247,5 +247,5 @@ def measure_writing(
 
 
 def share_of_possible_gain(rate: float, possible: float) -> float | None:
-    """Returns the gain of a rate over 1 as a share of the possible rate's gain over 1; None if that is 0."""
+    """Returns (rate - 1) / (possible - 1); None if `possible` is at most 1."""
     return (rate - 1) / (possible - 1) if possible > 1 else None

@@ -12,15 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-CROSSED = 1024  # entries of the packs that are tried on texts of other kinds
+CROSSED = 1024  # entries of the packs that are tried on texts of other domains
 LEARNERS = ("learn", "multitok", "bpe")
 
 
 def _own_domain_table(records: Records) -> str:
-    """Returns the table of base ids per id on held-out texts of a pack's own domain, by size of the pack.
-
-    Packs are those of `vocab pack learn`.
-    """
+    """Returns base ids per id on held-out texts of the pack's own domain, by size; packs of `vocab pack learn`."""
     lines = records.lines("packs")
     sizes = sorted({pack["size"] for pack in lines[0]["packs"]})
     rows = []
@@ -32,10 +29,7 @@ def _own_domain_table(records: Records) -> str:
 
 
 def _crossed_table(records: Records) -> str:
-    """Returns the table of base ids per id of every domain with every domain's pack, the pack's own domain in bold.
-
-    Packs have 1,024 entries.
-    """
+    """Returns base ids per id of each domain with each domain's pack of `CROSSED` entries, its own pack in bold."""
     lines = records.lines("packs")
     tests = lines[0]["tests"]
     rows = [["none: growth alone", *(f"{test['empty']:.3f}" for test in tests.values())]]
@@ -47,9 +41,9 @@ def _crossed_table(records: Records) -> str:
 
 
 def _learners_table(records: Records) -> str:
-    """Returns the table of base ids per id on a pack's own domain, by the way to make the pack.
+    """Returns the table of base ids per id on a pack's own domain, by learner.
 
-    Further columns: the pack of `learn` without growth of the codebook, and a larger tokenizer without a codebook.
+    Two more columns: the pack of `learn` with a codebook that does not grow, and a larger tokenizer without a codebook.
     """
     rows = []
     for line in records.lines("packs"):
@@ -98,7 +92,7 @@ def _scored_columns(compared: str) -> Columns:
 
 
 def _written_columns(head: str, key: str) -> Columns:
-    """Base tokens per step of what the model wrote, and their share of the possible gain: "-" where none was."""
+    """Returns columns of base tokens per step and their shares of the possible gains, "-" if no gain was possible."""
     share: Callable[[str], Cell] = lambda of: lambda line: "-" if line[key][of] is None else f"{line[key][of]:.0%}"
     tokens = f"{{{key}[base_tokens_per_step]:.3f}}"
     return ((head, tokens), ("of the gain", share("of_gain")), ("of the authors'", share("of_own_gain")))

@@ -1,4 +1,4 @@
-"""Recorded lines of the ablations, sorted as the paper does, and the paper's own numbers."""
+"""Recorded lines of the ablations, grouped as in the paper, and the paper's own figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAPER_SIZES = {
     4: (1.71, 1.84, 2.14, 1.99),
     5: (1.72, 1.84, 2.14, 1.99),
 }
-PAPER_RATES = {1: 100.00, 2: 75.30, 3: 71.21, 4: 68.93, 5: 68.41}  # compression rate in per cent, table 7
+PAPER_RATES = {1: 100.00, 2: 75.30, 3: 71.21, 4: 68.93, 5: 68.41}  # compression rate in percent, table 7
 PAPER_ENCODERS = {
     "averaging": (1.81, 1.97, 2.29, 2.08),
     "attention": (1.73, 1.86, 2.16, 2.01),
@@ -37,7 +37,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    """One of the two ablations: merge sizes or hyper-encoders, which are its keys.
+    """One of the two ablations: over merge sizes or over hyper-encoders, which are the keys of its maps.
 
     paper: the paper's byte-perplexities on PAPER_TEXTS, by key. label: returns a key's name in figures. found: our
     lines, by key.
@@ -50,7 +50,7 @@ class Sweep:
 
 
 class AblationResults:
-    """Our lines, sorted into the two sweeps. Raises `MlxZipError` for lines measured under different conditions."""
+    """Our lines, grouped into the two sweeps. Raises `MlxZipError` for lines measured under different conditions."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = sorted(lines, key=setting_order)
@@ -67,7 +67,7 @@ class AblationResults:
         self.encoders = Sweep("hyper-encoder", PAPER_ENCODERS, lambda name: ENCODERS[name][2], ordered)
 
     def _group_lines(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Line]]:
-        """Returns the lines by their setting's `key`, only those whose setting `other` is one of `allowed`."""
+        """Returns lines grouped by their setting's `key`; only lines whose setting `other` is in `allowed`."""
         groups: dict[Any, list[Line]] = {}
         for line in self.lines:
             if line["setting"][other] in allowed and line["setting"][key] is not None:

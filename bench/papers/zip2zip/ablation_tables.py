@@ -1,4 +1,4 @@
-"""What the report on the ablations shows: tables 7 and 8 of the paper, its figures 5 and 6, and all figures of ours."""
+"""Tables and figures of the report on the ablations: the paper's tables 7 and 8, its figures 5 and 6, all results."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def tables_7_and_8(results: AblationResults) -> str:
-    """Returns the paper's tables 7 and 8 as Markdown, with our figures next to the paper's."""
+    """Returns the paper's tables 7 and 8 as Markdown, with our results next to the paper's."""
     return f"Table 7: merge size\n\n{table7(results)}\n\nTable 8: hyper-encoder\n\n{table8(results)}"
 
 
 def table7(results: AblationResults) -> str:
-    """Returns the table of byte-perplexity and compression rate by merge size, ours and the paper's."""
+    """Returns the table of byte-perplexity and compression rate by merge size, our results and the paper's."""
     rate = ["compression rate (%)"] if results.lines else []
     rows = [["M", *results.texts, *rate, *_paper_heads(PAPER_TEXTS), "paper: rate (%)"]]
     for m in sorted({*results.sizes.found, *PAPER_SIZES}):
@@ -46,7 +46,7 @@ def table7(results: AblationResults) -> str:
 
 
 def table8(results: AblationResults) -> str:
-    """Returns the table of byte-perplexity by hyper-encoder, ours and the paper's."""
+    """Returns the table of byte-perplexity by hyper-encoder, our results and the paper's."""
     parameters = ["parameters"] if results.lines else []
     rows = [["encoder", *results.texts, *parameters, *_paper_heads(PAPER_TEXTS)]]
     for name in ENCODERS:
@@ -103,9 +103,9 @@ def mean_and_range(values: Sequence[float], digits: int) -> str:
 
 
 def best_and_worst_table(results: AblationResults) -> str:
-    """Returns the table of best and worst settings, the paper's and ours by text.
+    """Returns the table of best and worst settings: in the paper, and in our results by text.
 
-    The last row is what compression costs in bits per byte.
+    The last row is the cost of compression in bits per byte.
     """
     rows = [best_or_worst_row(results, *question) for question in QUESTIONS]
     cost = [mean_and_range([100 * value for value in extra_bits_by_seed(results, text)], 1) for text in results.texts]
@@ -144,11 +144,11 @@ def longer_training_table(short: AblationResults, long: Sequence[Record]) -> str
     return table(["bits per byte", *(f"{n} steps, {text}" for n in steps for text in short.texts)], rows)
 
 
-# ---- which setting is best and which worst, in the paper's tables and in ours
+# ---- best and worst settings, in the paper's tables and in our results
 
 _COMPRESSED = (2, 3, 4, 5)
 QUESTIONS: tuple[tuple[str, bool, tuple[Any, ...], Callable[..., float]], ...] = (
-    # question, whether it is about merge sizes (else encoders), keys to choose from, `min` for the best or `max`
+    # question, whether it is about merge sizes (else encoders), keys to choose from, `min` (best) or `max` (worst)
     ("best merge size, 1 being no compression", True, (1, *_COMPRESSED), min),
     ("best merge size that compresses", True, _COMPRESSED, min),
     ("worst merge size that compresses", True, _COMPRESSED, max),
@@ -164,7 +164,7 @@ def best_or_worst_row(
     sweep = results.sizes if of_sizes else results.encoders
 
     def chosen(values: Mapping[Any, float]) -> list[str]:
-        """Labels of the keys with the best (or worst) value; [] unless every key has a value."""
+        """Returns labels of the keys with the best (or worst) value; [] unless every key has a value."""
         if not all(key in values for key in keys):
             return []
         wanted = pick(values[key] for key in keys)
@@ -176,7 +176,7 @@ def best_or_worst_row(
 
 
 def bits_by_seed(results: AblationResults, sweep: Sweep, text: str) -> Iterator[dict[Any, float]]:
-    """Yields for each seed the bits per byte on one text, by key."""
+    """Yields, for each seed, key -> bits per byte on one text."""
     for seed in results.seeds:
         yield {
             key: line["texts"][text]["bits_per_byte"]
@@ -187,7 +187,7 @@ def bits_by_seed(results: AblationResults, sweep: Sweep, text: str) -> Iterator[
 
 
 def answers_cell(answers: Iterable[Sequence[str]]) -> str:
-    """Returns the answers of all seeds in words; where seeds disagree, each answer with its number of seeds."""
+    """Returns the answer of all seeds in words; if seeds disagree, each answer with its number of seeds."""
     counts = Counter(label for answer in answers for label in answer)
     if len(counts) < 2:
         return next(iter(counts), "not measured")
@@ -195,9 +195,9 @@ def answers_cell(answers: Iterable[Sequence[str]]) -> str:
 
 
 def extra_bits_by_seed(results: AblationResults, text: str) -> list[float]:
-    """Returns for each seed how many more bits per byte merge size 3 needs than merge size 1, as a fraction.
+    """Returns, for each seed, the relative increase of bits per byte from merge size 1 to 3, as a fraction.
 
-    Seeds for which one of the two was not measured are left out.
+    Seeds without results for both merge sizes are left out.
     """
     by_seed = [
         {line["setting"]["seed"]: line["texts"][text]["bits_per_byte"] for line in results.sizes.found.get(m, [])}
@@ -207,9 +207,9 @@ def extra_bits_by_seed(results: AblationResults, text: str) -> list[float]:
 
 
 def extra_bits_of_paper() -> list[float]:
-    """Returns how many more bits per byte merge size 3 needs than 1 in the paper's table 7, as a fraction, per text.
+    """Returns, for each text of table 7, the relative increase of bits per byte from merge size 1 to 3, as a fraction.
 
-    Bits per byte are the logarithm of byte-perplexity.
+    Bits per byte are the base-2 logarithm of byte-perplexity.
     """
     pairs = zip(PAPER_SIZES[3], PAPER_SIZES[1], strict=True)
     return [math.log(third) / math.log(first) - 1 for third, first in pairs]
@@ -221,10 +221,10 @@ PANELS = ((1, "nats per id"), (2, "bits per byte"))  # (index into a point of a 
 
 
 def training_loss_figure(sweep: Sweep) -> Figure:
-    """Returns the figure of one sweep: training loss against text read; the seeds of a setting share one colour.
+    """Returns the figure of one sweep: training loss against text read; the seeds of a setting have one colour.
 
-    The paper draws nats per id. An id stands for more text at higher compression, so settings can be compared only by
-    bits per byte. Raises `InstallationError` without matplotlib.
+    The paper draws nats per id. An id stands for more text at higher compression, so only bits per byte compare
+    settings. Raises `InstallationError` without matplotlib.
     """
     figure = new_figure()
     for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):

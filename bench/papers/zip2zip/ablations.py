@@ -1,10 +1,10 @@
 """The paper's ablations at small scale: merge size (table 7, figure 5) and hyper-encoder (table 8, figure 6).
 
 Every setting starts from the same base model, reads the same training windows and is evaluated on the same bytes. An
-entry may be used from the id that created it on, as in generation. No more windows are prepared than are read: batches
-are sorted by length in ids, so of a larger set every merge size would read another part.
+entry can be predicted right after the id that created it, as in generation. No more windows are prepared than are read:
+batches are sorted by length in ids, so from a larger set each merge size would read different windows.
 
-A result is a JSON line in OUT/ablations.jsonl; a setting that has one is skipped, and an interrupted setting continues
+A result is a JSON line in OUT/ablations.jsonl. A setting with a result is skipped, and an interrupted setting continues
 where it stopped. Source: arXiv 2506.01084, appendix A.
 """
 
@@ -30,7 +30,7 @@ from .ablation_tables import tables_7_and_8
 
 LINES = "ablations.jsonl"
 POINTS = 100  # most points in a training curve
-_TRAINING = (  # flags that `TrainSettings` takes
+_TRAINING = (  # flags that are also fields of `TrainSettings`
     "iters",
     "batch_size",
     "optimizer",
@@ -124,10 +124,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains and evaluates every setting that --out has no result of, and prints the tables.
+    """Trains and evaluates every setting that has no result in --out, and prints the tables.
 
-    Returns exit status 0. A signal that stops training ends the process with 130 or 143; the same command continues.
-    Raises `MlxZipError`.
+    Returns exit status 0. A signal that stops training ends the process with 130 or 143; the same command continues the
+    run. Raises `MlxZipError` for bad flags or files.
     """
     for name in ("model", "data", "valid", "out"):
         if not getattr(args, name):
@@ -155,7 +155,7 @@ class Setting:
 def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
     """Returns the settings that the flags ask for, without duplicates, for every seed.
 
-    They are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError`.
+    These are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError`.
     """
     if low := [m for m in (*args.merge_sizes, args.merge_size) if m < 1]:
         raise MlxZipError(f"a merge size must be 1 or more, got {low[0]}")
@@ -169,7 +169,7 @@ def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
 def measure_all(args: argparse.Namespace, path: Path) -> None:
     """Trains and evaluates each setting that has no line in the file `path`, and adds its line.
 
-    Raises `MlxZipError` when lines of the file were measured under other conditions.
+    Raises `MlxZipError` if lines of the file were measured under other conditions.
     """
     wanted, now = settings_from_flags(args), shared_conditions(args)
     lines = read_lines(path) if path.exists() else []
@@ -237,16 +237,16 @@ def condition_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 class AblationRunner:
-    """Prepares data, trains and evaluates in the folder `out`, and continues what was interrupted there."""
+    """Prepares data, trains and evaluates in the folder `out`; continues interrupted work there."""
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         self.args, self.out = args, out
         self._windows: dict[str, Any] = {}
 
     def measure(self, setting: Setting) -> dict[str, Any]:
-        """Trains and evaluates one setting and returns what its line has of training, parameters and texts.
+        """Trains and evaluates one setting; returns the fields of its line: training, parameters and texts.
 
-        Raises `MlxZipError`, and `SystemExit` when a signal stopped the training.
+        Raises `MlxZipError`, and `SystemExit` if a signal stopped the training.
         """
         folder, index = self._prepare(setting.merge_size)
         run_folder = self._train(setting, folder)
@@ -306,10 +306,10 @@ class AblationRunner:
         return out
 
     def _training_fields(self, run_folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a line says of a training run: what was read, the seconds, the compression rate and the curve.
+        """Returns a line's fields about a training run: amount read, seconds, compression rate and training curve.
 
-        Each point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the point
-        before it. index: the index of the prepared windows.
+        A point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the last point.
+        index: the index of the prepared windows.
         """
         from mlx_zip.training.run_metrics import read_metrics
 

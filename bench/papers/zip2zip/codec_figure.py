@@ -1,8 +1,8 @@
-"""The paper's figure 4: latency of a tokenizer alone, with our codec and with the published one, by bytes of text.
+"""The paper's figure 4: latency of a tokenizer alone, with our codec and with the published codec, by bytes of text.
 
-Tokenizer and codecs run in turn on the same text; the time with a codec is the sum of tokenizer and codec in a trial.
-Both codecs get the list of ids that the tokenizer returns, and one codebook follows the whole text. Source: arXiv
-2506.01084, §3.6, figure 4, which has no numbers in print.
+Each trial times the tokenizer and both codecs on one text; the time with a codec is the sum of tokenizer and codec.
+Both codecs get the list of ids that the tokenizer returns, and one codebook is used for the whole text. Source: arXiv
+2506.01084, §3.6, figure 4, which has no printed numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every size of text and prints one JSON line for each. Raises `MlxZipError`."""
+    """Measures each size of text and prints one JSON line for it. Raises `MlxZipError` for bad flags or files."""
     check_at_least(args, 1, "trials")
     load_before_bench()
     for line in measure_figure(args):
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a record for each of `SIZES` that is not above the text's size.
+    """Yields a record for each of `SIZES` up to the text's size.
 
     Raises `MlxZipError` for wrong flags or files before anything is measured.
     """
@@ -69,16 +69,16 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
-    """Returns the record of one text: microseconds of the tokenizer alone, with our codec and with the published one.
+    """Returns the record of one text: microseconds of the tokenizer alone, with our codec and with the published codec.
 
-    The published codec's are None where it is not installed.
+    The times with the published codec are None if it is not installed.
     """
     pad_id = vocabulary.size
     params = CodecParams(pad_id + 1, WINDOW, MERGE_SIZE, pad_id=pad_id)
     theirs = upstream and upstream.LZWCompressor(pad_id + 1, WINDOW, MERGE_SIZE, pad_id, [pad_id])
     ids = list(vocabulary.encode(text))
     samples: dict[str, list[float]] = {name: [] for name in CURVES}
-    for trial in range(trials + 1):  # the first one warms up
+    for trial in range(trials + 1):  # trial 0 is a warm-up
         alone = mean_call_seconds(lambda: vocabulary.encode(text)) * 1e6
         ours = mean_call_seconds(lambda: compress(params, ids)) * 1e6
         other = mean_call_seconds(lambda: theirs.encode(ids)) * 1e6 if theirs else 0.0
@@ -104,9 +104,9 @@ def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str,
 
 
 def latency_figure(lines: Sequence[dict[str, Any]]) -> Figure:
-    """Returns a figure of latency, and of what each codec adds to it, from the lines of one tokenizer.
+    """Returns a figure of the latency, and of each codec's addition to it, from the lines of one tokenizer.
 
-    Points are medians; bars reach from the least to the greatest trial.
+    Points are medians; bars reach from minimum to maximum.
     """
     figure = new_figure()
     latency_panel, added_panel = figure.subplots(1, 2)
@@ -128,7 +128,7 @@ def latency_figure(lines: Sequence[dict[str, Any]]) -> Figure:
 
 
 def added_latency_percent(line: dict[str, Any], name: str) -> list[float]:
-    """Returns the time that a codec adds to the tokenizer's in each trial, in per cent of the tokenizer's.
+    """Returns the time that a codec adds in each trial, in percent of the tokenizer's time.
 
     name: "with_ours" or "with_upstream".
     """

@@ -1,7 +1,7 @@
 """The tables of the compression report: recorded counts, latencies and FLOPs, and the paper's printed numbers.
 
-Counts are those of `bench tokens` (tables 2 and 7 of arXiv 2506.01084), FLOPs are those of appendix B (table 9),
-latencies of `codec_latency` (figure 4).
+Counts come from `bench tokens` (tables 2 and 7 of arXiv 2506.01084), FLOPs from the formulas of appendix B (table 9),
+latencies from `codec_latency` (figure 4).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Line = dict[str, Any]
 class PaperRows:
     """A tokenizer's two rows of the paper's table 2: bytes per token on each of `DOMAINS`.
 
-    name: the tokenizer's name in the paper; ours: its name in our records, None if it was not measured. base: without
-    hypertokens; compressed: with them.
+    name: the tokenizer's name in the paper. ours: its name in our records, None if it was not measured. base: without
+    hypertokens. compressed: with hypertokens.
     """
 
     name: str
@@ -43,7 +43,7 @@ class PaperRows:
         return self.compressed[i] / self.base[i] - 1
 
     def gain_bounds(self, domain: str) -> tuple[float, float]:
-        """Returns the least and the greatest gain on a domain that rounding to one decimal leaves possible."""
+        """Returns the minimum and maximum gain on a domain that agree with the printed, rounded figures."""
         i = DOMAINS.index(domain)
         low, high = (self.compressed[i] + step for step in (-0.05, 0.05))
         return low / (self.base[i] + 0.05) - 1, high / (self.base[i] - 0.05) - 1
@@ -58,7 +58,7 @@ TABLE_2 = (
     PaperRows("Phi-4-200K", "o200k_base", (4.1, 2.7, 5.4, 4.6, 4.7), (6.3, 4.1, 6.7, 5.5, 5.4)),
     PaperRows("Gemma-3-256K", None, (3.3, 2.3, 5.0, 4.4, 4.5), (5.6, 3.7, 6.4, 5.4, 5.4)),
 )
-PHI_35 = "llama2"  # our name of Phi-3.5's tokenizer, with which table 7's rates were measured
+PHI_35 = "llama2"  # our name of Phi-3.5's tokenizer, for which table 7 gives rates
 
 
 def paper_rows_of(tokenizer: str) -> PaperRows | None:
@@ -69,7 +69,7 @@ def paper_rows_of(tokenizer: str) -> PaperRows | None:
 
 
 class RecordedCounts:
-    """Lines of `bench tokens` by tokenizer and text, only those without disabled ids.
+    """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids.
 
     Raises `MlxZipError` for two lines of the same tokenizer and text, and for a text whose content differs by line.
     """
@@ -91,16 +91,16 @@ class RecordedCounts:
 
     @property
     def windows(self) -> list[int | str]:
-        """All window sizes that were measured, in rising order, whole documents last."""
+        """All measured window sizes, in rising order; whole documents last."""
         found = {row[0] for line in self.lines.values() for row in line["counts"]}
         return sorted(found, key=lambda window: (isinstance(window, str), window))
 
     def counts_of_setting(
         self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
     ) -> Mapping[str, int] | None:
-        """Returns the counts of one setting by column, or None if it was not measured.
+        """Returns column -> count for one setting, or None if it was not measured.
 
-        size: slots of the codebook. All codebooks that are at least as large as the window have the same counts.
+        size: slots of the codebook. Codebooks that are at least as large as the window all have equal counts.
         """
         line = self.lines.get((tokenizer, text))
         for values in line["counts"] if line else ():
@@ -125,9 +125,9 @@ class RecordedCounts:
     def mean_over_domain(
         self, tokenizer: str, domain: str, window: int | str, column: str = "ids", **setting: int
     ) -> float | None:
-        """Returns a count divided by base ids, the mean over a domain's texts; None unless all of them were measured.
+        """Returns a count divided by base ids, the mean over a domain's texts; None unless all texts were measured.
 
-        column: which count, for example "ids".
+        column: name of the count, for example "ids".
         """
         texts = [text for text in self.texts if domain_of(text) == domain]
         rows = [(self.counts_of_setting(tokenizer, text, window, **setting), text) for text in texts]
@@ -135,9 +135,9 @@ class RecordedCounts:
         return sum(parts) / len(parts) if parts and len(parts) == len(texts) else None
 
     def mean_over_mixture(self, tokenizer: str, window: int | str, column: str, **setting: int) -> float | None:
-        """Returns a count divided by base ids in a mixture of domains by the paper's `SHARES` of the base ids.
+        """Returns a count divided by base ids, for a mixture of domains by the paper's `SHARES` of base ids.
 
-        column: which count, for example "ids". None unless every domain has texts and all of them were measured.
+        column: name of the count, for example "ids". Returns None unless every domain has texts and all were measured.
         """
         total = 0.0
         for domain, share in SHARES.items():
@@ -157,7 +157,7 @@ def domain_order(domain: str) -> int:
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)
 
 
-CLOSE = 0.03  # a gain is close to the paper's if it differs by at most 3 percentage points
+CLOSE = 0.03  # largest difference of a gain that is close to the paper's: 3 percentage points
 TOKENIZERS = ("llama3", "qwen", "o200k_base", "gpt2", "llama2", "mistral_v3")  # each has a table
 SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several codebook sizes
 
@@ -168,7 +168,7 @@ SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several 
 def bytes_per_token_table(counts: RecordedCounts, tokenizer: str) -> str:
     """Returns table 2 for one tokenizer: bytes per token by text and window.
 
-    The paper's figures stand next to ours if the paper has this tokenizer.
+    If the paper has this tokenizer, its figures stand next to ours.
     """
     paper = paper_rows_of(tokenizer)
     windows = [f"{window:,} ids" if isinstance(window, int) else "documents" for window in counts.windows]
@@ -203,7 +203,7 @@ def _paper_cells(paper: PaperRows, domain: str) -> list[str]:
 
 
 def code_gains_table(counts: RecordedCounts) -> str:
-    """Returns the table of the windows whose gain on code is close to the paper's, a row per tokenizer and text."""
+    """Returns the table of the windows whose gain on code is close to the paper's; a row per tokenizer and text."""
     rows = [row for tokenizer in counts.tokenizers for row in _gain_rows(counts, tokenizer)]
     return table(["tokenizer, text", "paper's gain", "open by rounding", "windows within 3 points", "nearest"], rows)
 
@@ -211,7 +211,7 @@ def code_gains_table(counts: RecordedCounts) -> str:
 def _gain_rows(counts: RecordedCounts, tokenizer: str) -> Iterator[list[str]]:
     """Yields a tokenizer's rows of `code_gains_table`: for all texts of code together, then for each text.
 
-    Yields nothing for a tokenizer that the paper does not have.
+    Yields nothing for a tokenizer that the paper lacks.
     """
     paper = paper_rows_of(tokenizer)
     gain = paper.gain("code") if paper else None
@@ -261,7 +261,7 @@ def _codebook_sizes(line: Line) -> list[int]:
 
 
 def merge_sizes_table(counts: RecordedCounts) -> str:
-    """Returns table 7: ids over base ids in per cent by merge size M, with the tokenizer of Phi-3.5."""
+    """Returns table 7: ids over base ids in percent by merge size M, with the tokenizer of Phi-3.5."""
     rows = []
     for m, paper in PAPER_RATES.items():
         ours: list[float | None] = [1.0] * (len(counts.texts) + 1)
@@ -289,7 +289,7 @@ _FLOPS: tuple[tuple[str, Cell], ...] = (
 def flops_table(lines: Sequence[Line]) -> str:
     """Returns table 9: the hyper-encoder's FLOPs in training relative to the decoder's, by model.
 
-    They are counted as in the paper, and by the rows that are encoded per id.
+    The FLOPs are counted as in the paper, and by the rows that are encoded per id.
     """
     return column_table(lines, _FLOPS)
 
@@ -308,9 +308,9 @@ def mixture_table(counts: RecordedCounts) -> str:
 
 
 def _mixture_rates(counts: RecordedCounts) -> tuple[float, float, float]:
-    """Returns ids, entries installed and entries read of our mixture, each divided by base ids.
+    """Returns ids, installed entries and entries read of our mixture, each divided by base ids.
 
-    Raises ValueError where a domain was not measured.
+    Raises ValueError if a domain was not measured.
     """
     found = [counts.mean_over_mixture(PHI_35, RATE_WINDOW, column) for column in ("ids", "entries", "entries_used")]
     if any(value is None for value in found):

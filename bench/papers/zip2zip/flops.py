@@ -1,6 +1,6 @@
-"""Appendix B of the zip2zip paper: training FLOPs with hypertokens, and table 9 compared with our arithmetic.
+"""Appendix B of the zip2zip paper: training FLOPs with hypertokens, and table 9 compared with our counts.
 
-Source: arXiv 2506.01084, appendix B. Its equations are not numbered; they are named here by what they give.
+Source: arXiv 2506.01084, appendix B. Its equations are not numbered; comments name them by position or result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PAPER_RATE = 0.7121  # compression rate: ids per base id at merge size 3, window
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, and its α in table 9; None for models of the paper's experiments that the table lacks."""
+    """Sizes of a model, and its α in table 9; α is None for models of the paper's experiments that the table lacks."""
 
     name: str
     layers: int
@@ -35,20 +35,20 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 
 
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
-    """The hyper-encoder's share, α ≈ l · M / L, if every id is an entry of M base ids (last equation, table 9)."""
+    """Returns the hyper-encoder's share α ≈ l · M / L if every id is an entry of M base ids (last equation)."""
     return encoder_layers * merge_size / layers
 
 
 def relative_flops(rate: float, overhead: float) -> float:
-    """Training FLOPs with hypertokens over those without, ρ · (1 + α) (fourth equation). rate: ρ; overhead: α."""
+    """Returns training FLOPs with hypertokens over without, ρ · (1 + α) (fourth equation). rate: ρ; overhead: α."""
     return rate * (1.0 + overhead)
 
 
 def counted_overhead(encoder_layers: int, merge_size: int, layers: int, rows_per_id: float) -> float:
-    """The hyper-encoder's share α by encoded rows: l · M / L times the rows encoded per id of compressed text.
+    """Returns the hyper-encoder's share α by encoded rows: l · M / L times the rows encoded per id of compressed text.
 
-    An encoder layer costs as much as a decoder layer, as in appendix B. rows_per_id: input and output rows together;
-    two encoders that each encode every id's new entry make it 2.
+    An encoder layer costs as much as a decoder layer, as in appendix B. rows_per_id: sum of input and output rows; 2 if
+    two encoders each encode every id's new entry.
     """
     return hyper_overhead(encoder_layers, merge_size, layers) * rows_per_id
 

@@ -1,4 +1,4 @@
-"""What the reports on the zip2zip paper show: tables and pictures, made from the records."""
+"""The tables and pictures of the reports on the zip2zip paper, made from the records."""
 
 from __future__ import annotations
 
