@@ -146,8 +146,8 @@ class SoakRun:
                 self._count_fault("hung", str(error))
             self.done[kind] += 1
             self.count()
-            if sum(self.done.values()) % 50 == 0:
-                self.resident.append(self.server.resident_bytes() or 0)
+            if sum(self.done.values()) % 50 == 0 and (size := self.server.resident_bytes()) is not None:
+                self.resident.append(size)
 
     def _choose_request(self, stream: bool) -> tuple[Dialect, dict[str, Any], str]:
         dialect, n = self.rng.choice(DIALECTS), self.rng.choice(LENGTHS)
