@@ -197,7 +197,7 @@ log = logging.getLogger(__name__)
 
 
 class _Ticket(Ticket):
-    """A request's ticket. inner: the engine's own one, None while the request is held. cancelled: whether it is to end."""
+    """A request's ticket. inner: the engine's ticket, None while held. cancelled: whether the request is to end."""
 
     def __init__(self) -> None:
         self.inner: Ticket | None = None

@@ -68,7 +68,7 @@ class HeadRecord:
 
 
 class Figure(NamedTuple):
-    """The kind of passes that were timed: `ids` ids in each of up to `rows` rows, on caches of up to `held` ids each."""
+    """The kind of passes that were timed: `ids` ids in each of up to `rows` rows, on caches of up to `held` ids."""
 
     ids: int
     held: int
@@ -367,5 +367,5 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
 
 
 def _kind(rows: int, held: int) -> tuple[int, int]:
-    """Returns the exponents of the smallest powers of two not below `rows` and `held`, the second at least `SHORTEST`."""
+    """Returns the exponents of the least powers of two not below `rows` and `held`; for `held` at least `SHORTEST`."""
     return (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())

@@ -213,7 +213,7 @@ class Request:
         return self.draws.greedy and not (asked or self.penalties or self.canonical is not None)
 
     def expand(self, token: int) -> tuple[int, ...]:
-        """Returns the base ids of an id that was just chosen. Raises `CodecError` if the codebook cannot read the id."""
+        """Returns the base ids of an id that was just chosen. Raises `CodecError` if the codebook cannot read it."""
         return (token,) if self.book is None else base_ids_of_next(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:

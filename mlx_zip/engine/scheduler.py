@@ -154,7 +154,7 @@ class Scheduler:
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
     def _begin_request(self, request: Request) -> None:
-        """Gives a request the cache of a session that holds the beginning of its prompt, or a new one, and a reading."""
+        """Gives a request a session's cache that holds the beginning of its prompt, or a new one; adds its reading."""
         checked = request.checked
         differing = self.store.find_difference(checked.base_ids, checked.pack_key)
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
@@ -253,7 +253,7 @@ class Scheduler:
         return len(self.groups) > 1 and self.served.batches and any(o for _, *o in self._mergeable(self.groups))
 
     def _regroup(self) -> None:
-        """Removes the rows for which LongRoPE's factors change, and merges groups that can take their steps together."""
+        """Removes rows for which LongRoPE's factors change, and merges groups that can take their steps together."""
         for group in list(self.groups):
             requests = list(group.requests)
             if rows := group.switching():

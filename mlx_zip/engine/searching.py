@@ -4,7 +4,7 @@ A constraint's mask closes base ids, and every entry that begins with a closed b
 and the host looks through the scores from the highest down. A hypertoken is shown to the constraint whole. If the
 constraint refuses it, the next highest score counts. So a step waits for the device once, however many hypertokens are
 refused. With a temperature alone, each accepted id is drawn with its share of the accepted ids' probability. Top-p,
-top-k, min-p and XTC still count refused ids where they cut. After `REFUSALS` refused hypertokens only base ids are open.
+top-k, min-p and XTC still count refused ids where they cut. After `REFUSALS` refusals only base ids are open.
 """
 
 from __future__ import annotations

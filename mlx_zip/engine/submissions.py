@@ -277,7 +277,7 @@ class _Packs:
 
 
 def _get_or_make(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Returns the value kept under `key`, made if it is missing; evicts the least recently used of over `PACKS_KEPT`."""
+    """Returns the value of `key`, made if missing; evicts the least recently used one if there are too many."""
     if key not in kept:
         kept[key] = make()
         if len(kept) > PACKS_KEPT:

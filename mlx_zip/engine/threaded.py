@@ -402,7 +402,7 @@ _Call = Callable[[], Any]
 
 
 class _Inbox:
-    """Queues other threads' calls for one thread, the owner. `post` and `ask` raise `EngineStoppedError` after `shut`."""
+    """Calls of other threads for one thread, the owner. `post` and `ask` raise `EngineStoppedError` after `shut`."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
