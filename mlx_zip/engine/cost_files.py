@@ -97,14 +97,12 @@ def _from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
 
 
 def _checked_int(number: Any) -> int:
-    """Returns a positive integer. Raises `ValueError` for anything else."""
     if type(number) is not int or not 0 < number < LONGEST:
         raise ValueError(f"{number!r:.80} is not a number of ids or rows")
     return number
 
 
 def _checked_seconds(number: Any) -> float:
-    """Returns a positive number. Raises `ValueError` for anything else."""
     if type(number) not in (int, float) or not 0 < number < MOST_SECONDS:
         raise ValueError(f"{number!r:.80} is not the time of a pass")
     return float(number)

@@ -155,7 +155,6 @@ class Engines:
 
     @property
     def _other_engine(self) -> Engine:
-        """The other model's engine, which is open."""
         assert self._engine is not None
         return self._engine
 

@@ -460,7 +460,7 @@ class Origins:
         return _PACK if at == _FROM_PACK else Origin("prompt" if at <= self._prompt else "answer", at)
 
     def installed(self, book: Codebook) -> tuple[_Entry, ...]:
-        """Returns the entries that ids have installed since the last call. book: the request's codebook now."""
+        """Returns the entries that were installed since the last call. book: the request's codebook now."""
         self._follow(book)
         learned, self._learned = self._learned, []
         return tuple(learned)

@@ -159,7 +159,7 @@ class Checks:
             raise context_error(len(base_ids), tokens_of(Codebook(params), ids[: context - 1]), context)
 
     def _check_room(self, prompt: int, max_tokens: int) -> int:
-        """Returns bytes that KV caches may need. Raises `GenerationError` for a request that can never have them."""
+        """Returns the KV cache bytes that a request may need, 0 without a bound. Raises `GenerationError` beyond it."""
         per_id, bound, context = self.facts.kv_bytes_per_id, self.max_kv_bytes, self.facts.context
         if bound is None:
             return 0
@@ -184,7 +184,7 @@ def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "p
 
 
 def most_base_tokens(facts: ModelFacts) -> int | None:
-    """Returns how many base tokens no prompt and no answer can exceed, None without a limit."""
+    """Returns the upper bound on the base tokens of a prompt or an answer, None without a limit."""
     per_position = 1 if facts.by_base or facts.params is None else max(1, facts.params.merge_size)
     return None if facts.context is None else (facts.context - 1) * per_position
 
@@ -264,7 +264,7 @@ class _Packs:
         return _get_or_make(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
 
     def _checked_start(self, pack: Pack) -> Any:
-        """Returns the pack's entries after checking them against tokenizer, codec and model, once per pack."""
+        """Returns the pack after checking it against tokenizer, codec and model, once per pack."""
 
         def checked() -> Any:
             pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")

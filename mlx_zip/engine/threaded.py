@@ -124,7 +124,6 @@ class ThreadedEngine(Engine):
         return _scores_as_prompt_ids(params, row, cast(Iterator[Scored], parts))
 
     def _check_alive(self) -> None:
-        """Raises `EngineStoppedError` unless the engine can serve."""
         if not self.alive:
             raise EngineStoppedError("the engine has been closed" if self._fault is None else "a fault has ended it")
 

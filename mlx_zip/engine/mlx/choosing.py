@@ -62,7 +62,6 @@ class Choice:
         return [self._chosen_of_row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
 
     def _chosen_of_row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
-        """Returns one row's id with what it asked for."""
         if top is None:
             return Chosen(int(ints[0]))
         pairs = zip(ints[2 : 2 + width].tolist(), floats[2 + width :].tolist(), strict=True)
@@ -203,5 +202,4 @@ class Search(searching.Search):
 
 
 def _search_ids(searches: Sequence[Search]) -> None:
-    """Finds the ids of several rows. A row whose own work raises gets the exception as its request's `error`."""
     searching.search(searches, mx.eval)

@@ -171,5 +171,4 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
 
 
 def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:
-    """Returns the KV caches of a request's cache, or a batch's."""
     return list(cache if state is None else cache[:-1])

@@ -297,7 +297,6 @@ class _Run:
                 request.release()
 
     def _take_events(self) -> list[tuple[int, Event, Any]]:
-        """Takes the events of the last round."""
         found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
         self._arrived.clear()
         return found
@@ -527,7 +526,6 @@ def _begins_ahead(model: Any) -> bool | None:
 
 
 def _seed_random(seed: int | None) -> None:
-    """Seeds MLX's random numbers, unless seed is None."""
     if seed is not None:
         mx.random.seed(seed)
 

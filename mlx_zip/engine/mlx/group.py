@@ -469,7 +469,6 @@ class Reading:
             self._refill = None
 
     def _read_ids(self, begin: int, end: int) -> None:
-        """Reads the ids from `begin` up to `end`."""
         served, cache = self.served, self.request.cache
         assert cache is not None
         served.model(self._ids[None, begin:end], cache=cache, **self._factors)

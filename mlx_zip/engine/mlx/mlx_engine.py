@@ -122,7 +122,6 @@ def open_engine(
 
 
 def _make_store(served: Served, options: SessionOptions) -> SessionStore:
-    """Returns a new store of sessions for a model."""
     return open_session_store(served.model, served.tokenizer, options, served.options.max_kv_size)
 
 
@@ -164,7 +163,6 @@ class MlxEngine(ThreadedEngine):
         return self._inbox.ask(self._unwire)
 
     def _unwire(self) -> bool:
-        """Does what `unwire` does, in the engine's thread."""
         if self._scheduler.busy or self._wired is None:
             return False
         self._wired.free()

@@ -242,7 +242,6 @@ def _cost_key(model: Any, kv_bits: int | None) -> dict[str, str]:
 
 
 def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:
-    """Returns the KV caches among a cache's entries."""
     return cache if find_zip_state(cache) is None else cache[:-1]
 
 

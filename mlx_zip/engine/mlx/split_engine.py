@@ -134,7 +134,6 @@ class SplitEngine(MlxEngine):
     # ---- the engine's thread
 
     def _kv_bound(self, served: Any) -> int | None:
-        """Returns the smallest bound of all machines."""
         own = super()._kv_bound(served)
         least = smallest_over_machines(self._group, NO_BOUND if own is None else own)
         return None if least == NO_BOUND else least
@@ -303,7 +302,6 @@ def _checked_to_json(checked: Checked) -> dict[str, Any]:
 
 
 def _submission_from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
-    """Returns the request that `_checked_to_json` was given."""
     entries = facts["pack"]
     facts = {**facts, "pack": None if entries is None else Pack(tuple(map(tuple, entries)))}
     sampling = {**facts["sampling"], "logit_bias": dict(facts["sampling"]["logit_bias"]) or None}

@@ -234,7 +234,6 @@ def purge_session_folder(folder: Path) -> tuple[int, int]:
 
 
 def _purge_single_folder(folder: Path) -> tuple[int, int]:
-    """Does what `purge_session_folder` does in one folder."""
     others = (*folder.glob(_UNFINISHED_PATTERN), *folder.glob(f"{RESPONSES_FOLDER}/*.json"))
     paths = [path for path in (*list_session_files(folder), *others) if path.is_file() or path.is_symlink()]
     size = sum(stamp[1] for path in paths if (stamp := file_stamp(path)) is not None)

@@ -173,7 +173,7 @@ def _copy_entry(entry: Any) -> Any:
 
 
 def _share_arrays(value: Any) -> Any:
-    """Returns a tree of arrays with new arrays on the same memory. What is no array stays, cache entries are copied."""
+    """Copies a tree of values; arrays in the copy share their memory with the originals until they are written to."""
     if isinstance(value, tuple | list) and any(hasattr(item, "is_trimmable") for item in value):
         return type(value)(_copy_entry(item) for item in value)
     return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, mx.array) else leaf, value)
@@ -229,7 +229,7 @@ _NUMPY_TYPES = {
 
 
 def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
-    """Returns the states of a cache's entries as arrays by place, and the places of other values, as mlx-lm does."""
+    """Returns a cache's states as arrays by path in the tree, and (path, kind) of values that were no arrays."""
     arrays: dict[str, mx.array] = {}
     scalars: list[Any] = [""]
     for place, leaf in tree_flatten(states):

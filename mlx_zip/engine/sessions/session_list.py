@@ -199,7 +199,6 @@ def _split_edge(node: _TreeNode, at: int) -> _TreeNode:
 
 
 def _join_with_only_child(node: _TreeNode) -> None:
-    """Joins a node with its only child, if no sequence ends at the node."""
     if node.names or len(node.children) != 1:
         return
     (child,) = node.children.values()
