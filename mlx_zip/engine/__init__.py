@@ -1,4 +1,4 @@
-"""Engines: what stands between a front and a model."""
+"""Engines: the interface through which a front (server, chat, app) uses a model."""
 
 from mlx_zip.engine.interface import Ceiling as Ceiling
 from mlx_zip.engine.interface import Constraint as Constraint

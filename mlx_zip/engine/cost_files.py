@@ -1,4 +1,4 @@
-"""`CostFile`: what passes of a model cost on a machine, kept from run to run in the user's cache folder."""
+"""`CostFile`: measured times of a model's passes on this machine, kept from run to run in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mlx_zip.errors import failure_reason
 from mlx_zip.files import cache_folder, make_private, write_json
 
 log = logging.getLogger(__name__)
-SAVE_EVERY_S = 60.0  # least time between two writings of a file, while requests come
+SAVE_EVERY_S = 60.0  # minimum time between two writes of a file while requests arrive
 VERSION = 1  # of the file's format
-MOST_SECONDS = 1e6  # of a pass: a greater number in a file is damage
-LONGEST = 1 << 32  # ids of a cache: a greater number in a file is damage
+MOST_SECONDS = 1e6  # upper bound on the time of a pass; a larger number in a file is damage
+LONGEST = 1 << 32  # upper bound on ids and rows; a larger number in a file is damage
 
 
 class CostFile:
-    """A file with the figures of `costs`, which begin with what earlier runs found and are replaced by newer times.
+    """A file of pass times. `costs` begins with the times in the file; newer times replace them.
 
-    key: all that decides what passes cost, by name; the file's name is made of it. A file that is missing, damaged, of
-    another version or of another key counts as empty. Processes may share a file: it is replaced whole.
+    key: everything that pass times depend on, by name; the file's name is a hash of the key. A file that is missing,
+    damaged, of another version or of another key counts as empty. Processes may share a file: it is replaced whole.
     """
 
     def __init__(self, key: Mapping[str, str]) -> None:
@@ -38,10 +38,10 @@ class CostFile:
         self._saved, self._saved_s = self.costs.figures(), time.monotonic()
 
     def save(self, every_s: float = 0.0) -> None:
-        """Writes the figures if they have changed and the last call that wrote was at least `every_s` seconds ago.
+        """Writes the figures if they have changed and the last write was at least `every_s` seconds ago.
 
-        Widths and lengths that only other processes have timed stay in the file. A folder that cannot be written to is
-        no error: the next run times passes anew.
+        Figures that only other processes have measured stay in the file. A folder that cannot be written to is no
+        error: the next run measures passes again.
         """
         found = self.costs.figures()
         if found == self._saved or time.monotonic() - self._saved_s < every_s:
@@ -57,7 +57,7 @@ class CostFile:
             log.info("what passes cost is not kept: %s %s", self.path.parent, problem)
 
     def _read(self) -> dict[Figure, float]:
-        """Returns the file's figures; none of a file that cannot be used."""
+        """Returns the figures in the file, none if the file cannot be used."""
         try:
             data = json.loads(self.path.read_bytes())
             return _from_json(self._key, data)
@@ -67,9 +67,10 @@ class CostFile:
 
 
 def _join(others: Mapping[Figure, float], own: Mapping[Figure, float]) -> dict[Figure, float]:
-    """Returns the figures of other processes and, in their place, of this one.
+    """Returns the figures of other processes, replaced by this process's own where it has them.
 
-    Of the same kind of passes all have the pace of this process, so that they can be compared.
+    The others' seconds are scaled by the two processes' ratio for passes over one id (same `held` and `rows`), so that
+    all can be compared.
     """
     ones = {(one.held, one.rows): own[one] / others[one] for one in own if one.ids == 1 and one in others}
     return {one: seconds * ones.get((one.held, one.rows), 1.0) for one, seconds in others.items()} | dict(own)
@@ -86,7 +87,7 @@ def _to_json(key: Mapping[str, str], figures: Mapping[Figure, float]) -> dict[st
 
 
 def _from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
-    """Returns the figures of a file's data. Raises `ValueError`, `TypeError` or `KeyError` for data that has none."""
+    """Returns the figures in a file's data. Raises `ValueError`, `TypeError` or `KeyError` for unusable data."""
     if data["version"] != VERSION or data["key"] != key:
         raise ValueError("the file is of another version or of another key")
     return {
@@ -96,14 +97,12 @@ def _from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
 
 
 def _checked_int(number: Any) -> int:
-    """Returns a positive integer. Raises `ValueError` for anything else."""
     if type(number) is not int or not 0 < number < LONGEST:
         raise ValueError(f"{number!r:.80} is not a number of ids or rows")
     return number
 
 
 def _checked_seconds(number: Any) -> float:
-    """Returns a positive number. Raises `ValueError` for anything else."""
     if type(number) not in (int, float) or not 0 < number < MOST_SECONDS:
         raise ValueError(f"{number!r:.80} is not the time of a pass")
     return float(number)

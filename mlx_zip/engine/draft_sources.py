@@ -1,7 +1,7 @@
 """Where drafts come from: what a request has read and emitted (`Lookup`), or what its caller predicts.
 
-`Source` is the interface of all sources. Entries of the codebook are none: a model with hypertokens writes an entry
-whole where it can, so of the rests of entries that were proposed where lookup had nothing, 2 to 8 in 100 ids were
+`Source` is the interface of all sources. Codebook entries are no source: a model with hypertokens writes an entry whole
+where it can. In a trial that proposed the rest of a begun entry where lookup found nothing, 2 to 8 in 100 ids were
 accepted (docs/decisions.md).
 """
 
@@ -19,16 +19,16 @@ from mlx_zip.codec.lookup import Lookup
 from mlx_zip.engine.pass_costs import WIDTHS, Share
 
 MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
-LEAST_MATCH = 3  # base ids that a text must have in common with an earlier place
-FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # of accepted ids by length of the match, before any draft
-MOST_COMPARED = 32  # of an answer's last base ids, to find its place in a prediction
+LEAST_MATCH = 3  # minimum number of a text's last base ids that must match an earlier place
+FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # share of accepted ids by match length, before any draft
+MOST_COMPARED = 32  # maximum number of an answer's last base ids that are searched for in a prediction
 
 
 class Source(Protocol):
-    """Proposes base ids for one request. It hears of each base id that the request emits, proposed or not.
+    """Proposes base ids for one request. `append` tells it all base ids that the request emits, proposed or not.
 
-    width: ids per draft where not their costs decide, None for a number that follows what was accepted. most: the most
-    ids per draft.
+    width: ids per draft if pass costs do not decide, None for a number that follows what was accepted. most: maximum
+    number of ids per draft.
     """
 
     width: int | None
@@ -39,11 +39,11 @@ class Source(Protocol):
         ...
 
     def share(self) -> float:
-        """Returns the share of ids proposed now that would be accepted, each if those before it were; 0 for no ids."""
+        """Returns how likely an id proposed now is accepted if all before it are; 0 if there is nothing to propose."""
         ...
 
     def seconds(self) -> float:
-        """Returns how long an id takes to be proposed; 0 for hardly any time, infinite if that is not known."""
+        """Returns the seconds to propose one id; 0 for hardly any time, infinite if unknown."""
         ...
 
     def propose(self, most: int) -> Sequence[int] | Uint32s | Iterator[int]:
@@ -51,17 +51,17 @@ class Source(Protocol):
         ...
 
     def note(self, proposed: int, accepted: int) -> None:
-        """Learns from what was proposed last: it was accepted whole or ended with a refused id. Both count ids."""
+        """Learns from the last draft: how many ids were proposed, and how many of these were accepted."""
         ...
 
 
 class Head(Source, Protocol):
-    """A source that follows the passes of the model, and proposes ids, hypertokens among them, in place of base ids."""
+    """A source that uses the output of the model's passes, and proposes ids, hypertokens included, not base ids."""
 
     def see(self, h: Any, last: int | None, cache: Any) -> None:
-        """Notes the body's output h [1, 1, D] from which the id `last` is chosen, None if unknown.
+        """Keeps the body's output h [1, 1, D] that the id `last` is chosen from. h: None if unknown.
 
-        last: None as long as it is being chosen. cache: the request's, which has not read `last`.
+        last: None while the id is still being computed. cache: the request's, which has not read `last`.
         """
         ...
 
@@ -74,7 +74,7 @@ class LookupSource:
 
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._text, self._acceptance, self._match = Lookup(base_ids), Acceptance(), 0
-        self._match_now: int | None = None  # of the text as it ends now, once it was asked for
+        self._match_now: int | None = None  # length of the match at the text's present end, None until computed
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._text.append(base_ids)
@@ -97,10 +97,10 @@ class LookupSource:
 
 
 class PredictionSource:
-    """Proposes a text that the answer will probably have, from its beginning on. base_ids: that text.
+    """Proposes the caller's prediction of the answer. base_ids: of the predicted text.
 
-    Once the answer differs, the prediction goes on where most of the answer's last ids stand in it; of several such
-    places at the next one, because an edited text goes on behind what was changed.
+    Where the answer differs, the source goes on behind the longest match of the answer's last ids in the prediction; of
+    several such places it takes the next one, because an edited text goes on behind what was changed.
     """
 
     width: int | None = None
@@ -108,8 +108,8 @@ class PredictionSource:
 
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._ids, self._acceptance = as_ids(base_ids), Acceptance()
-        self._place = 0  # how many ids of the prediction are behind the answer
-        self._match = self._asked_match = LEAST_MATCH  # of the answer's last ids before that place, 0 if it is unknown
+        self._place = 0  # index in the prediction of the answer's next id
+        self._match = self._asked_match = LEAST_MATCH  # number of matching ids before the place, 0 if it is unknown
         self._last: deque[int] = deque(maxlen=MOST_COMPARED)  # the answer's last ids, the latest first
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
@@ -121,7 +121,7 @@ class PredictionSource:
             self._find_place()
 
     def _find_place(self) -> None:
-        """Finds the place where the answer goes on, if at least `LEAST_MATCH` of its last ids stand before one."""
+        """Finds the place behind the longest match of the answer's last ids, if at least `LEAST_MATCH` ids match."""
         ids, match = self._ids, 1
         places = np.flatnonzero(ids == self._last[0]) + 1
         for one in islice(self._last, 1, None):
@@ -156,7 +156,7 @@ def text_sources(base_ids: Sequence[int] | Uint32s, prediction: Sequence[int] | 
 
 
 class Acceptance:
-    """How many of the proposed ids are accepted, by how much the text had in common with the earlier place."""
+    """The share of proposed ids that are accepted, by the length of the match that the draft follows."""
 
     def __init__(self) -> None:
         shares = {length: Share(first) for length, first in FIRST_SHARES.items()}

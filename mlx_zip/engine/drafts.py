@@ -21,7 +21,7 @@ DRAFTS = ("off", "lookup", "head", "auto")
 
 
 def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
-    """Raises `GenerationError` for a way to draft that there is not, and for too few or too many ids per draft."""
+    """Raises `GenerationError` for a draft that is not in `DRAFTS`, and for too few or too many ids per draft."""
     if draft not in DRAFTS:
         raise GenerationError(f"draft (--draft) must be one of {', '.join(DRAFTS)}, got {draft!r:.80}")
     if type(num_draft_tokens) is not int or not 1 <= num_draft_tokens <= MOST_PROPOSED:
@@ -32,7 +32,7 @@ def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
 
 
 class Offer(NamedTuple):
-    """What a source would propose. share, seconds: as in `Source`, of now."""
+    """A source that has ids to propose. share, seconds: what its methods of these names return now."""
 
     source: Source
     share: float
@@ -42,10 +42,10 @@ class Offer(NamedTuple):
 class Drafter:
     """Proposes ids for one request, and counts what became of them.
 
-    costs: what passes cost, by which the number of ids is chosen. None: the number is the source's own or `own_width`,
-    which follows what was accepted; after a refusal fewer ids are proposed, because the model has left the text that is
-    looked up, after a draft that was accepted whole, more. head: one more source, the model's draft head. proposed:
-    ids, hypertokens counted once; proposed_tokens: their base tokens.
+    costs: the pass costs that decide how many ids are proposed. If None, the source's `width` decides or, without one,
+    `own_width`, which doubles after a draft that was accepted whole, and shrinks after a refusal, because the model has
+    then left the text that is looked up. head: one more source, the model's draft head. proposed: number of proposed
+    ids, a hypertoken counts as one. proposed_tokens: their base tokens.
     """
 
     def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None, head: Head | None = None) -> None:
@@ -53,7 +53,7 @@ class Drafter:
         self.costs, self.own_width = costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self._asked_tokens = 0  # base tokens of the last draft
-        self._left, self._left_until = 0.0, 0  # the share that was not worth a pass, and the pass to weigh it again
+        self._left, self._left_until = 0.0, 0  # a share that was not worth a pass, and when to weigh it again
         self.proposed = self.proposed_tokens = 0
 
     def append(self, base_ids: Sequence[int]) -> None:
@@ -62,27 +62,24 @@ class Drafter:
             source.append(base_ids)
 
     def see(self, h: Any, last: int | None, cache: Any) -> None:
-        """Tells the head of the pass from which the id `last` is chosen; arguments as in `Head.see`."""
+        """Gives the draft head the output of the last pass; arguments as in `Head.see`."""
         if self._head is not None:
             self._head.see(h, last, cache)
 
     def has_news(self) -> bool:
-        """Returns whether there is something to propose that was not just found not to be worth its pass.
+        """Returns whether something can be proposed that was not just found not to be worth its pass.
 
-        Between two passes of a small model even to weigh takes time that counts.
+        This saves weighing it again: between two passes of a small model even that takes time that counts.
         """
         share = max(source.share() for source in self._sources) if self._sources else 0.0
         return share > self._left or (share > 0 and (self.costs is None or self.costs.passes >= self._left_until))
 
     def leave(self, share: float, until: int) -> None:
-        """Notes that ids of this share are not worth a pass. until: the number of the pass to weigh them again."""
+        """Notes that ids of this share are not worth a pass. until: value of `PassCosts.passes` to weigh them again."""
         self._left, self._left_until = share, until
 
     def offers(self) -> tuple[Offer | None, Offer | None]:
-        """Returns the offer that is likeliest to be accepted, and of those that take no time the likeliest one.
-
-        None for none.
-        """
+        """Returns the offer most likely to be accepted, and the most likely one that takes no time; None for none."""
         surest = at_once = None
         for source in self._sources:
             share = source.share()
@@ -95,10 +92,10 @@ class Drafter:
         return surest, at_once
 
     def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> list[int]:
-        """Returns up to `most` ids of a source that may come after the id `last`, which was emitted and not read.
+        """Returns up to `most` ids of a source that may come after the id `last`, which was emitted but not yet read.
 
-        book: the request's codebook, which compresses what is proposed as it would compress a text; None for a plain
-        model. Hypertokens that the draft itself would install may be among the ids.
+        book: the request's codebook, which compresses the source's base ids like any text; None for a plain model.
+        Hypertokens that the draft itself would install may be among the ids.
         """
         self._asked = source
         found = source.propose(most if book is None or source is self._head else most * book.params.merge_size)
@@ -118,7 +115,7 @@ class Drafter:
         return ids
 
     def note_pass(self, proposed: int) -> None:
-        """Counts ids that a pass reads."""
+        """Counts the ids of the last draft, which a pass reads."""
         self.proposed += proposed
         self.proposed_tokens += self._asked_tokens
 
@@ -132,7 +129,10 @@ class Drafter:
 
 
 def _push_readable(book: Codebook, ids: list[int]) -> list[int]:
-    """Pushes the ids before the first one that the codebook cannot read, because an id before it evicts an entry."""
+    """Pushes and returns the ids before the first one that the codebook cannot read.
+
+    An id cannot be read if one before it evicts its entry.
+    """
     for n, one in enumerate(ids):
         try:
             book.push(one)
@@ -142,22 +142,22 @@ def _push_readable(book: Codebook, ids: list[int]) -> list[int]:
 
 
 def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int], width: int) -> list[int]:
-    """Returns up to `width` ids of base ids, of which an iterator is asked for no more than that needs."""
+    """Compresses base ids and returns the first `width` ids. Takes no more base ids from an iterator than needed."""
     if not isinstance(base_ids, Iterator):
         return book.compress(base_ids)[:width].tolist()
     taken, ids = list[int](), list[int]()
     for base_id in base_ids:
         taken.append(base_id)
         ids = book.compress(taken).tolist()
-        if len(ids) > width:  # the last of those that are wanted cannot grow any more
+        if len(ids) > width:  # the last of the wanted ids cannot grow any more
             break
     return ids[:width]
 
 
 class Draft:
-    """Proposed ids that a pass of the model reads behind a request's last id. taken: how many were chosen since.
+    """Proposed ids that a pass of the model reads behind a request's last id. taken: how many were chosen so far.
 
-    drafter: of the request; it hears how many ids the pass reads, and at the end how many were accepted.
+    drafter: the request's; it is told how many ids the pass reads and, at the end, how many were accepted.
     """
 
     def __init__(self, drafter: Drafter, ids: Sequence[int]) -> None:
@@ -188,9 +188,10 @@ def choose_drafts(
 ) -> list[tuple[Source | None, int]]:
     """Returns for each row of a pass which source proposes, and how many ids; None and 0 for no draft.
 
-    The surest sources propose, or those that take no time, if these give more base tokens per second.
+    In each row the source most likely to be accepted proposes or, if this gives more ids per second in all, the most
+    likely one that takes no time.
 
-    drafters: per row, None for a request without. limits: per row, the most that may be proposed. held: ids per row
+    drafters: per row, None for a request without. limits: maximum number of proposed ids per row. held: ids per row
     that the cache holds.
     """
     costs, found = _costs_of(drafters), _offers_to_weigh(drafters, limits)
@@ -213,7 +214,7 @@ def choose_drafts(
 
 
 def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
-    """Returns the offers that are taken, and how many ids per row: of a trial that is due, else what gains most."""
+    """Returns the offers to take, and the ids per row: those of a trial that is due, else those that gain most."""
     if len(found) == 1:
         return found[0], costs.choose_ids(found[0].shares, held, found[0].most, found[0].seconds)
     for offers in found:
@@ -224,12 +225,12 @@ def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offe
 
 
 def have_news(drafters: Sequence[Drafter | None]) -> bool:
-    """Returns whether some row of a pass has something to propose that is to be weighed, see `Drafter.has_news`."""
+    """Returns whether any row of a pass has something to propose that is to be weighed, see `Drafter.has_news`."""
     return any(drafter is not None and drafter.has_news() for drafter in drafters)
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
-    """Returns whether ids will probably be proposed after the next ones, because they would be now."""
+    """Predicts whether ids will be proposed after the next step: yes if they would be now."""
     costs = _costs_of(drafters)
     return any(
         costs is None or costs.pays(offers.shares, held, offers.most, offers.seconds)
@@ -238,9 +239,9 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
 
 
 class _Offers(NamedTuple):
-    """What may be proposed to the rows of a pass. rows: per row an offer or None. shares: theirs, 0 for None.
+    """What may be proposed to the rows of a pass. rows: per row an offer or None. shares: of the offers, 0 for None.
 
-    seconds: how long it takes to propose one id to each row, one row after the other. most: ids that some row may get.
+    seconds: how long it takes to propose one id to each row, one row after the other. most: maximum ids of any row.
     """
 
     rows: list[Offer | None]
@@ -250,7 +251,7 @@ class _Offers(NamedTuple):
 
 
 def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
-    """Returns the surest offers, if there are any, and those of sources that take no time, if the former do."""
+    """Returns the rows' most likely offers, if any, and, if those take time, also the most likely that take none."""
     found = [
         drafter.offers() if drafter is not None and limit > 0 else (None, None)
         for drafter, limit in zip(drafters, limits, strict=True)
@@ -263,7 +264,7 @@ def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) 
 
 
 def _gather_offers(rows: list[Offer | None], limits: Sequence[int]) -> _Offers | None:
-    """Returns an offer or None per row as offers of a pass, None if no row has one."""
+    """Combines the offers of a pass's rows, None for a row without; returns None if no row has an offer."""
     shares, seconds, most = list[float](), 0.0, 0
     for offer, limit in zip(rows, limits, strict=True):
         shares.append(0.0 if offer is None else offer.share)
@@ -273,7 +274,7 @@ def _gather_offers(rows: list[Offer | None], limits: Sequence[int]) -> _Offers |
 
 
 def _costs_of(drafters: Sequence[Drafter | None]) -> PassCosts | None:
-    """Returns what passes cost, which all drafters of an engine share."""
+    """Returns the pass costs, which all drafters of an engine share; None if the drafters have none."""
     for drafter in drafters:
         if drafter is not None:
             return drafter.costs

@@ -107,9 +107,9 @@ class Engines:
     def acquire(self, name: str) -> Engine:
         """Returns the engine of a model, opened if it is not open; give it back with `release`.
 
-        Only one other model is open at a time: waits until nobody uses that one, and closes it. Raises `EngineError`
-        for an unknown name, `EngineStoppedError` after `close`, and what opening the model raises; the main model and
-        the others stay usable then.
+        Only one model besides the main one is open at a time. If a different one is open, waits until nobody uses it,
+        and closes it. Raises `EngineError` for an unknown name, `EngineStoppedError` after `close`, and what opening
+        the model raises; the main model and the others stay usable then.
         """
         if name == self.main.info.name:
             return self.main
@@ -155,7 +155,6 @@ class Engines:
 
     @property
     def _other_engine(self) -> Engine:
-        """The other model's engine, which is open."""
         assert self._engine is not None
         return self._engine
 
@@ -197,7 +196,7 @@ log = logging.getLogger(__name__)
 
 
 class _Ticket(Ticket):
-    """A request. inner: the engine's own ticket, None while the request is held. cancelled: whether it is to end."""
+    """A request's ticket. inner: the engine's ticket, None while held. cancelled: whether the request is to end."""
 
     def __init__(self) -> None:
         self.inner: Ticket | None = None
@@ -205,7 +204,7 @@ class _Ticket(Ticket):
 
 
 class _Request:
-    """A request for an engine. deaf: whether its receiver has failed."""
+    """A request for an engine. deaf: whether `deliver` has raised, after which it gets no more events."""
 
     def __init__(self, engine: Engine, submission: Submission, deliver: Deliver) -> None:
         self.engine, self.submission, self.deliver, self.ticket = engine, submission, deliver, _Ticket()
@@ -252,7 +251,7 @@ class _Turns:
             engine.cancel(ticket.inner)
 
     def _note_begun(self, request: _Request) -> None:
-        """Notes that a request runs. The lock is held."""
+        """Notes that a request runs; called with the lock held."""
         self._engine = request.engine
         self._running += 1
 
@@ -305,7 +304,7 @@ class _Turns:
 
 
 class InTurn:
-    """An engine that takes turns with others: has the names of `inner`. A request that waits gets a `Held` event.
+    """An engine that takes turns with others. A request that waits gets a `Held` event. Other attributes are `inner`'s.
 
     If the engine refuses a request that had to wait, the error is delivered as `Failed`.
     """

@@ -19,21 +19,21 @@ from mlx_zip.errors import EngineError, MlxZipError
 
 
 class Constraint(Protocol):
-    """What an answer may consist of, for example a grammar: it follows the answer's base ids.
+    """Restricts what an answer may consist of, for example to a grammar. Its state follows the answer's base ids.
 
-    The engine asks from its own thread, one constraint per request.
+    The engine calls a constraint in its own thread. Each request needs a constraint of its own.
     """
 
     def mask(self) -> np.ndarray:
-        """Returns which base ids may come next, [V] bool; the ids that end the answer are among them if it may end."""
+        """Returns which base ids may come next, [V] bool; True for the eos ids if the answer may end here."""
         ...
 
     def accepts(self, base_ids: Sequence[int]) -> bool:
-        """Returns whether all these base ids may come next, one after the other. Nothing changes."""
+        """Returns whether all these base ids may come next, one after the other. The state does not change."""
         ...
 
     def push(self, base_ids: Sequence[int]) -> None:
-        """Takes the base ids that were emitted. Raises `GenerationError` for ids that are not accepted."""
+        """Advances the state by emitted base ids. Raises `GenerationError` for ids that are not accepted."""
         ...
 
 
@@ -45,11 +45,11 @@ class Submission:
     of the answer, -1 for no limit but the context's. eos_ids: base ids that end the answer, also inside a hypertoken;
     empty to end at the limit only. sampling: fields of `mlx_zip.sampling.options.Sampling` by name. top_logprobs:
     None for no log-probabilities, else how many of the most likely ids to report per step, next to the chosen one.
-    constraint: what the answer may consist of. pack: what a new codebook begins with, a path or a `Pack`; None for the
-    model's own. keep: whether the engine keeps the request's state for later requests that begin with the same base
-    ids. show: whether events tell where entries were learned (`Emitted.origin`) and count the answer so far
-    (`Counted`). prediction: base ids that the answer will probably have, from its beginning on; they change no answer,
-    and are proposed if the engine proposes ids at all (`RunOptions.draft`).
+    constraint: restricts the answer. pack: pack that a new codebook begins with, a path or a `Pack`; None for the
+    model's own. keep: whether the engine keeps the request's state as a session, for later requests that begin with the
+    same base ids. show: whether events tell where entries were learned (`Emitted.origin`) and count the answer so far
+    (`Counted`). prediction: base ids that the answer will probably begin with. They are proposed as drafts if the
+    engine looks for drafts in the text (`RunOptions.draft`), and never change the answer.
     """
 
     base_ids: Sequence[int]
@@ -74,8 +74,8 @@ class Likely:
 
 @dataclass(frozen=True)
 class PromptId:
-    """An id that a prompt is read as. base_ids: what it stands for. logprob: natural log-probability of the id after
-    those before it, None for the first one. likely: the most likely ids at its place, most likely first.
+    """One id of a compressed prompt. base_ids: what it expands to. logprob: natural log-probability of the id given all
+    ids before it, None for the first one. likely: the most likely ids at its position, most likely first.
     """
 
     base_ids: tuple[int, ...]
@@ -85,9 +85,9 @@ class PromptId:
 
 @dataclass(frozen=True)
 class Differing:
-    """Where a prompt first differs from the kept session that has most in common with it. at: base tokens before.
+    """Where a prompt first differs from the kept session that has most in common with it.
 
-    kept, now: base ids that come next in the session and in the prompt, a few of each.
+    at: number of base tokens before the difference. kept, now: the next few base ids of the session, and of the prompt.
     """
 
     at: int
@@ -97,9 +97,9 @@ class Differing:
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is about to be read. prompt_tokens: its base tokens; cached_tokens: those that a session holds
-    already; prompt_ids: ids that are left to be read. differing: None if the prompt goes on from a whole session, or
-    no session begins as it does.
+    """The prompt is about to be read. prompt_tokens: its base tokens. cached_tokens: how many of these a session
+    already holds. prompt_ids: ids left to read. differing: None if the prompt continues a whole session, or shares its
+    beginning with no session.
     """
 
     prompt_tokens: int
@@ -110,16 +110,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Held:
-    """The request waits until the answers of another engine, called `engine`, have ended. Before `Started`."""
+    """The request waits until running answers of another engine, named `engine`, end. Comes before `Started`."""
 
     engine: str
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How many of the prompt's ids have been read so far, and of how many.
+    """Progress of prefill. read: ids read so far. total: ids to read.
 
-    Comes again in the middle of an answer when the context is read again (LongRoPE).
+    Also comes in the middle of an answer, when LongRoPE changes its factors and the context is read again.
     """
 
     read: int
@@ -140,11 +140,11 @@ class Origin(NamedTuple):
 class Emitted:
     """One emitted id. base_ids: what it expands to, without what follows an eos or the limit.
 
-    logprob: natural log-probability that it was chosen from, None unless asked for. likely: the most likely ids of the
-    step, most likely first. learned: base ids of each entry that was installed in the codebook since the last event of
-    this kind, as a rule by this id. origin: with `Submission.show`, where a hypertoken's entry was learned, None for a
-    base id. last: whether the answer ends with this id, at an eos or a limit. from_draft: whether it had been proposed,
-    so that it took no pass of the model.
+    logprob: natural log-probability of the id, None unless asked for. likely: the most likely ids of the step, most
+    likely first. learned: base ids of each entry that was installed in the codebook since the last `Emitted`, usually
+    by this id. origin: with `Submission.show`, where a hypertoken's entry was learned, None for a base id. last:
+    whether the answer ends with this id, at an eos or a limit. from_draft: whether a draft had proposed the id, which
+    then took no pass of its own.
     """
 
     id: int
@@ -162,10 +162,10 @@ class Counts:
     """Figures of one request. *_tokens count base tokens; prompt_ids and steps count ids; times are seconds.
 
     cached_tokens: base tokens of the prompt that were not read, because a session held them. hypertokens: steps that
-    emitted a hypertoken. entries, codebook_size: how full the codebook is. kv_bytes_saved: bytes of KV cache that the
-    base model would need for the same text beyond what is needed here. proposed, accepted: ids of drafts, and those of
-    them that were emitted; each of these saved a pass of the model. proposed_tokens, accepted_tokens: base tokens of
-    these ids. first_id_s: from submission to the first id.
+    emitted a hypertoken. entries, codebook_size: used and available slots of the codebook. kv_bytes_saved: bytes of KV
+    cache saved, compared with the base model on the same text. proposed, accepted: draft ids, and how many of them were
+    emitted; each accepted id saved a pass of the model. proposed_tokens, accepted_tokens: base tokens of these ids.
+    queued_s, first_id_s, total_s: from submission until the request began, until its first id, and until now.
     """
 
     prompt_tokens: int = 0
@@ -187,7 +187,7 @@ class Counts:
 
     @property
     def passes(self) -> int:
-        """How many passes of the model the ids took: one each, but none for an accepted one."""
+        """Passes of the model that the emitted ids took: one each, but none for an accepted draft id."""
         return self.steps - self.accepted
 
     @property
@@ -213,7 +213,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a request that failed; the engine goes on."""
+    """The last event of a request that failed; the engine keeps running."""
 
     error: MlxZipError
 
@@ -223,10 +223,10 @@ Event = Held | Started | Progress | Emitted | Counted | Finished | Failed
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a model is. name: as it was asked for. vocab_size: base ids are below it. context: positions, None without
-    a limit. merge_size, codebook_size: 0 for a model without hypertokens. fingerprint: of weights and tokenizer.
-    max_prompt_tokens: base tokens that no prompt can exceed, however well it compresses; None without a limit.
-    max_requests: how many can run and wait at a time, None without a limit.
+    """Facts about an engine's model. name: the name that it was opened by. vocab_size: number of base ids. context:
+    positions, None without a limit. merge_size, codebook_size: 0 for a model without hypertokens. fingerprint: of
+    weights and tokenizer. max_prompt_tokens: upper bound on the base tokens of a prompt, however well it compresses;
+    None without a limit. max_requests: how many requests can run and wait at one time, None without a limit.
     """
 
     name: str
@@ -241,7 +241,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A kept session. base_tokens, ids: what it holds. bytes: in memory, 0 if it is on disk only. used: time of its
+    """A kept session. base_tokens, ids: how many it holds. bytes: in memory, 0 if it is on disk only. used: time of its
     last use, seconds since 1970.
     """
 
@@ -255,9 +255,9 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class Figures:
-    """An engine's figures: counts since it began. running, waiting, sessions and *_bytes are of now.
+    """An engine's counts since it started. Current values: running, waiting, sessions, and *_bytes except the peak.
 
-    proposed, accepted: as in `Counts`. passes: of the model for emitted ids; a pass counts once per request in it.
+    proposed, accepted: as in `Counts`. passes: passes of the model for emitted ids, counted once per request in a pass.
     """
 
     requests: int = 0
@@ -282,9 +282,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a machine's memory allows a model: steps per second, its bandwidth as measured, and bytes that a step reads.
+    """Upper bound on a model's speed by memory bandwidth: steps per second, measured bandwidth, and bytes per step.
 
-    The bytes are those of the weights; KV caches and hyper rows come on top, so the ceiling is never reached.
+    bytes_per_step counts the weights only; a step also reads KV caches and hyper rows, so the bound is never reached.
     """
 
     steps_per_s: float
@@ -302,9 +302,9 @@ Deliver = Callable[[Event], None]
 class Engine(ABC):
     """A model that serves requests, any number at a time. All methods may be called from any thread.
 
-    tokenizer: has the names of `mlx_zip.text.tokenizers.Tokenizer`. info: what the model is. The `with` statement
-    closes the engine at its end. Methods on answers and sessions raise `EngineStoppedError` after that, or after a
-    fault.
+    tokenizer: has the attributes of `mlx_zip.text.tokenizers.Tokenizer`. info: facts about the model. The `with`
+    statement closes the engine at its end. Methods on answers and sessions raise `EngineStoppedError` once the engine
+    is closed or a fault has ended it.
     """
 
     tokenizer: Any
@@ -323,7 +323,7 @@ class Engine(ABC):
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request soon, with `Finished("cancelled", ...)`; does nothing if it has ended.
 
-        Its state is kept if the submission says so.
+        The request's state is kept if `Submission.keep` is set.
         """
 
     @abstractmethod
@@ -335,19 +335,22 @@ class Engine(ABC):
 
     @abstractmethod
     def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
-        """Returns how many ids a prompt is read as, if its codebook begins with a pack. Raises as `check_pack` does."""
+        """Returns the number of ids of a prompt, compressed from `pack` on. Raises as `check_pack` does.
+
+        pack: as in `Submission`.
+        """
 
     @abstractmethod
     def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
-        """Yields the ids that a prompt is read as, and how likely each is; requests under way go on meanwhile.
+        """Yields the ids of a compressed prompt, with their log-probabilities; running requests go on meanwhile.
 
-        top_logprobs: how many of the most likely ids to tell. pack: as in `Submission`. Raises what `submit` raises,
-        also `GenerationError` if the model is split over several machines.
+        top_logprobs: number of most likely ids to report per position. pack: as in `Submission`. Raises what `submit`
+        raises, also `GenerationError` if the model is split over several machines.
         """
 
     @abstractmethod
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
-        """Remembers, with the request's session, that the answer called `key` (its text, say) was these base ids.
+        """Stores an answer's base ids under `key` (for example the answer's text) with the request's session.
 
         Does nothing if the request has ended and no session of it is kept.
         """
@@ -377,17 +380,17 @@ class Engine(ABC):
         """Forgets all sessions, in memory and on disk, and returns how many there were."""
 
     def without_hypertokens(self, name: str) -> Engine:
-        """Returns an engine with the same weights in memory that reads and emits base ids only.
+        """Returns an engine on the same weights in memory that reads and emits base ids only.
 
-        name: of the new engine, which must be closed before this one. Raises `EngineError` if there is no such way to
-        run the model.
+        name: of the new engine, which must be closed before this one. Raises `EngineError` if the model cannot be run
+        without its hypertokens.
         """
         raise EngineError(f"{self.info.name} cannot be run without its hypertokens")
 
     def unwire(self) -> bool:
-        """Lets a Mac move the memory of an idle model as any other, until the next request.
+        """Unwires an idle model's memory on a Mac until the next request, so that the system can page it out.
 
-        Returns False, with nothing done, while requests run. True where nothing is wired.
+        Returns False and does nothing while requests run, else True, also where nothing is wired.
         """
         return True
 
@@ -396,9 +399,9 @@ class Engine(ABC):
         """Returns the engine's figures."""
 
     def ceiling(self) -> Ceiling | None:
-        """Returns what this machine allows the model, None where nobody can tell. The first call takes up to a second.
+        """Returns the upper bound on the model's speed on this machine, None if unknown.
 
-        Answers under way would slow the measurement down, so call it before the first one.
+        The first call measures for up to a second. Call it before the first request: running ones would distort it.
         """
         return None
 
@@ -409,11 +412,11 @@ class Engine(ABC):
 
     @abstractmethod
     def on_death(self, call: Callable[[BaseException], None]) -> None:
-        """Has `call` called with the reason if a fault ends the engine's thread, at once if one has ended it."""
+        """Calls `call` with the exception if a fault ends the engine's thread; at once if one has already ended it."""
 
     @abstractmethod
     def close(self, drain_s: float = 0.0) -> None:
-        """Takes no new requests, lets those under way go on for up to `drain_s` seconds, cancels the rest, and ends."""
+        """Refuses new requests, lets the open ones go on for up to `drain_s` seconds, cancels the rest, and ends."""
 
     def __enter__(self) -> Engine:
         return self

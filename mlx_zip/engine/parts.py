@@ -1,4 +1,4 @@
-"""What the scheduler needs of a loaded model, and of requests that run together; MLX and PyTorch each have theirs.
+"""Protocols that the scheduler uses, for a loaded model and its requests; MLX and PyTorch each implement them.
 
 A cache is what one request owns: its KV cache and its codebook. Only the classes behind these protocols look inside.
 """
@@ -25,10 +25,10 @@ class State(Protocol):
 
 
 class Group(Protocol):
-    """Requests that take their steps together. requests: those of the group now. length: ids of the longest cache.
+    """Requests that take their steps together. requests: the current ones. length: ids in the longest cache.
 
     The parts of a step are called in this order: `begin`, `read`, `settle`, `launch`, `finish`; see
-    `mlx_zip.engine.mlx.group`. `begin` is left out where groups are about to be merged.
+    `mlx_zip.engine.mlx.group`. A step that merges groups leaves out `begin`.
     """
 
     requests: list[Any]
@@ -51,7 +51,7 @@ class Group(Protocol):
     def switching(self) -> list[int]: ...
 
     def split(self, rows: Sequence[int]) -> Sequence[Any]:
-        """Takes rows out and returns their requests, which a `Reading` goes on with."""
+        """Removes rows and returns their requests; a `Reading` then continues each of them."""
         ...
 
     def join(self, others: Sequence[Any]) -> None: ...
@@ -60,9 +60,9 @@ class Group(Protocol):
 
 
 class Reading(Protocol):
-    """A request whose cache reads its `next_ids`. left: how many ids are still to be read.
+    """Prefill of one request, whose cache reads its `next_ids`. left: number of ids not yet read.
 
-    key: equal for those that can be read in one call, None for one that must be read alone.
+    key: readings with equal keys can be read in one call; None for one that must be read alone.
     """
 
     request: Any
@@ -74,7 +74,10 @@ class Reading(Protocol):
     def key(self) -> Hashable | None: ...
 
     def read(self, at_most: int, others: Sequence[Any] = ()) -> tuple[int, Any]:
-        """Reads up to `at_most` ids, and all ids of the others. Returns how many, and at the end the group."""
+        """Reads up to `at_most` ids or, if there are others, all ids of all of these readings.
+
+        Returns the number of ids read, and the group of the requests once all their ids are read, None before.
+        """
         ...
 
 
@@ -103,7 +106,7 @@ class Served(Protocol):
     def weight_bytes(self) -> int: ...
 
     def new_cache(self, start: Any) -> Any:
-        """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
+        """Returns the cache of a new request. start: pack that its codebook begins with, None for the model's own."""
         ...
 
     def state_of(self, cache: Any) -> State | None:
@@ -111,39 +114,39 @@ class Served(Protocol):
         ...
 
     def make_draws(self, options: Sampling, state: Any) -> Any:
-        """Returns a request's sampler. state: random state to go on from if the options have no seed."""
+        """Returns a request's sampler. state: random state to continue from if the options have no seed."""
         ...
 
     def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
-        """Returns a request's penalties and biases, as what the group that chooses its ids takes."""
+        """Returns a request's penalties and biases, in the form that the model's `Group` applies."""
         ...
 
     def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s) -> Drafter | None:
-        """Returns what proposes ids for a request, None for nothing.
+        """Returns the drafter that proposes ids for a request, None if nothing is to be proposed.
 
-        text: returns the base ids that it has so far. prediction: as in `Submission`.
+        text: returns the request's base ids so far. prediction: as in `Submission`.
         """
         ...
 
     def free(self, cache: Any) -> None:
-        """Gives up a cache that no request and no session uses any more."""
+        """Frees a cache that neither a request nor a session uses any more."""
         ...
 
     def forget_text(self) -> None:
-        """Forgets texts that are in no session: what a draft model has read last."""
+        """Empties the draft model's cache, which holds a request's text outside the sessions."""
         ...
 
     def free_unused(self) -> None:
-        """Gives memory that nothing uses back to the device."""
+        """Returns cached memory that is not in use to the device."""
         ...
 
     def settle(self) -> None:
-        """Finishes what only the engine's thread can finish; called before it ends."""
+        """Does the last work of the engine's thread, such as saving pass costs; called before the thread ends."""
         ...
 
 
 class ServedByEngine(Served, Protocol):
-    """A loaded model that an engine serves: what its checks need to know of it, and what fronts do."""
+    """A loaded model that an engine serves. facts: for the checks of submissions. info: for fronts."""
 
     facts: ModelFacts
     info: EngineInfo

@@ -1,8 +1,8 @@
 """`PassCosts`: what passes of a model over several ids cost, and how many proposed ids are worth their pass.
 
 On one machine a pass over eight ids costs hardly more than a pass over one, on another six times as much. So nothing is
-assumed: the passes that happen are timed, and now and then, when the next ids are almost sure, some are proposed to
-learn what that costs.
+assumed: all passes are timed, and now and then, when drafts are likely to be accepted, ids are proposed in a trial, to
+measure what such a pass costs.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-WIDTHS = (1, 2, 4, 8, 16)  # ids of a pass: the last one, and those that are proposed
-LEAST_GAIN = 1.02  # of ids per second over a pass of one id, below which nothing is proposed
+WIDTHS = (1, 2, 4, 8, 16)  # ids per row of a pass: the last emitted id, and the proposed ones
+LEAST_GAIN = 1.02  # minimum ids per second relative to passes over one id; with less, nothing is proposed
 TRIED = (2, 4, 8)  # widths of trials; a wider one is tried only after a pass of it was timed once
-SURE = 0.8  # share of accepted ids from which on a pass may be tried to learn its cost
-TRY_EVERY = 64  # least passes between two trials, and passes for each half pass that a trial is expected to cost
-TRY_AGAIN_EVERY = 512  # passes before a trial once the costs are known
-COMPARE_EVERY = 256  # passes before one over one id, with which the others are compared
-WEIGH_EVERY = 8  # passes after which ids that were not worth a pass are weighed again
-KEPT = 15  # times per width
+SURE = 0.8  # minimum share of accepted ids for a trial
+TRY_EVERY = 64  # minimum passes between two trials, and passes per half pass that a trial is expected to lose
+TRY_AGAIN_EVERY = 512  # passes between two trials once the costs are known
+COMPARE_EVERY = 256  # passes after which one over one id, to which the others are compared, is timed again
+WEIGH_EVERY = 8  # passes after which a draft that was not worth its pass is weighed again
+KEPT = 15  # last times kept per width
 KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
-SHORTEST = 8  # contexts below 2 ** 8 ids have one curve
-PRIOR, MEMORY = 4, 64  # drafted ids that a first share counts as much as, and ids after which older ones count half
-FADES = 0.9  # what a request leaves of what earlier ones have learned of a draft head
-HEAD_SHARE = 0.85  # of a draft head's ids that are accepted, before any draft: so much that one is tried
+SHORTEST = 8  # all contexts up to 2 ** 8 ids share their times
+PRIOR, MEMORY = 4, 64  # ids that an initial share counts as, and ids after which all counts are halved
+FADES = 0.9  # share of what was learned of a draft head that each new request keeps
+HEAD_SHARE = 0.85  # assumed share of accepted ids of a draft head before any draft, high enough for a trial
 
 
 class Share:
-    """The share of proposed ids that are accepted, each if those before it were. first: before any draft."""
+    """Estimates the share of accepted ids: how likely a proposed id is accepted if all ids before it in the draft were.
+
+    first: the estimate before any draft.
+    """
 
     def __init__(self, first: float) -> None:
         self._first = first * PRIOR, (1 - first) * PRIOR  # counts as much as four drafts of one id
@@ -41,23 +44,23 @@ class Share:
         return self._accepted / (self._accepted + self._refused)
 
     def note(self, proposed: int, accepted: int) -> None:
-        """Learns from a draft; what came after its first refused id was never asked."""
+        """Learns from a draft. Ids after its first refused one say nothing."""
         self._accepted += accepted
         self._refused += accepted < proposed
         if self._accepted + self._refused > MEMORY:
             self._accepted, self._refused = self._accepted / 2, self._refused / 2
 
     def fade(self) -> None:
-        """Goes a step back to what was before any draft, so that in the end one is tried again."""
+        """Moves the estimate towards that before any draft, so that a source once given up is tried again some day."""
         accepted, refused = self._first
         self._accepted = accepted + FADES * (self._accepted - accepted)
         self._refused = refused + FADES * (self._refused - refused)
 
 
 class HeadRecord:
-    """What the drafts of a model's head take and give, in all requests. times: the last ones, seconds per proposed id.
+    """Figures of a model's draft head over all requests. times: of the last drafts, seconds per proposed id.
 
-    accepted: the share of its ids that are accepted; it fades with each request.
+    accepted: the share of its ids that are accepted; fades with each new request.
     """
 
     def __init__(self) -> None:
@@ -65,7 +68,7 @@ class HeadRecord:
 
 
 class Figure(NamedTuple):
-    """Which passes a figure is of: over so many ids in each of up to `rows` rows, on caches of up to `held` ids."""
+    """The kind of passes that were timed: `ids` ids in each of up to `rows` rows, on caches of up to `held` ids."""
 
     ids: int
     held: int
@@ -73,34 +76,34 @@ class Figure(NamedTuple):
 
 
 class PassCosts:
-    """What passes cost by their width, and in powers of two by their rows and by the length of the context.
+    """The cost of passes by width (ids per row), and in powers of two by number of rows and by length of the context.
 
-    A pass reads as many ids in each of its rows, one per request. shares: per row, of proposed ids that are accepted,
-    each if those before it were; 0 for a row with nothing to propose.
+    All rows of a pass have the same width; each row is one request. In all methods, shares has per row the probability
+    that a proposed id is accepted if all before it were, 0 for a row with nothing to propose.
 
-    A pass over several ids is compared with those over one id shortly before, so a machine that is faster at one time
-    and slower at another changes nothing; where all passes are over several ids, one over one id comes now and then.
-    The lower median of the last times counts, because the reader of the answer may pause and other work may come
-    between. The first pass of a width may also have waited for memory or for a kernel that was compiled, so a width
-    that was timed once is tried again, and a time of another length counts more until then.
+    The cost of a pass over several ids is kept relative to recent passes over one id, so a machine whose speed varies
+    changes nothing; where all passes are over several ids, one over one id is run now and then. The lower median of the
+    last times counts, because a slow reader of the answer and other work can delay single passes. The first pass of a
+    width may include an allocation or the compilation of a kernel, so a width that was timed once is tried again; until
+    then, a known cost at another length takes precedence.
 
-    passes: how many were noted in this process.
+    passes: number of passes noted in this process.
     """
 
     def __init__(self) -> None:
-        # by rows and length, and by width: seconds of passes over one id, and how many such passes others cost
+        # by (rows, length), then width: seconds of passes over one id, and multiples of these for all other widths
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
-        self._known: dict[tuple[int, int], _Known] = {}  # by rows and length, if asked for since `note`
-        self._weighed: tuple[Any, int] = None, 0  # what `best_ids` weighed last since then, and what it found
+        self._known: dict[tuple[int, int], _Known] = {}  # results of `_find_known`, until costs change
+        self._weighed: tuple[Any, int] = None, 0  # last input and result of `best_ids`, until costs change
         self.passes, self._tried = 0, -TRY_AGAIN_EVERY  # so a first trial that is cheap comes at once
         self.head = HeadRecord()
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
-        """Notes a pass over `ids` ids per row on a cache of `held` ids per row; only widths of `WIDTHS` are noted.
+        """Notes the seconds of a pass over `ids` ids per row on a cache of `held` ids per row, for widths in `WIDTHS`.
 
-        One over several ids is left out until one over one id of its kind was noted. known: whether this time, of
-        an earlier run, is enough to know what such passes cost.
+        A pass over several ids is not noted until one over one id, with as many rows and about that length, was. known:
+        True for a figure of an earlier run, which alone makes the cost known and does not count in `passes`.
         """
         self.passes += not known
         if ids not in WIDTHS:
@@ -132,11 +135,11 @@ class PassCosts:
         return one is None or self._is_old(one)
 
     def weigh_again_at(self, held: int, rows: int) -> int:
-        """Returns the number of the pass (of `passes`) before which ids that are not worth one now need no new look."""
+        """Returns the value of `passes` from which on a draft that is not worth its pass now is to be weighed again."""
         return self.passes + (1 if self._needs_comparison(rows, held) else WEIGH_EVERY)
 
     def figures(self) -> dict[Figure, float]:
-        """Returns the seconds of passes whose width is known."""
+        """Returns the seconds of passes, for all widths whose cost is known."""
         return {
             Figure(width, 1 << length, 1 << rows): times.median * (1.0 if width == 1 else widths[1].median)
             for (rows, length), widths in list(self._times.items())  # another thread may note a pass meanwhile
@@ -145,14 +148,14 @@ class PassCosts:
         }
 
     def note_figure(self, figure: Figure, seconds: float) -> None:
-        """Notes what an earlier run has found: it counts as one pass, so newer times soon take its place."""
+        """Notes a figure of an earlier run. It counts as one pass, so newer times soon take its place."""
         self.note(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
-        """Returns what passes of timed widths cost in relation to a pass over one id, on a cache of `held` ids.
+        """Returns the cost of a pass of each timed width, relative to a pass over one id, on a cache of `held` ids.
 
-        Widths that are not known of such caches have the ratio of the nearest length at which they are; if there is
-        none, at which they were timed.
+        A width whose cost is unknown at this length has the cost at the nearest length where it is known or, if there
+        is none, where it was timed.
         """
         return self._find_known(held, rows).ratios
 
@@ -173,7 +176,7 @@ class PassCosts:
         return found
 
     def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
-        """Returns the times by width of each length at which passes over one id were timed, the nearest one first."""
+        """Returns the times by width for each length at which passes over one id were timed, nearest length first."""
         found = [
             (abs(key[1] - length), widths)
             for key, widths in list(self._times.items())
@@ -182,7 +185,7 @@ class PassCosts:
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
-        """Returns `ratios` of passes and what it takes to propose their ids. seconds: per id of all rows."""
+        """Returns `ratios`, with the time to propose the ids included. seconds: to propose one id to each row."""
         ratios = self.ratios(held, rows)
         if not seconds or not ratios:
             return ratios
@@ -190,16 +193,16 @@ class PassCosts:
         return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
     def choose_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids to propose per row, 0 for none: those of a trial, or what makes the most ids per second.
+        """Returns how many ids to propose per row: those of a trial that is due, else the result of `best_ids`.
 
-        most: ids that may be proposed. seconds: how long it takes to propose one id to each row.
+        most: maximum number of ids. seconds: how long it takes to propose one id to each row.
         """
         return self.take_trial(shares, held, most, seconds) or self.best_ids(shares, held, most, seconds)
 
     def take_trial(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids to propose to learn what they cost, 0 if it is not the time for that.
+        """Returns how many ids to propose in a trial, 0 if none is due. The trial counts as done.
 
-        It counts as done then. Arguments as in `choose_ids`.
+        Arguments as in `choose_ids`.
         """
         width = self._find_trial(shares, held, most, seconds)
         if width is None:
@@ -208,9 +211,9 @@ class PassCosts:
         return width - 1
 
     def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids make the most ids per second, as far as is known; 0 if a pass over one id is due.
+        """Returns how many proposed ids give the most emitted ids per second, as far as costs are known.
 
-        Arguments as in `choose_ids`.
+        0 if no number gains enough, or a pass over one id is due. Arguments as in `choose_ids`.
         """
         if self._needs_comparison(len(shares), held):
             return 0
@@ -219,26 +222,26 @@ class PassCosts:
         if weighed != self._weighed[0]:
             best = _best_width(shares, ratios, most)
             untimed = (width for width in WIDTHS if width not in ratios and width <= best)
-            self._weighed = weighed, next(untimed, best) - 1  # a width never timed is reached step by step
+            self._weighed = weighed, next(untimed, best) - 1  # the narrowest width that was never timed comes first
         return self._weighed[1]
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
-        """Returns the ids per second with so many proposed ones; a pass over one id has 1."""
+        """Returns the emitted ids per second with `ids` proposed ids, relative to passes over one id."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
-        """Returns whether proposed ids are expected to be worth their pass, or it is time to try what they cost."""
+        """Returns whether proposed ids are expected to be worth their pass, or a trial is due."""
         ids = self.best_ids(shares, held, most, seconds)
         return ids > 0 or self._find_trial(shares, held, most, seconds) is not None
 
     def _find_trial(self, shares: Sequence[float], held: int, most: int, seconds: float) -> int | None:
-        """Returns the width of a pass that is to be timed now, None as long as it is not the time for that.
+        """Returns the width of the trial that is due now, None if none is.
 
-        A width that is not known is next, and then, where nothing gains, the one of `TRIED` that costs least; of a
-        source whose `seconds` are not known, two ids. After a trial that was not timed, because fewer ids came than
-        were wanted, the next is waited for twice as long. A first one comes at once, unless it may cost more than half
-        a pass: then the passes before it have to pay for it, as for all later ones.
+        It is a width whose cost is unknown; if all are known and nothing gains, the one of `TRIED` that loses least;
+        for a source whose `seconds` are infinite, 2. After a trial that was not timed, because the source proposed
+        fewer ids than asked for, the wait for the next one doubles. The first trial comes at once unless it may lose
+        more than half a pass; that one, and all later ones, must wait for passes in proportion to the expected loss.
         """
         waited = self.passes - self._tried
         if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
@@ -256,7 +259,7 @@ class PassCosts:
             ratios, every = self._ratios_with_proposing(held, len(shares), seconds), TRY_AGAIN_EVERY
             tried = (width for width in TRIED if width <= most + 1)
             width = max(tried, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
-        cost = width if width in known.unknown else min(width, known.ratios[width])  # at most that of as many passes
+        cost = width if width in known.unknown else min(width, known.ratios[width])  # at most `width` single passes
         loss = cost - expected_ids(shares, width - 1) + (width - 1) * known.share_of_pass(seconds)
         if 2 * loss > 1:
             waited = self.passes - max(self._tried, 0)
@@ -264,7 +267,7 @@ class PassCosts:
 
 
 class _Known(NamedTuple):
-    """What is known of passes on as many rows and about as long caches.
+    """Costs of passes with one number of rows and one length of caches, both as powers of two.
 
     ratios: as in `PassCosts.ratios`. unknown: the widths that are to be tried, those that were never timed first.
     one: the times of passes over one id, None if none was timed.
@@ -275,28 +278,28 @@ class _Known(NamedTuple):
     one: _Times | None
 
     def share_of_pass(self, seconds: float) -> float:
-        """Returns a time in relation to a pass over one id: at most 1, from which on proposing an id never gains."""
+        """Returns a time relative to a pass over one id, at most 1: proposing an id that takes as long never gains."""
         return min(1.0, seconds / self.one.median)
 
 
 class PassClock:
-    """Times the passes of one group of requests. ids, rows: of the pass that runs, 0 for none that is to be timed."""
+    """Times the passes of one group of requests. ids, rows: of the pass that runs; ids 0: it is not to be timed."""
 
     def __init__(self) -> None:
         self.ids = self.rows = 0
-        self._read_s = 0.0  # when the ids before were read, from when on a pass counts
-        self._ahead = False  # whether the next pass had begun by then
+        self._read_s = 0.0  # when the previous ids were read, which is the start of the running pass
+        self._ahead = False  # whether the running pass had already begun by then
 
     def leave_out(self, seconds: float) -> None:
-        """Leaves out time in which something else was done, such as proposing ids."""
+        """Excludes time spent on something else, such as proposing ids, from the running pass."""
         self._read_s += seconds
 
     def note_read(self, costs: PassCosts | None, held: int, ahead: bool = False, goes_on: bool = False) -> None:
-        """Notes the pass from which the ids were chosen that have just been read. costs: None to note nothing.
+        """Notes the time of the pass that gave the ids just read. costs: gets the time, None to note nothing.
 
-        held: ids per row that the cache holds. ahead: whether the next pass has begun. A pass is not noted if that has
-        changed: where the device is the CPU, ids come hardly before the pass that was begun is over. goes_on: whether
-        more ids will be chosen from the pass, which takes the host some time: it is noted with the last one.
+        held: ids per row that the cache holds. ahead: whether the next pass has already begun. If this differs from the
+        last call, the time is not noted: on a CPU the ids arrive hardly before the pass begun ahead is over. goes_on:
+        whether more ids will be chosen from this pass, which takes the host some time: the last of them notes it.
         """
         if goes_on:
             return
@@ -307,9 +310,10 @@ class PassClock:
 
 
 class _Times:
-    """What the last passes of one kind and width cost, and the lower median. known: whether these are enough.
+    """Costs of the last passes of one width, number of rows and length. median: their lower median.
 
-    lately: the lower median of the last five. at: how many passes had been noted when the last one was.
+    known: whether enough passes were timed. lately: the lower median of the last five. at: number of the last one among
+    `PassCosts.passes`.
     """
 
     def __init__(self) -> None:
@@ -322,11 +326,11 @@ class _Times:
         return last[(len(last) - 1) // 2]
 
     def forget(self) -> None:
-        """Forgets what passes cost, but not whether enough of them were timed."""
+        """Forgets the costs, but not `known`."""
         self._last.clear()
 
     def note(self, cost: float, at: int, known: bool) -> bool:
-        """Notes what a pass cost, with `known` all that is needed; returns whether what is known is different now."""
+        """Notes the cost of a pass; returns whether `median` or `known` changed. known: whether this one is enough."""
         before, self.at = (self.median, self.known), at
         self._last.append(cost)
         self.median = sorted(self._last)[(len(self._last) - 1) // 2]
@@ -343,7 +347,7 @@ def expected_ids(shares: Sequence[float], proposed: int) -> float:
 
 
 def _best_width(shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
-    """Returns the width with the most ids per second, 1 if no other gains enough or nothing is known of two ids."""
+    """Returns the width with the most ids per second, 1 if no other gains enough or width 2 was never timed."""
     best, gain = 1, LEAST_GAIN
     if 2 not in ratios:
         return best
@@ -363,5 +367,5 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
 
 
 def _kind(rows: int, held: int) -> tuple[int, int]:
-    """Returns the exponents of the lowest powers of two that are at least `rows` and `held`, but see `SHORTEST`."""
+    """Returns the exponents of the least powers of two not below `rows` and `held`; for `held` at least `SHORTEST`."""
     return (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())

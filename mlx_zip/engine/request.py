@@ -36,11 +36,11 @@ from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.sampling.penalties import PenaltyTerms
 
 log = logging.getLogger(__name__)
-COUNT_S = 0.1  # between two `Counted` of one request
+COUNT_S = 0.1  # between two `Counted` events of one request
 
 
 class Handle(Ticket):
-    """A ticket, and what other threads may still say of its request. answers: noted before the session was kept.
+    """The ticket of one request. cancelled: whether the request is to end. answers: noted before its session was kept.
 
     session: name of the request's session, None until it has one. ended: whether the request's last event was delivered
     and its session kept.
@@ -54,10 +54,10 @@ class Handle(Ticket):
 
 @dataclass
 class Chosen:
-    """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids.
+    """A chosen id. logprob: as in `Emitted`. likely: (id, log-probability) of the most likely ids, best first.
 
-    failed: whether the request failed on the first of several machines. logprobs [W]: what it was chosen from, for a
-    request with `Inline.logprobs`. from_draft: as in `Emitted`.
+    failed: whether the request failed on the first of several machines. logprobs [W]: the log-probabilities that the id
+    was chosen from, for a request with `Inline.logprobs`. from_draft: as in `Emitted`.
     """
 
     id: int
@@ -70,12 +70,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Inline:
-    """What a request can have only if it runs in its caller's thread.
+    """Options that only a request in its caller's thread can have.
 
     draws: its sampler, None for one made from its options. processors: logits processors, called with (ids that were
     read [n], logits [1, W]) after the penalties. logprobs: whether the log-probabilities of each choice are kept.
-    reads_last: whether its cache also reads the id that it ends with, because the caller goes on with the cache. ids:
-    the prompt as the model is to read it, None for what the codec makes of its base ids.
+    reads_last: whether the cache also reads the last emitted id, because the caller goes on using the cache. ids: the
+    ids of the prompt, None to compress its base ids.
     """
 
     draws: Any = None
@@ -86,14 +86,14 @@ class Inline:
 
 
 class Request:
-    """One request. Made in the caller's thread, by `begin` and all else used in the engine's.
+    """One request. It is created in the caller's thread; `begin` and all other members are used in the engine's thread.
 
-    cache: what the request owns, None while it is a row of a batch. reason: why it ends, None while it goes on.
-    error: what made it fail. whole: False if nobody knows what its cache holds after an error. draws: its sampler.
-    penalties: its logits processors but canonical decoding. outgrown: whether the KV caches have no room for more of
-    it. ended: whether its last event was delivered. keep: whether its session is kept, False after a purge. next_ids:
-    those that its cache reads next when a `Reading` is made of it. max_steps: ids that it may emit at most. logprobs
-    [W]: those of the id taken last, with `Inline.logprobs`.
+    cache: the request's own, None while the request is a row of a batch. reason: why it ends, None while it goes on.
+    error: the exception that made it fail. whole: False if an error left its cache in an unknown state. draws: its
+    sampler. penalties: its logits processors, without canonical decoding. outgrown: whether it must end because the KV
+    caches have outgrown their bound. ended: whether its last event was delivered. keep: whether its session is kept,
+    False after a purge. next_ids: ids that its next `Reading` reads. max_steps: maximum number of emitted ids. logprobs
+    [W]: log-probabilities that its last id was chosen from, with `Inline.logprobs`.
     """
 
     def __init__(self, checked: Checked, deliver: Deliver, inline: Inline | None = None) -> None:
@@ -126,11 +126,10 @@ class Request:
     # ---- from submission to the first id
 
     def begin(self, served: Served, found: Checkout, differing: Differing | None = None) -> None:
-        """Takes the cache of a session that holds the beginning of the prompt, or holds nothing.
+        """Starts the request on a cache that holds the beginning of its prompt or nothing, and delivers `Started`.
 
-        differing: where the prompt differs from the best session.
-
-        Raises `PromptTooLongError` if no position of the context is left for an answer.
+        differing: where the prompt differs from the session that has most in common with it. Raises
+        `PromptTooLongError` if no position of the context is left for an answer.
         """
         self.cache, self.cached_tokens = found.cache, found.base_tokens
         self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(found.cache), 0
@@ -156,7 +155,7 @@ class Request:
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
-        """Returns how many base tokens of the prompt fit where there is room for `room` of `prompt_ids`."""
+        """Returns how many base tokens of the prompt fit, if the context has room for `room` of the `prompt_ids`."""
         ids = self.prompt_ids[: max(0, room)]
         return self.cached_tokens + len(ids) if self.book is None else tokens_of(self.book.copy(), ids)
 
@@ -166,7 +165,7 @@ class Request:
         return None if self._state is None else self._state.books[self._row]
 
     def bind(self, state: State | None, row: int) -> None:
-        """Makes the request use the codebook of row `row` from now on. state: None for a plain model's cache."""
+        """Makes the request use the codebook of row `row` of `state`. state: None for a plain model's cache."""
         self._state, self._row = state, row
         if state is None:
             return
@@ -189,12 +188,12 @@ class Request:
         return self._firsts
 
     def note_read(self, ids: Sequence[int]) -> None:
-        """Notes ids that a plain model's cache has read. A codebook logs them itself."""
+        """Records ids that a plain model's cache has read. With hypertokens does nothing: the codebook logs its ids."""
         if self._state is None:
             self._read.extend(map(int, ids))
 
     def forget_last(self) -> None:
-        """Forgets the last id that a plain model's cache has read."""
+        """Removes the last id from those recorded by `note_read`."""
         del self._read[-1:]
 
     @property
@@ -209,16 +208,16 @@ class Request:
 
     @property
     def takes_best_id(self) -> bool:
-        """Whether the request takes the best id whatever it is, and asks for no log-probabilities of others."""
+        """Whether the next id is simply the likeliest one: greedy, with nothing that changes or reports logits."""
         asked = self.submission.constraint is not None or self.submission.top_logprobs is not None
         return self.draws.greedy and not (asked or self.penalties or self.canonical is not None)
 
     def expand(self, token: int) -> tuple[int, ...]:
-        """Returns the base ids of an id that has just been chosen. Raises `CodecError` for what cannot be read."""
+        """Returns the base ids of an id that was just chosen. Raises `CodecError` if the codebook cannot read it."""
         return (token,) if self.book is None else base_ids_of_next(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        """Returns an expansion up to an eos or the limit, and why the answer ends with it, None if it goes on."""
+        """Returns an id's expansion up to an eos or the limit, and why the answer ends there, None if it goes on."""
         for n, base_id in enumerate(expansion, start=1):
             if base_id in self.submission.eos_ids:
                 return expansion[:n], "stop"
@@ -227,7 +226,7 @@ class Request:
         return expansion, "length" if self.steps + 1 >= self.max_steps else None
 
     def count_chosen(self, chosen: Chosen) -> None:
-        """Counts an id that has been chosen; the request ends with it if `reason` is not None then."""
+        """Counts a chosen id and prepares its event. Sets `reason` if the answer ends with this id."""
         expansion = self.expand(chosen.id)
         base_ids, self.reason = self.cut_at_end(expansion)
         if self.outgrown and self.reason is None:
@@ -253,9 +252,9 @@ class Request:
             self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
 
     def most_proposed(self, last: int, most: int) -> int:
-        """Returns how many ids, up to `most`, may be proposed after the id that was taken last.
+        """Returns how many ids, up to `most`, may be proposed after `last`, the last id taken.
 
-        No more than the answer may have, and none beyond the position where LongRoPE's factors change.
+        The answer's limits and the position where LongRoPE's factors change bound the number.
         """
         if self.drafter is None or self.reason is not None:
             return 0
@@ -278,12 +277,12 @@ class Request:
 
     @property
     def emitted_base_tokens(self) -> int:
-        """Base ids of the id that was taken last and not yet delivered."""
+        """Number of base ids of the id that was taken but not yet delivered, 0 if there is none."""
         return 0 if self._emitted is None else len(self._emitted.base_ids)
 
     @property
     def emitted_from_draft(self) -> bool:
-        """Whether the id that was taken last and not yet delivered had been proposed."""
+        """Whether a draft had proposed the id that was taken but not yet delivered."""
         return self._emitted is not None and self._emitted.from_draft
 
     @property
@@ -308,9 +307,9 @@ class Request:
             self._deaf = self.handle.cancelled = True
 
     def send_emitted(self) -> None:
-        """Delivers the id that was taken last, with the entries that ids have installed since the id before it.
+        """Delivers the id that was taken last, with the entries installed since the delivery before.
 
-        Where LongRoPE's switch has the context read again, the id that came before is read after it was delivered.
+        At LongRoPE's switch of factors the cache reads an id only after its delivery: its entry comes one event later.
         """
         emitted, self._emitted = self._emitted, None
         if emitted is None:
@@ -363,16 +362,17 @@ class Request:
         return self._read if self.book is None else self.book.base_ids(0).tolist()
 
     def release(self) -> None:
-        """Forgets everything that takes memory."""
+        """Drops the references to everything that takes memory."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
         self._entries = self.drafter = None
 
 
 def propose_together(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
-    """Returns per request up to `most` ids that may come after the id it took last; one pass is to read them all.
+    """Returns a draft per request, None for no draft; one pass is to read all drafts.
 
-    A request whose source raises gets the exception as its `error`, and no draft.
+    last, most: per request, the last id taken, and the maximum number of ids to propose after it. A request whose
+    source raises gets the exception as its `error`, and no draft.
     """
     limits = [request.most_proposed(*one) for request, *one in zip(requests, last, most, strict=True)]
     drafts = choose_drafts([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
@@ -389,7 +389,7 @@ def propose_together(requests: Sequence[Request], last: Sequence[int], most: Seq
 
 
 def without_frames(error: MlxZipError) -> MlxZipError:
-    """Returns the error; neither it nor what led to it holds frames any more, whose arrays would stay in memory."""
+    """Removes the tracebacks from an error and its causes and returns it: their frames would keep arrays in memory."""
     log.debug("a request failed", exc_info=error)
     waiting, seen = list[BaseException | None]([error]), set[int]()
     while waiting:
@@ -402,7 +402,7 @@ def without_frames(error: MlxZipError) -> MlxZipError:
 
 
 def as_our_error(error: BaseException) -> MlxZipError:
-    """Returns the error itself if it is ours, else an `EngineError` that says what it was."""
+    """Returns an `MlxZipError` itself, any other exception wrapped in an `EngineError`."""
     if isinstance(error, MlxZipError):
         return error
     ours = EngineError(f"the request failed: {type(error).__name__}: {first_message_line(error)}")
@@ -410,7 +410,7 @@ def as_our_error(error: BaseException) -> MlxZipError:
     return ours
 
 
-# ---- which entries ids install, and where those were learned
+# ---- entries that an answer's ids install, and where they were learned
 
 _Entry = tuple[int, ...]
 _FROM_PACK = -1
@@ -418,7 +418,7 @@ _PACK = Origin("pack", _FROM_PACK)
 
 
 class _NewEntries:
-    """Finds the entries that ids install, in a codebook that never evicts. book: before the first id."""
+    """Lists the new entries of a codebook that never evicts. book: the codebook before the answer's first id."""
 
     def __init__(self, book: Codebook) -> None:
         self._n = len(book)
@@ -430,10 +430,10 @@ class _NewEntries:
 
 
 class Origins:
-    """Follows the ids of one answer with a codebook of its own, and knows where each entry was learned.
+    """Replays a request's ids with a codebook of its own, to know where each entry was learned.
 
-    book: the request's codebook, which has read the prompt and nothing more. Its log of ids tells everything, so the
-    origins are right after a session is resumed or rewound, and for slots that are used again.
+    book: the request's codebook, which has read the prompt and nothing more. Its whole log of ids is replayed, so the
+    origins are also right for a resumed or rewound session, and for reused slots.
     """
 
     def __init__(self, book: Codebook) -> None:
@@ -449,7 +449,7 @@ class Origins:
     def origin_of(self, book: Codebook, one: int, length: int) -> Origin | None:
         """Returns where the entry of the next id was learned, None for a base id.
 
-        book: the request's codebook, which has not read that id. length: base ids of that id.
+        book: the request's codebook, which has not read that id. one: the id. length: number of its base ids.
         """
         self._follow(book)
         slot = one - self._first_id
@@ -460,13 +460,13 @@ class Origins:
         return _PACK if at == _FROM_PACK else Origin("prompt" if at <= self._prompt else "answer", at)
 
     def installed(self, book: Codebook) -> tuple[_Entry, ...]:
-        """Returns the entries that ids have installed since the last call. book: the request's codebook now."""
+        """Returns the entries that were installed since the last call. book: the request's codebook now."""
         self._follow(book)
         learned, self._learned = self._learned, []
         return tuple(learned)
 
     def _follow(self, book: Codebook) -> None:
-        """Reads the ids that the request's codebook has read since the last call; there may be none, or several."""
+        """Replays the ids that the request's codebook has read since the last call: none, one or several."""
         more = book.mark() - self._book.mark()
         if more < 1:
             return
@@ -477,5 +477,5 @@ class Origins:
 
 
 def follow_entries(book: Codebook, origins: bool) -> _NewEntries | Origins:
-    """Returns what finds the entries that an answer's ids install. origins: whether to know where they were learned."""
+    """Returns an object that lists the entries an answer installs. origins: whether to know where they were learned."""
     return Origins(book) if origins or book.params.policy != "freeze" else _NewEntries(book)

@@ -1,4 +1,4 @@
-"""`GenerationResponse`: one emitted id with its text and figures; what makes them of a request's events."""
+"""`GenerationResponse`: one emitted id with its text and figures. `Answer` turns a request's events into responses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class GenerationResponse:
 
     text: the next piece of text, possibly empty. token: the emitted id. base_ids: the base ids of `token`, without
     those after an eos, a stop string or the limit. logprobs [W]: the log-probabilities that `token` was chosen from;
-    None from an engine.
-    prompt_tokens, generation_tokens: base tokens of the prompt and of the output so far; prompt_ids, steps: the same
-    counted in ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes: UTF-8 bytes of
-    text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length". cached_tokens: base
-    tokens of a conversation that the prompt cache held already; they are not among prompt_tokens. from_draft: whether a
-    draft had proposed `token`, so that it took no pass of the model. accepted: the number of such ids
-    so far.
+    None if an engine made the response.
+    prompt_tokens, generation_tokens: base tokens of the prompt and of the output so far. prompt_ids, steps: ids of the
+    prompt and of the output so far. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second.
+    bytes: UTF-8 bytes of text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length".
+    cached_tokens: base tokens of a conversation that the prompt cache already held, not counted in prompt_tokens.
+    from_draft: whether a draft had proposed `token`, which then took no pass of its own. accepted: emitted ids so far
+    that a draft had proposed.
     """
 
     text: str
@@ -55,7 +55,7 @@ class GenerationResponse:
 
     @property
     def base_tokens_per_pass(self) -> float:
-        """Base tokens per pass of the model; ids that a draft had proposed took none."""
+        """Base tokens per pass of the model; an accepted draft id takes no pass of its own."""
         return self.generation_tokens / max(1, self.steps - self.accepted)
 
     @property
@@ -83,7 +83,7 @@ class GenerationResponse:
 
 
 def footer(response: GenerationResponse) -> str:
-    """Returns lines of figures: mlx-lm's three, in base tokens, one about hypertokens, one about drafts if any."""
+    """Returns mlx-lm's three lines of figures, in base tokens, a line on hypertokens and, if any, one on drafts."""
     last = response
     drafts = (
         f"\nDrafts: {last.accepted} of {last.steps} ids proposed and accepted, "
@@ -99,14 +99,14 @@ def footer(response: GenerationResponse) -> str:
     )
 
 
-# ---- of a request's events
+# ---- responses from a request's events
 
 
 class Answer:
-    """One answer that is being made. The clock of its figures begins with the object, or with `start`.
+    """Turns the events of one request into responses. Times count from construction, or from the last `start`.
 
-    vocab_size: base ids are below it. stops: texts that end it. cached_tokens: see `GenerationResponse`. memory:
-    returns the bytes that were used at most.
+    vocab_size: number of base ids. stops: texts that end the answer. cached_tokens: see `GenerationResponse`. memory:
+    returns the peak memory in bytes.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class Answer:
         self.start()
 
     def start(self) -> None:
-        """Starts the clock again."""
+        """Restarts the clock."""
         self._begun_s = time.perf_counter()
 
     def take(self, event: Event, logprobs: Any = None) -> GenerationResponse | None:
-        """Returns the response that an event makes, None for none. Raises the error of a request that failed.
+        """Returns the response to an event, None if it has none. Raises the error of a request that failed.
 
-        logprobs [W]: what an emitted id was chosen from.
+        logprobs [W]: the log-probabilities that an emitted id was chosen from.
         """
         if isinstance(event, Failed):
             raise event.error
@@ -141,14 +141,14 @@ class Answer:
         elif isinstance(event, Emitted):
             piece = self._text.feed(event.base_ids, event.last)
             return self._response(event.id, piece, logprobs, from_draft=event.from_draft)
-        elif isinstance(event, Finished):  # although no id was the last one
+        elif isinstance(event, Finished):  # no emitted id was marked as the last one
             return self._response(self._last, self._text.finish("length"), None, step=False)
         return None
 
     def _response(
         self, token: int, piece: TextPiece, logprobs: Any, step: bool = True, from_draft: bool = False
     ) -> GenerationResponse:
-        """Returns the response for an emitted id. step: whether the id is one of a step."""
+        """Returns a response. step: whether `token` was just emitted; False for a last response without a new id."""
         now = time.perf_counter()
         self._first_s, self._last = self._first_s or now, token
         self._steps += step
@@ -185,11 +185,11 @@ def answers(
     max_tokens: int,
     stop: str | Sequence[str] | None,
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields an engine's answers to prompts of base ids, id by id, with the index of the prompt, as it makes them.
+    """Submits prompts of base ids to an engine and yields (index of the prompt, response) per emitted id, as they come.
 
-    A last response without text says why the engine ended an answer. samplings: of each prompt. sampling, pack,
-    max_tokens: as in `Submission`. stop: texts that end an answer. Raises a request's error, and what `Engine.submit`
-    raises; the other answers are cancelled then.
+    If the engine ends an answer without marking an id as the last, a last response without a new id has the finish
+    reason. samplings: sampling options per prompt. pack, max_tokens: as in `Submission`. stop: texts that end an
+    answer. Raises a request's error, and what `Engine.submit` raises; the other requests are cancelled then.
     """
     ends = frozenset(engine.tokenizer.eos_token_ids)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -204,7 +204,7 @@ def answers(
             tickets[at] = engine.submit(submission, partial(_put_event, arrived, at))
         while running:
             at, event = arrived.get()
-            if at not in running:  # its text has ended, and the engine is told below
+            if at not in running:  # its text has ended, and its request was cancelled below
                 continue
             if (response := running[at].take(event)) is not None:
                 yield at, response

@@ -1,8 +1,8 @@
-"""`Scheduler`: which request does what next: waits, has its prompt read, takes steps, ends. Used in one thread only.
+"""`Scheduler`: decides which requests wait, have their prompts read, take steps and end. Used in one thread only.
 
-A prompt alone is read 2,048 ids at a time, mlx-lm's number, and 512 while others take steps or wait; a request that
-arrives in the middle waits for the larger piece. A number given with `--prefill-step-size` holds for both. Requests
-take their steps as one batch if the padding costs less than reading the weights twice.
+A prompt is read in chunks: of 2,048 ids (mlx-lm's number) while its request is alone, of 512 while others run or wait.
+A request that arrives during a chunk waits for its end. `--prefill-step-size` sets both numbers. Requests take their
+steps as one batch if reading the padding costs less than reading the weights a second time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.errors import MlxZipError
 
 log = logging.getLogger(__name__)
-CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
+CLEAR_EVERY = 256  # rounds between two releases of cached buffers, as in mlx-lm
 
 
 @dataclass
 class Totals:
-    """What has happened since the engine began. seconds: running average of what a request takes, 0 before the first.
+    """Counts since the engine started, as in `Figures`.
 
-    The other fields are those of `Figures`.
+    seconds: moving average of the seconds that a request runs, 0 before the first has ended.
     """
 
     requests: int = 0
@@ -48,10 +48,10 @@ class Totals:
 class Scheduler:
     """Runs requests on one model.
 
-    store: kept sessions. max_running: requests whose prompts are read or that take steps at one time. max_kv_bytes:
-    bound on the KV caches of all of them, None for none. ended: called after a request has ended.
-    make_reading: returns what reads the prompt of a request that has its cache. raises: whether `work` raises what goes
-    wrong instead of failing the requests that it concerns.
+    store: kept sessions. max_running: maximum number of requests that have their prompts read or take steps.
+    max_kv_bytes: maximum bytes of the KV caches of all of them, None for no bound. ended: called with each request that
+    has ended. make_reading: returns the `Reading` of a request that has a cache. raises: whether `work` raises an error
+    instead of failing the requests that it concerns.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Scheduler:
             self.served.free_unused()
 
     def purge(self) -> int:
-        """Forgets all sessions, those of requests that have not ended included, and returns how many were kept.
+        """Deletes all kept sessions and returns their number. Requests that have not ended will leave none.
 
         Raises what the store's `purge` raises.
         """
@@ -109,7 +109,7 @@ class Scheduler:
         return self.store.purge()
 
     def keep_no_session(self) -> None:
-        """Keeps no session of the requests that have not ended."""
+        """Marks all requests that have not ended so that their sessions are not kept."""
         for request in (*self.waiting, *self.running):
             request.keep = False
 
@@ -128,7 +128,7 @@ class Scheduler:
             request.error, request.whole = error, False
             try:
                 self._end_request(request)
-            except Exception:  # the device may have gone; the others are to be told all the same
+            except Exception:  # the device may be lost; the other requests still get their last event
                 log.exception("a request could not give up its memory")
 
     # ---- waiting requests
@@ -144,7 +144,7 @@ class Scheduler:
             request = self.waiting.popleft()
             self._fail_if_it_raises([request], partial(self._begin_request, request))
             if request.ended:
-                return  # the memory that it gives up may be free after the next step only
+                return  # its memory may be free only after the next step
 
     def _has_room(self, running: Sequence[Request]) -> bool:
         """Returns whether the KV caches have room for the next waiting request."""
@@ -154,7 +154,7 @@ class Scheduler:
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
     def _begin_request(self, request: Request) -> None:
-        """Gives a request its cache, what a session holds of its prompt or a new one, and lets its prompt be read."""
+        """Gives a request a session's cache that holds the beginning of its prompt, or a new one; adds its reading."""
         checked = request.checked
         differing = self.store.find_difference(checked.base_ids, checked.pack_key)
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
@@ -162,7 +162,7 @@ class Scheduler:
             request.handle.session = found.name
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not request.keep:
-            found = replace(found, random_state=None)  # other requests go on from it too
+            found = replace(found, random_state=None)  # other requests may continue from this session too
         request.begin(self.served, found, differing)
         self.totals.prompt_tokens += len(checked.base_ids)
         self.totals.cached_tokens += request.cached_tokens
@@ -171,9 +171,9 @@ class Scheduler:
     # ---- prompts
 
     def read_prompts(self) -> None:
-        """Reads chunks of prompts in turn, at least one, together up to `prefill_step_size` ids.
+        """Reads chunks of prompts in turn: at least one, and together up to `prefill_step_size` ids.
 
-        A request that nobody waits for is read `alone_step_size` ids at a time: fewer and larger products.
+        A request that is alone is read `alone_step_size` ids at a time: fewer and larger matrix products.
         """
         options = self.served.options
         alone = len(self.readings) == 1 and not self.groups and not self.waiting
@@ -193,9 +193,10 @@ class Scheduler:
                 self.readings.append(reading)
 
     def _take_short_prompts(self, reading: Reading, at_most: int) -> list[Reading]:
-        """Takes readings that are read in one call with this one: short prompts, `at_most` ids with their padding.
+        """Removes and returns other readings of short prompts, to be read in one call with this one.
 
-        At most a fifth of the ids is padding: on a CPU it costs as much as real ids.
+        Together they have up to `at_most` ids, padding included. At most a fifth of these is padding: on a CPU it costs
+        as much as real ids.
         """
         found: list[Reading] = []
         longest = total = reading.left
@@ -211,7 +212,7 @@ class Scheduler:
     # ---- steps
 
     def _take_step(self) -> None:
-        """Has every group take one step, and delivers the ids that were chosen before it."""
+        """Has every group take one step, and delivers the ids that the step before has chosen."""
         before = [request for group in self.groups for request in group.requests]
         if not self._merges_now():
             self._run_for_groups(lambda group: group.begin())
@@ -239,7 +240,7 @@ class Scheduler:
             request.send_emitted()
 
     def _run_for_groups(self, part: Callable[[Group], Any]) -> list[Any]:
-        """Runs one part of a step for every group and returns what it returns. A group that fails is ended."""
+        """Runs one part of a step for every group and returns the results. All requests of a group that raises fail."""
         out = []
         for group in list(self.groups):
             requests = list(group.requests)
@@ -252,7 +253,7 @@ class Scheduler:
         return len(self.groups) > 1 and self.served.batches and any(o for _, *o in self._mergeable(self.groups))
 
     def _regroup(self) -> None:
-        """Merges groups that can take their steps together, and takes out rows that cannot go on with the others."""
+        """Removes rows for which LongRoPE's factors change, and merges groups that can take their steps together."""
         for group in list(self.groups):
             requests = list(group.requests)
             if rows := group.switching():
@@ -275,10 +276,10 @@ class Scheduler:
                     self.groups = [group for group in self.groups if group not in others and group.requests]
 
     def _mergeable(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """Returns the groups in lists of those to merge, the one with the most rows first.
+        """Returns lists of groups to merge, each with the group of the most rows first.
 
-        A merged group reads the weights once per step where two groups read them twice, but reads padding too: a group
-        joins another if its padding there takes no more bytes than the weights.
+        Merging saves reading the weights once more per step, but adds padding to be read: a group joins another one if
+        its padding there takes no more bytes than the weights.
         """
         if len(groups) < 2:
             return [list(groups)] if groups else []
@@ -320,13 +321,13 @@ class Scheduler:
                 raise
             if not isinstance(error, MlxZipError):
                 if self.served.machines is not None:
-                    raise  # it may have happened on this machine only, and the others would go on alone
+                    raise  # the other machines may not have this error, and would go on alone
                 log.exception("%d request(s) failed", len(requests))
             if group is not None:
                 group.drop()
             for request in requests:
                 if group is not None or not isinstance(error, MlxZipError):
-                    request.whole = False  # nobody knows what its cache holds now
+                    request.whole = False  # what its cache holds is unknown now
                 request.error = request.error or error
                 self._end_request(request)
             return otherwise
@@ -365,7 +366,7 @@ class Scheduler:
                 self.served.free(cache)
 
     def _put_in_store(self, request: Request, cache: Any) -> None:
-        """Does what `_keep_session` does with a request's cache, which is None if there is none."""
+        """Puts a cache into the store as the request's session, or releases the session. cache: None for no cache."""
         handle = request.handle
         if cache is None or not request.whole or not request.keep or not request.held_ids:
             if handle.session is not None:

@@ -1,4 +1,4 @@
-"""What evaluations hand to a model and get back, on any library: no module of MLX or PyTorch is imported here."""
+"""Texts that evaluations give to a model, and the scores they get back. Imports neither MLX nor PyTorch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices of a row's ids, a
 class Compressed:
     """A text as a model reads it: ids uint32 [n], and spans int64 [n], the number of base ids that each id stands for.
 
-    pack: what its codebook began with, None for the model's own pack. breaks: index of the last id of each
-    part but the last; parts were compressed separately, so that id does not depend on what follows.
+    pack: pack that its codebook began with, None for the model's own. breaks: the index of each part's last id, except
+    the last part's. Parts are compressed separately, so these ids do not depend on what follows them.
     """
 
     ids: Uint32s
@@ -36,11 +36,11 @@ class Compressed:
 
 
 def compress_parts(params: CodecParams | None, *parts: Uint32s, pack: Pack | None = None) -> Compressed:
-    """Returns parts of base ids as a model reads them; no id stands for base ids of two parts.
+    """Compresses consecutive parts of a text with one codebook; no id stands for base ids of two parts.
 
-    Each part is compressed by `Codebook.compress`, as generation continues: no entry is used before an id has created
-    it. params: the codec, with the entries that the codebook begins with; None for a model without hypertokens. pack:
-    see `Compressed`.
+    Each part is compressed by `Codebook.compress`: as in generation, no entry is used before an id has created it.
+    params: the codec, with the entries that the codebook begins with; None for a model without hypertokens. pack: see
+    `Compressed`.
     """
     if params is None:
         ids = np.concatenate(parts)
@@ -70,5 +70,5 @@ class Scored:
 
     @staticmethod
     def joined(parts: Sequence[Scored]) -> Scored:
-        """Returns consecutive parts of a row, at least one, as one."""
+        """Concatenates the scores of consecutive parts of a row; at least one part."""
         return Scored(*(np.concatenate([getattr(one, field.name) for one in parts]) for field in fields(Scored)))

@@ -2,9 +2,9 @@
 
 A constraint's mask closes base ids, and every entry that begins with a closed base id. Each row gets a score per id,
 and the host looks through the scores from the highest down. A hypertoken is shown to the constraint whole. If the
-constraint refuses it, the next highest score counts. So a step waits for the device once, however many are refused.
-With a temperature alone, that gives each accepted id its share of the accepted ids' probability. Top-p, top-k, min-p
-and XTC count refused ids too where they cut. After `REFUSALS` of them only base ids are open.
+constraint refuses it, the next highest score counts. So a step waits for the device once, however many hypertokens are
+refused. With a temperature alone, each accepted id is drawn with its share of the accepted ids' probability. Top-p,
+top-k, min-p and XTC still count refused ids where they cut. After `REFUSALS` refusals only base ids are open.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NOTHING = "the constraint allows no token that the model could emit here"
 
 
 class Search(ABC):
-    """The search for one row's next id, but what the device computes for it.
+    """The search for one row's next id; subclasses compute its scores on the device.
 
-    logits [1, W]: what the id is chosen from; after the search without the ids that were refused. excluded: ids that
+    logits [1, W]: what the id is chosen from; after the search, closed and refused ids are at -inf. excluded: ids that
     canonical decoding excludes. token: the id that was found, None before. scores [1, W]: what `look` looks through.
     Raises what the constraint raises.
     """
@@ -44,9 +44,9 @@ class Search(ABC):
 
     @abstractmethod
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
-        """Returns logits [1, W] of open ids without excluded ones, and scores [1, W] float32; the best one is drawn.
+        """Returns logits [1, W], closed and excluded ids at -inf, and scores [1, W] float32, whose highest is the draw.
 
-        open_ [W] bool. Neither needs to be computed yet.
+        open_ [W] bool: False for closed ids. Both results may still be unevaluated.
         """
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Search(ABC):
 
     @abstractmethod
     def on_host(self, scores: Any) -> np.ndarray:
-        """Returns scores [1, W] as an array [W] of the caller's own; waits until they are computed."""
+        """Returns scores [1, W] as an array [W] that the caller may write to; waits until they are computed."""
 
     def begin(self) -> bool:
         """Builds the scores to look through, which are not yet computed, and returns True.
@@ -85,7 +85,7 @@ class Search(ABC):
         return True
 
     def _is_accepted(self, token: int) -> bool:
-        """Returns whether the constraint accepts an open id; its mask has told so of base ids."""
+        """Returns whether the constraint accepts an open id. An open base id always is: the mask allows it."""
         expansion = self.request.expand(token)
         return len(expansion) == 1 or self._constraint.accepts(self.request.cut_at_end(expansion)[0])
 
@@ -104,7 +104,7 @@ class Search(ABC):
 def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
     """Finds the ids of several rows. A row whose own work raises gets the exception as its request's `error`.
 
-    compute: called with the scores of several rows, which it may have computed together.
+    compute: called with the scores of all rows that are still searched, to evaluate them together.
     """
     left = list(searches)
     while left:
@@ -114,7 +114,7 @@ def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lam
 
 
 def _run_part(one: Search, part: Callable[[], bool]) -> bool:
-    """Returns what a part of a search returns; False if it raises, and the request's `error` is the exception then."""
+    """Runs a part of a search and returns its result. If it raises, sets the request's `error` and returns False."""
     try:
         return part()
     except Exception as error:
@@ -125,7 +125,7 @@ def _run_part(one: Search, part: Callable[[], bool]) -> bool:
 def _open_columns(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:
     """Returns which columns [W] bool are open.
 
-    mask: which base ids may come next; those that it does not name may not. first_ids [N]: each entry's first base id.
+    mask: which base ids may come next; ids beyond its end may not. first_ids [N]: each entry's first base id.
     """
     found = np.zeros(width, bool)
     found[: min(len(mask), vocab_size)] = mask[:vocab_size]

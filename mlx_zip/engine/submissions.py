@@ -21,12 +21,12 @@ from mlx_zip.packs.pack import Pack, as_pack
 from mlx_zip.sampling.options import Sampling
 
 PACKS_KEPT = 16
-UNLIMITED_IDS = 2048  # ids of answer that room is kept for when a request names no limit
+UNLIMITED_IDS = 2048  # answer ids that KV cache room is reserved for if a request has no limit
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What checks need to know of a model.
+    """The facts about a model that checks of submissions need.
 
     vocab_size: number of base ids. width: columns of the logits, None if unknown. context: positions, None without a
     limit. by_base: whether positions count base tokens. params: the codec, None for a model without hypertokens.
@@ -58,7 +58,7 @@ def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], 
 
 
 def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
-    """Returns what fronts know of a model. name: as it was asked for. model: fingerprint of the weights."""
+    """Returns the facts about a model for fronts. name: that it was opened by. model: fingerprint of the weights."""
     both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
     sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
     return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, most_base_tokens(facts))
@@ -66,11 +66,11 @@ def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
 
 @dataclass(frozen=True)
 class Checked:
-    """A submission that can be met.
+    """A submission that passed all checks.
 
-    base_ids: the prompt. start: what the codebook begins with, None for the model's own. pack_key: the pack's name
-    among sessions, "" for the model's own. kv_bytes: bytes that the request may need in the KV caches. prediction: base
-    ids that the answer will probably have.
+    base_ids: the prompt. start: pack that the codebook begins with, None for the model's own. pack_key: fingerprint of
+    this pack, which sessions are found by, "" for the model's own. kv_bytes: bytes that the request may need in the KV
+    caches. prediction: base ids that the answer will probably begin with.
     """
 
     submission: Submission
@@ -93,7 +93,7 @@ class Checks:
         self._packs = _Packs(facts)
 
     def check(self, submission: Submission) -> Checked:
-        """Returns the submission with what was read from it.
+        """Returns the checked submission.
 
         Raises `GenerationError` naming what is wrong, `PromptTooLongError` for a prompt beyond a bound.
         """
@@ -159,7 +159,7 @@ class Checks:
             raise context_error(len(base_ids), tokens_of(Codebook(params), ids[: context - 1]), context)
 
     def _check_room(self, prompt: int, max_tokens: int) -> int:
-        """Returns bytes that KV caches may need. Raises `GenerationError` for a request that can never have them."""
+        """Returns the KV cache bytes that a request may need, 0 without a bound. Raises `GenerationError` beyond it."""
         per_id, bound, context = self.facts.kv_bytes_per_id, self.max_kv_bytes, self.facts.context
         if bound is None:
             return 0
@@ -184,7 +184,7 @@ def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "p
 
 
 def most_base_tokens(facts: ModelFacts) -> int | None:
-    """Returns how many base tokens no prompt and no answer can exceed, None without a limit."""
+    """Returns the upper bound on the base tokens of a prompt or an answer, None without a limit."""
     per_position = 1 if facts.by_base or facts.params is None else max(1, facts.params.merge_size)
     return None if facts.context is None else (facts.context - 1) * per_position
 
@@ -203,13 +203,13 @@ def context_error(tokens: int, most: int, context: int) -> PromptTooLongError:
 
 
 def tokens_of(book: Codebook, ids: Uint32s) -> int:
-    """Returns how many base tokens a codebook holds once it has read these ids, which it then has."""
+    """Pushes ids to a codebook, and returns how many base tokens it holds then."""
     book.push(ids)
     return book.base_length
 
 
 def _check_limits(submission: Submission, width: int | None) -> None:
-    """Raises `GenerationError` for limits and counts that cannot be."""
+    """Raises `GenerationError` for an invalid `max_tokens` or `top_logprobs`."""
     check_max_tokens(submission.max_tokens)
     top = submission.top_logprobs
     if top is not None and (not _is_integer(top) or top < 0 or (width is not None and top >= width)):
@@ -217,18 +217,17 @@ def _check_limits(submission: Submission, width: int | None) -> None:
 
 
 def check_max_tokens(value: Any, name: str = "max_tokens") -> None:
-    """Raises `GenerationError` for a number of tokens that cannot be a limit. name: of the value, for the message."""
+    """Raises `GenerationError` for an invalid limit on tokens. name: of the value, for the message."""
     if not _is_integer(value) or value == 0 or value < -1:
         raise GenerationError(f"{name} must be an integer of at least 1, or -1 for no limit, got {value!r:.80}")
 
 
 def _is_integer(value: Any) -> bool:
-    """Returns whether value is an integer and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class _Packs:
-    """The packs that requests named lately, each read and checked once as long as its file stays the same."""
+    """The packs that requests named most recently. Each is read and checked again only if its file has changed."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts, self._lock = facts, threading.Lock()
@@ -236,7 +235,7 @@ class _Packs:
         self._checked: OrderedDict[str, Any] = OrderedDict()  # fingerprint -> start
 
     def find(self, pack: Any) -> tuple[Any, str]:
-        """Returns what a codebook begins with, and its key; (None, "") for None.
+        """Returns the pack that a codebook begins with, and its fingerprint; (None, "") for None.
 
         Raises `GenerationError` for a pack that cannot be read, or is not for this model.
         """
@@ -254,7 +253,7 @@ class _Packs:
             raise GenerationError(f"pack: {error}") from error
 
     def _read_pack(self, pack: Any) -> Pack:
-        """Returns the pack, from its file if that is new. Raises `DataError`."""
+        """Returns the pack, read from its file only if that was not read before or has changed. Raises `DataError`."""
         if isinstance(pack, Pack) or not isinstance(pack, str | os.PathLike):
             return as_pack(pack)
         path = expand_home(pack)
@@ -265,7 +264,7 @@ class _Packs:
         return _get_or_make(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
 
     def _checked_start(self, pack: Pack) -> Any:
-        """Returns the pack's entries after checking them against tokenizer, codec and model, once per pack."""
+        """Returns the pack after checking it against tokenizer, codec and model, once per pack."""
 
         def checked() -> Any:
             pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")
@@ -278,7 +277,7 @@ class _Packs:
 
 
 def _get_or_make(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Returns what is kept under `key`, made if it is not; forgets the one used longest ago if there are too many."""
+    """Returns the value of `key`, made if missing; evicts the least recently used one if there are too many."""
     if key not in kept:
         kept[key] = make()
         if len(kept) > PACKS_KEPT:

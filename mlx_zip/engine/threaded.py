@@ -1,6 +1,6 @@
 """`ThreadedEngine`: an engine with one thread of its own, which loads the model and does everything with it.
 
-It knows neither MLX nor PyTorch: `mlx_zip.engine.parts` says what it needs of either.
+It depends on neither MLX nor PyTorch, only on the protocols of `mlx_zip.engine.parts`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Load = Callable[[], Any]
 MakeStore = Callable[[Any], Any]
 log = logging.getLogger(__name__)
 LEAST_RETRY_S = 1.0
-TEND_S = 0.05  # how often an idle engine goes on with writing sessions
+TEND_S = 0.05  # an idle engine continues the writing of sessions after this time
 
 
 class ThreadedEngine(Engine):
     """An engine whose thread loads a model and does everything with it; other threads give and get Python data.
 
-    load: loads the model, in the engine's thread. make_store: returns the store of sessions of a loaded model; None to
-    keep none. A subclass says how a model is loaded and what its memory is.
+    load: loads the model, in the engine's thread. make_store: returns the session store of a loaded model; None to keep
+    no sessions. A subclass implements what depends on the library, such as the reading of prompts.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ThreadedEngine(Engine):
         self._open: dict[Request, None] = {}  # requests that have not ended
         self._on_death: list[Callable[[BaseException], None]] = []
         self._fault: BaseException | None = None
-        self._noted: dict[str, Sequence[int]] = {}  # not yet in the store
-        self._kept: dict[str, int] = {}  # the store's own figures
+        self._noted: dict[str, Sequence[int]] = {}  # answers that are not yet in the store
+        self._kept: dict[str, int] = {}  # the store's figures
         self._totals, self._running = Totals(), 0
         self._scheduler: Any = None
         self._store: Any = None
@@ -124,12 +124,11 @@ class ThreadedEngine(Engine):
         return _scores_as_prompt_ids(params, row, cast(Iterator[Scored], parts))
 
     def _check_alive(self) -> None:
-        """Raises `EngineStoppedError` unless the engine can serve."""
         if not self.alive:
             raise EngineStoppedError("the engine has been closed" if self._fault is None else "a fault has ended it")
 
     def _retry_after_s(self, waiting: int) -> float:
-        """Returns after how many seconds one of `waiting` requests will probably have begun."""
+        """Estimates the seconds until one of `waiting` requests begins."""
         rounds = (waiting + 1) / self._options.max_running
         return max(LEAST_RETRY_S, rounds * self._totals.seconds)
 
@@ -143,7 +142,7 @@ class ThreadedEngine(Engine):
         self._inbox.post(lambda: self._note_answer(ticket, key, ids))
 
     def _note_answer(self, ticket: Handle, key: str, ids: tuple[int, ...]) -> None:
-        """Notes an answer in the store, or until the request's session is there with the ticket."""
+        """Notes an answer in the store or, while the request has no session yet, in its ticket."""
         if ticket.session is None and not ticket.ended:
             ticket.answers[key] = ids
             return
@@ -174,7 +173,7 @@ class ThreadedEngine(Engine):
         return self._inbox.ask(lambda: self._update_figures(self._scheduler.purge()))
 
     def _update_figures(self, result: Any = None) -> Any:
-        """Shows other threads the store's figures of now; returns `result`."""
+        """Publishes the store's current figures to other threads; returns `result`."""
         self._kept = self._store.figures()
         return result
 
@@ -227,11 +226,11 @@ class ThreadedEngine(Engine):
             self._die(fault)
         finally:
             self._loaded.set()
-            self._scheduler = self._store = None  # nobody has the model any more
+            self._scheduler = self._store = None  # drops the last references to the model
             self._free_thread()
 
     def _load(self, load: Load, name: str, make_store: MakeStore) -> None:
-        """Loads the model and makes what serves it."""
+        """Loads the model, and creates the checks, the session store and the scheduler."""
         options = self._options
         served = self._make_served(load, name)
         self.info = _with_bounds_of(served.info, options)
@@ -245,22 +244,22 @@ class ThreadedEngine(Engine):
 
     @abstractmethod
     def _make_served(self, load: Load, name: str) -> ServedByEngine:
-        """Loads the model, sets `tokenizer`, and returns what serves requests. name: of the model."""
+        """Loads the model, sets `tokenizer`, and returns the loaded model. name: of the model."""
 
     def _make_scheduler(self, served: Any, max_kv_bytes: int | None) -> Scheduler:
-        """Returns what runs the requests on what `_make_served` returned. max_kv_bytes: what `_kv_bound` returned."""
+        """Returns the scheduler. served: from `_make_served`. max_kv_bytes: from `_kv_bound`."""
         make_reading = partial(self._make_reading, served)
         return Scheduler(served, self._store, self._options.max_running, max_kv_bytes, self._forget_ended, make_reading)
 
     @abstractmethod
     def _make_reading(self, served: Any, request: Request) -> Reading:
-        """Returns what reads the prompt of a request that has its cache. served: what `_make_served` returned."""
+        """Returns the `Reading` of a request that has a cache. served: from `_make_served`."""
 
     @abstractmethod
     def _score_in_parts(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
-        """Yields the scores of a row of ids, as many at a time as of a prompt are read between two steps.
+        """Yields the scores of a row of ids in chunks, between which running requests take steps.
 
-        Used in the engine's thread only. top: how many of the likeliest ids to tell. Raises `GenerationError`.
+        Used in the engine's thread only. top: number of likeliest ids to report per position. Raises `GenerationError`.
         """
 
     def _kv_bound(self, served: Served) -> int | None:
@@ -275,20 +274,20 @@ class ThreadedEngine(Engine):
         """Prepares the device for requests; called before they run."""
 
     def _free_when_idle(self) -> float | None:
-        """Gives up what only requests need, if the engine has been idle long enough; called while it is idle.
+        """Releases what only running requests need, if the engine has been idle long enough; called while it is idle.
 
-        Returns after how many seconds to call it again, None if nothing is left to give up.
+        Returns the seconds after which to call it again, None if nothing is left to release.
         """
         return None
 
     def _free_thread(self) -> None:
-        """Frees what belongs to the engine's thread, which ends."""
+        """Frees the resources of the engine's thread, which is about to end."""
 
     def _serve(self) -> None:
-        """Makes calls and runs requests until the engine is closed and nothing is left to do."""
+        """Runs other threads' calls and requests until the engine is closed and nothing is left to do."""
         scheduler, going = self._scheduler, True
         while going:
-            going = not self._closing  # what was submitted before that is in the inbox now
+            going = not self._closing  # requests submitted before the closing are in the inbox now
             if not scheduler.busy:
                 self._inbox.take(self._tend_when_idle() if going else 0)
             going = going or scheduler.busy
@@ -303,7 +302,7 @@ class ThreadedEngine(Engine):
             scheduler.served.free_unused()
 
     def _tend_when_idle(self) -> float | None:
-        """Does what is due without requests; returns after how many seconds there may be more, None for never."""
+        """Does the work of an idle engine; returns the seconds after which to call it again, None for never."""
         due = self._free_when_idle()
         return TEND_S if self._store.continue_writing() else due
 
@@ -311,7 +310,7 @@ class ThreadedEngine(Engine):
         self._update_figures()
         with self._lock:
             self._open.pop(request, None)
-            for key in request.handle.answers:  # they are in the store now, or nowhere
+            for key in request.handle.answers:  # the store has them now, or no session was kept
                 self._noted.pop(key, None)
 
     def _die(self, fault: BaseException) -> None:
@@ -357,14 +356,14 @@ class ThreadedEngine(Engine):
 
 
 def _with_bounds_of(info: EngineInfo, options: ServeOptions) -> EngineInfo:
-    """Returns what a model is, with the bounds of an engine's options."""
+    """Returns `info` with the bounds that an engine's options set."""
     bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
     most = options.max_running + options.max_waiting
     return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
 
 
 def _compress_prompt(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -> Compressed:
-    """Returns base ids as a model reads them. The first one is read alone, so that all others have a probability.
+    """Compresses a prompt. Its first base id stays an id of its own, so that all other base ids get a probability.
 
     params: None for a model without hypertokens. pack: see `Compressed`.
     """
@@ -396,13 +395,13 @@ def _scores_as_prompt_ids(params: CodecParams | None, row: Compressed, parts: It
             yield PromptId(expanded(before), float(logprob), best)
 
 
-# ---- what other threads want
+# ---- calls of other threads
 
 _Call = Callable[[], Any]
 
 
 class _Inbox:
-    """Calls that other threads want made in one thread, the owner. After `shut` they raise `EngineStoppedError`."""
+    """Calls of other threads for one thread, the owner. `post` and `ask` raise `EngineStoppedError` after `shut`."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
@@ -415,7 +414,7 @@ class _Inbox:
         self._owner = threading.get_ident()
 
     def post(self, call: _Call) -> None:
-        """Has the owner make a call soon; if it fails, that is logged. Raises `EngineStoppedError` after `shut`."""
+        """Has the owner make a call soon; an exception of the call is logged."""
         self._put_call(call, None)
 
     def _put_call(self, call: _Call, future: Future[Any] | None) -> None:
@@ -440,7 +439,7 @@ class _Inbox:
                 self._calls.put((lambda: None, None))
 
     def take(self, wait_s: float | None) -> None:
-        """Makes all calls that are there; waits for the first one up to `wait_s` seconds, None for ever."""
+        """Makes all queued calls; waits for the first one up to `wait_s` seconds, None for ever."""
         try:
             entry = self._calls.get(timeout=wait_s) if wait_s != 0 else self._calls.get_nowait()
             while True:
@@ -450,7 +449,7 @@ class _Inbox:
             return
 
     def shut(self) -> None:
-        """Refuses the calls that are left, and all later ones."""
+        """Refuses the queued calls and all later ones."""
         with self._lock:
             self._shut = True
         while True:
@@ -463,7 +462,7 @@ class _Inbox:
 
 
 def _run_call(call: _Call, future: Future[Any] | None) -> None:
-    """Makes a call. An exception goes to whoever waits, or to the log; what is no `Exception` ends the owner too."""
+    """Makes a call. An exception goes to the waiting thread, or to the log; any other `BaseException` is raised too."""
     try:
         result = call()
     except BaseException as error:

@@ -21,10 +21,11 @@ from mlx_zip.sampling.penalties import PenaltyTerms
 class Choice:
     """Chosen ids y [B], perhaps still being computed.
 
-    packed [B, 2 + 2K] int32: id, its log-probability, the K most likely ids, and theirs; None if no row asked for it.
-    Floats are there as their bits, so that one transfer brings all. top: per row how many it asked for, None for no
-    log-probabilities. failed [B]: 1 for requests that failed on the first of several machines, None for one machine.
-    logprobs [B, W]: what the ids were chosen from, None if no row keeps them.
+    packed [B, 2 + 2K] int32: id, its log-probability, the K most likely ids, and their log-probabilities; None if no
+    row asked for these. Floats are stored as their bits, so that one transfer brings everything. top: per row, how many
+    likely ids it asked for, None for no log-probabilities. failed [B]: 1 for requests that failed on the first of
+    several machines, None for one machine. logprobs [B, W]: the log-probabilities that the ids were chosen from, None
+    if no row keeps them.
     """
 
     y: mx.array
@@ -51,7 +52,7 @@ class Choice:
         return chosen
 
     def _read(self) -> list[Chosen]:
-        """Does what `read` does, without what happened on other machines."""
+        """Returns the chosen ids with `logprob` and `likely`, for `read` to fill in the rest."""
         if self.packed is None:
             ids: Any = self.y.tolist()
             return [Chosen(one) for one in ids]
@@ -61,7 +62,6 @@ class Choice:
         return [self._chosen_of_row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
 
     def _chosen_of_row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
-        """Returns one row's id with what it asked for."""
         if top is None:
             return Chosen(int(ints[0]))
         pairs = zip(ints[2 : 2 + width].tolist(), floats[2 + width :].tolist(), strict=True)
@@ -78,9 +78,9 @@ def choose(
 ) -> Choice:
     """Returns the choice of ids from logits [B, W], one row per request.
 
-    end: all columns from there on are -inf, None if there are none. pad_id: an id that canonical decoding never
-    excludes. machines: those that the model is split over, of which the first chooses for all.
-    A row whose own work raises gets the exception as its `error`, and any id.
+    end: first of the last columns that are all -inf, None if there are none. pad_id: an id that canonical decoding
+    never excludes. machines: those that the model is split over, of which the first chooses for all. A row whose own
+    work raises gets the exception as its `error`, and an arbitrary id.
     """
     forced: dict[int, mx.array] = {}
     logits = _process_logits(requests, logits, forced, end, pad_id)
@@ -95,7 +95,7 @@ def choose(
 
 
 def _draw_ids(requests: Sequence[Request], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
-    """Returns ids [B], those in `forced` or what each row's sampler draws. Rows of one sampler are drawn together."""
+    """Returns ids [B]: those in `forced`, else what each row's sampler draws. One sampler of all rows draws at once."""
     shared = requests[0].draws
     if (
         not forced
@@ -182,7 +182,7 @@ def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -
 
 
 class Search(searching.Search):
-    """The search for one row's next id in logits [1, W]. end: all columns from there on are -inf."""
+    """The search for one row's next id in logits [1, W]. end: as in `choose`."""
 
     def __init__(self, request: Request, logits: mx.array, excluded: list[int], end: int | None) -> None:
         super().__init__(request, logits, excluded)
@@ -202,5 +202,4 @@ class Search(searching.Search):
 
 
 def _search_ids(searches: Sequence[Search]) -> None:
-    """Finds the ids of several rows. A row whose own work raises gets the exception as its request's `error`."""
     searching.search(searches, mx.eval)

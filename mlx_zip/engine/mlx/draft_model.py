@@ -28,10 +28,10 @@ from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.loading import load
 from mlx_zip.models.rows.zip_state import find_zip_state
 
-CHUNK = 512  # ids of a text per call
+CHUNK = 512  # ids of a text that are read per pass
 FIRST_PASS = 16  # ids that the first pass of a draft reads at most
 TIMED = 15  # drafts whose times are kept
-MOST_PADDING = 1024  # rows by which embeddings of one vocabulary may differ: sizes of a model family are padded
+MOST_PADDING = 1024  # rows by which embeddings of one vocabulary may differ, because models pad them differently
 
 
 def load_draft_model(name: str | Path, tokenizer: Any, trust_remote_code: bool = False) -> Any:
@@ -49,10 +49,10 @@ def load_draft_model(name: str | Path, tokenizer: Any, trust_remote_code: bool =
 
 
 class DraftModel:
-    """A model that drafts for another one, and how long that takes, over all requests.
+    """A model that drafts for another one, and the times of its drafts over all requests.
 
-    most: base tokens of a text that it can read. vocab_size: base ids that it knows. Raises `GenerationError` for a
-    model whose caches cannot be trimmed: it could not forget what was refused.
+    most: maximum base tokens of a text that it can read. vocab_size: number of its base ids. Raises `GenerationError`
+    for a model whose caches cannot be trimmed: it could not forget refused ids.
     """
 
     def __init__(self, loaded: object) -> None:
@@ -74,7 +74,7 @@ class DraftModel:
             )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises `GenerationError` if another model, which knows so many base ids, cannot have the same vocabulary."""
+        """Raises `GenerationError` if a model with `vocab_size` base ids cannot have the same vocabulary."""
         if MOST_PADDING < abs(self.vocab_size - vocab_size) < math.inf:
             raise GenerationError(
                 f"draft_model (--draft-model): it has a vocabulary of {self.vocab_size} ids, the model that it would "
@@ -82,17 +82,17 @@ class DraftModel:
             )
 
     def seconds(self) -> float:
-        """Returns how long an id takes to be proposed, infinite as long as nothing is known."""
+        """Returns the seconds to propose one id, infinite as long as no draft was timed."""
         return median(self._times) if self._times else math.inf
 
     def note_time(self, proposed: int, seconds: float) -> None:
-        """Notes a draft of so many ids. seconds: how long it took to write."""
+        """Notes how long a draft took. proposed: number of its ids."""
         self._times.append(seconds / proposed)
 
     def reader_for(self, source: object) -> _Reader:
-        """Returns what reads the text of a source.
+        """Returns the reader of a source's text.
 
-        It is that of the last source if nobody has that one any more, because texts often begin as the last one did.
+        Once the last source is gone, its reader and cache are used again: texts often begin as the last one did.
         """
         if self._owner() is not None:
             return _Reader(self.model)
@@ -100,15 +100,15 @@ class DraftModel:
         return self._reader
 
     def forget_text(self) -> None:
-        """Forgets what was read."""
+        """Discards the cache and the text that it holds."""
         self._reader = _Reader(self.model)
 
 
 class DraftModelSource:
     """A draft model as a source of one request.
 
-    base_ids: what the request has so far. width: ids per draft, unless what passes cost decides. vocab_size: base ids
-    that the request's model knows.
+    base_ids: the request's text so far. width: ids per draft if pass costs do not decide. vocab_size: number of base
+    ids of the request's model.
     """
 
     most = MOST_PROPOSED
@@ -158,7 +158,7 @@ class DraftModelSource:
 
 
 class _Reader:
-    """A model's cache, and the base ids that it has read. kv: its KV caches."""
+    """The draft model with a cache, and the base ids that the cache holds. kv: the KV caches in it."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._cache = model, make_prompt_cache(model)
@@ -167,7 +167,10 @@ class _Reader:
         self.kv = list(flatten_cache_lists(self._cache if self._state is None else self._cache[:-1]))
 
     def catch_up(self, text: Uint32s) -> Uint32s:
-        """Forgets what is not in a text of base ids, and reads the rest but for its last ids, which are returned."""
+        """Trims the cache to what it has in common with a text of base ids, and reads the rest of the text.
+
+        The last ids of the text are not read but returned, at least one.
+        """
         book = None if self._state is None else self._state.books[0]
         held = np.array(self._plain_ids, np.uint32) if book is None else book.base_ids()
         rest = text[self._keep(min(common_length(held, text), len(text) - 1)) :]
@@ -180,9 +183,9 @@ class _Reader:
         return ids[end:]
 
     def _keep(self, base_tokens: int) -> int:
-        """Forgets every id that does not lie within the first base tokens; returns how many base tokens are left.
+        """Trims the cache to the ids within the first `base_tokens` base tokens; returns how many base tokens it holds.
 
-        Each layer ends there too, whatever an interrupt left in it.
+        All layers end at the same id then, even after an interrupt.
         """
         if self._state is None:
             for entry in self.kv:
@@ -195,15 +198,15 @@ class _Reader:
         return book.base_length
 
     def write(self, ids: Uint32s, most: int) -> Iterator[int]:
-        """Reads ids, at least one, and yields the base ids that the model would go on with, each the likeliest one.
+        """Reads ids, at least one, and yields the base ids of the model's greedy continuation.
 
-        most: base ids that will be taken.
+        most: maximum number of base ids that the caller takes.
         """
         chosen = self._read(ids)
         return self._write_plain(chosen, most) if self._state is None else self._write_hypertokens(chosen)
 
     def _write_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
-        """Yields base ids; the device reads one while the host takes it. chosen [1]: the first one."""
+        """Yields base ids; the device runs the pass over one while the host takes it. chosen [1]: the first one."""
         for left in range(most, 0, -1):
             after = self._run(chosen) if left > 1 else chosen
             mx.async_eval(after)
@@ -214,7 +217,7 @@ class _Reader:
             chosen = after
 
     def _write_hypertokens(self, chosen: mx.array) -> Iterator[int]:
-        """Yields the base ids of ids, of which each is read when the next one is asked for. chosen [1]: the first."""
+        """Yields the base ids of each id, which the model reads when more are asked for. chosen [1]: the first id."""
         assert self._state is not None
         while True:
             yield from base_ids_of_next(self._state.books[0], _read_id(chosen))

@@ -1,4 +1,4 @@
-"""`DraftedPass`: one pass of the model over last ids and proposed ones, whose logits are taken column by column."""
+"""`DraftedPass`: a pass over each request's last id and proposed ids, whose logits are used column by column."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
 
 class DraftedPass:
-    """Ids that were proposed and read behind the last id of each request, and the logits after each of them.
+    """A pass over each request's last id and the ids proposed behind it, and the logits after each of these ids.
 
-    Codebooks and KV caches are trimmed at once, and an id enters a codebook when it is chosen. The keys and values stay
-    in memory behind the end of the KV caches. The end moves over those of the chosen ids: for a request alone at once,
-    so between two ids its cache is as without a draft, and whoever trims, copies or saves it need not know of one; for
-    a batch in `close`, because its rows have one end.
+    Codebooks and KV caches are trimmed right after the pass; the keys and values stay in memory behind the end of the
+    KV caches. An id enters a codebook when it is chosen, and the end of the KV caches moves over the chosen ids. For a
+    request alone it moves at once, so between two ids its cache is as without a draft, and may be trimmed, copied or
+    saved. For a batch it moves in `close`, because all rows share one end.
 
     rows: those that take the next column; a row whose next id was not the proposed one waits for the next pass.
     """
@@ -52,9 +52,10 @@ class DraftedPass:
             self._add_to_cache(row, one)
 
     def _read(self, served: Served, ids: mx.array) -> mx.array:
-        """Returns logits [B, L, W] of ids [B, L], and notes the body's output. The cache then ends where it did before.
+        """Returns logits [B, L, W] of ids [B, L], and keeps the body's output. The cache then ends where it did before.
 
-        The codebooks that the requests follow are not told: to whoever looks at them, they would have been rewound.
+        The pass uses copies of the codebooks: what follows the requests' own codebooks, such as canonical decoding,
+        must not see them rewound.
         """
         state = self._state
         if state is None:
@@ -92,16 +93,16 @@ class DraftedPass:
         return None if self._h is None or len(taken) > 1 else self._h[:, taken[0] : taken[0] + 1]
 
     def _at_columns(self, values: mx.array) -> mx.array:
-        """Returns those of values [B, L, W] that each of `rows` has at its column, [rows, W]."""
+        """Returns, of values [B, L, W], those of each of `rows` at its present column, [rows, W]."""
         taken = self._taken
         if len(taken) == 1:
             return values[:, taken[0]]
         return values[mx.array(self.rows), mx.array([taken[row] for row in self.rows])]
 
     def choose_best(self) -> Choice | None:
-        """Returns the choice of the best ids, which are known from the second column on without asking the device.
+        """Returns the choice of the likeliest ids without work of the device, possible from the second column on.
 
-        None where they are not known or a request looks at more than the best id.
+        None in the first column, or if a request looks at more than the likeliest id.
         """
         taken = self._taken
         if not any(taken) or not all(self._requests[row].takes_best_id for row in self.rows):
@@ -118,9 +119,9 @@ class DraftedPass:
         return draft is not None and draft.proposes(chosen)
 
     def follow(self, chosen: Sequence[int]) -> list[int]:
-        """Has the cache hold the ids that were chosen for `rows`, where they were proposed; returns these rows.
+        """Adds the ids chosen for `rows` to the cache where they are the proposed ones, and returns these rows.
 
-        The drafts of the others are over.
+        Ends the drafts of the other rows.
         """
         rows, self.rows = self.rows, []
         for row, one in zip(rows, chosen, strict=True):
@@ -135,7 +136,7 @@ class DraftedPass:
         return self.rows
 
     def _add_to_cache(self, row: int, one: int) -> None:
-        """Has a row's codebook read an id that the pass has read, and moves the end of a request's own KV caches."""
+        """Adds an id of the pass to a row's codebook and, for a request alone, moves the end of its KV caches."""
         if len(self._drafts) > 1:
             if self._state is not None:
                 self._state.push_to_row(row, one)
@@ -148,17 +149,17 @@ class DraftedPass:
             entry.offset += 1
 
     def close(self) -> None:
-        """Moves the end of a batch's KV caches over the ids that were chosen; nothing more can be taken then."""
+        """Moves the end of a batch's KV caches over the chosen ids. No further column can be taken after that."""
         if len(self._drafts) > 1:
             keep_columns(self._cache, [1 + taken for taken in self._taken])
 
 
 def draft_room(served: Served, cache: Sequence[Any]) -> int:
-    """Returns how many ids may be proposed to a model on this cache.
+    """Returns the maximum number of ids that may be proposed to a model on this cache.
 
-    0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states) or have
-    several parts per layer, for batches if near-ties are chosen again, and so many that KV caches are quantized after
-    the same id as without a draft.
+    0 on several machines, for caches that cannot be trimmed exactly (windows, recurrent states) or have several parts
+    per layer, and for batches with `draft_exact`. If KV caches are to be quantized, it keeps the pass short enough that
+    this happens after the same id as without a draft.
     """
     kinds = set(map(type, cache)) - {ZipState}
     trimmed = {KVCache, QuantizedKVCache} if served.options.draft_exact else {KVCache, QuantizedKVCache, BatchKVCache}
@@ -170,5 +171,4 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
 
 
 def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:
-    """Returns the KV caches of a request's cache, or a batch's."""
     return list(cache if state is None else cache[:-1])

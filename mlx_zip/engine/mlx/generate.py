@@ -102,21 +102,21 @@ def stream_generate(
     the context's. stop: text, or several, that ends the output and is not part of it. prompt_cache: from
     `model.make_cache()` or mlx-lm's `make_prompt_cache(model)`; it is updated in place, from the first response on. A
     prompt of text or base ids continues what the cache holds; text then gets no special tokens. A conversation is
-    always given whole: the cache is trimmed to what both have in common, and only the rest is read; an answer that the
-    model gave is read as the ids that the model emitted. pack: the pack (a path, a `Pack`, or entries of base ids) that
-    a new cache begins with in place of the model's own. With a prompt_cache that was saved and loaded, give the pack
-    that the cache began with, because the file does not hold the pack's rows. sampling:
-    fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given.
-    logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
-    with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
-    read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
-    cache quantization as in mlx-lm. draft: "lookup" has the model check several ids per pass that
-    followed where the text was alike before; "head" those that the model's draft head proposes; "auto" either, as many
-    as save time; "off" neither. The ids are the same, except where two logits differ by less than a pass over several
-    ids rounds. draft_exact: as in `RunOptions`; processors and samplers may be called again for one id then.
+    always given whole: the cache is trimmed to its common prefix with the conversation, and only the rest is read; an
+    answer that the model gave is read as the ids that the model emitted. pack: the pack (a path, a `Pack`, or entries
+    of base ids) that a new cache begins with in place of the model's own. With a prompt_cache that was saved and
+    loaded, give the pack that the cache began with, because the file does not hold the pack's rows. sampling: fields of
+    `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given. logits_processors:
+    they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called with (prompt ids
+    read so far, all prompt ids), also when LongRoPE's switch of factors has the context read again. max_kv_size: as in
+    `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
+    draft: where proposed ids come from, of which one pass of the model checks several. "lookup": what followed an
+    earlier place of the text that is like its end; "head": the model's draft head; "auto": either, as many ids as save
+    time; "off": nowhere. The emitted ids are the same, except where two logits differ by less than the rounding of a
+    pass over several ids. draft_exact: as in `RunOptions`; processors and samplers may be called again for one id then.
     draft_model: a loaded model of the same vocabulary, plain or with hypertokens, that proposes num_draft_tokens ids
-    per pass, as in mlx-lm, or as many as save time if draft is "auto". It keeps no prompt cache, so where a plain model
-    goes on with one, it reads only the new part of the text.
+    per pass, as in mlx-lm, or as many as save time if draft is "auto". It has no prompt cache: if a plain model
+    continues a prompt_cache, the draft model reads only the new part of the text.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.
@@ -171,7 +171,7 @@ def _stream_on_cache(
 ) -> Iterator[GenerationResponse]:
     """Yields the responses of one request, and at the end notes on its cache what was read.
 
-    facts: what all machines of a run must have in common.
+    facts: data of the request that must be equal on all machines.
     """
     run.agree(facts)
     _seed_random(seed)
@@ -201,8 +201,8 @@ def emit(
 ) -> Iterator[tuple[int, mx.array]]:
     """Has a model read ids [n], hypertokens included, and yields the ids it emits with their log-probabilities [W].
 
-    There is no end but the context's; other options are those of `stream_generate`. What `stream_generate` does below
-    its text, for measurements.
+    For measurements: `stream_generate` without its text. It ends only at the end of the context. Options are those of
+    `stream_generate`.
     """
     served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
     inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
@@ -229,8 +229,8 @@ def _base_ids_of(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
 class _Run:
     """Requests that run in the caller's thread.
 
-    inline: what all of them have. cache: the caller's, for the only request, which goes on after its first `kept` ids;
-    None for requests with new caches of their own.
+    inline: options of all of them. cache: the caller's, for a single request that continues behind its first `kept`
+    ids; None for requests with new caches of their own.
     """
 
     def __init__(self, served: Served, inline: Inline, cache: list[Any] | None = None, kept: int = 0) -> None:
@@ -248,7 +248,7 @@ class _Run:
         self.requests.append(Request(checked, partial(_put_event, self._arrived, row), self._inline))
 
     def agree(self, facts: object) -> None:
-        """Raises `MachineError` if the model is on several machines and another one has other facts of the requests."""
+        """Raises `MachineError` if the model is on several machines and their facts about the requests differ."""
         if (group := self._served.machines) is not None:
             mx.synchronize(generation_stream)  # the step that the last request had begun must be over on all machines
             raise_unless_machines_agree(group, sha256(repr(facts).encode()).hexdigest(), "the request")
@@ -297,15 +297,14 @@ class _Run:
                 request.release()
 
     def _take_events(self) -> list[tuple[int, Event, Any]]:
-        """Takes the events of the last round."""
         found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
         self._arrived.clear()
         return found
 
     def _work_or_restore(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
-        """Takes a round, or a part of it. If something raises, the caller's cache is as when the last id was yielded.
+        """Runs `part`, a round of the scheduler or a part of a round. If it raises, restores the caller's cache.
 
-        Before the first id it holds what has been read of the prompt.
+        The cache then is as when the last id was yielded; before the first id, it holds what was read of the prompt.
         """
         state = None if self._cache is None else find_zip_state(self._cache)
         if state is not None and scheduler.groups and not scheduler.readings:
@@ -327,7 +326,7 @@ def _put_event(arrived: deque[tuple[int, Event]], row: int, event: Event) -> Non
 
 
 class _ReportingReading(Reading):
-    """A `Reading` that tells a caller's function of its progress as mlx-lm does: before, after each chunk, and last."""
+    """A `Reading` that reports its progress to a function as mlx-lm does: before, after each chunk, and at the end."""
 
     def __init__(self, served: Served, progress: Callable[[int, int], None], request: Request) -> None:
         super().__init__(served, request)
@@ -350,7 +349,7 @@ class _ReportingReading(Reading):
 
 
 class _CallersCache(NoSessions):
-    """In place of a store of sessions: gives the only request the caller's cache, which holds `ids` ids."""
+    """Takes the place of a session store: gives the only request the caller's cache, which holds `ids` ids."""
 
     def __init__(self, cache: Any, ids: int) -> None:
         self._cache, self._ids = cache, ids
@@ -361,7 +360,7 @@ class _CallersCache(NoSessions):
 
 
 class _Sampler:
-    """In place of `Draws`: one sampler of several requests, which draws from MLX's own random state."""
+    """Takes the place of `Draws`: one sampler for all requests, which draws from MLX's own random state."""
 
     def __init__(self, sampler: Sampler, greedy: bool) -> None:
         self._sampler, self.greedy = sampler, greedy
@@ -468,11 +467,11 @@ def _stream_in_batch(
     yield from run.responses(answers)
 
 
-# ---- what requests are made of
+# ---- checks and parts of requests
 
 
 def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> list[Any]:
-    """Returns a caller's prompt cache. like: a new one. Raises `GenerationError` if it is not of this model."""
+    """Returns a caller's prompt cache. like: a new cache. Raises `GenerationError` if it is not of this model."""
     if (
         not isinstance(given, Sequence)
         or len(given) != len(like)
@@ -488,8 +487,9 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
 
 
 def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
-    """Returns what a new cache begins with. Raises `DataError` for a pack of another tokenizer, and `GenerationError`
-    if the model has no hypertokens.
+    """Returns the pack or entries that a new cache begins with, or a list with those of each prompt.
+
+    Raises `DataError` for a pack of another tokenizer, and `GenerationError` if the model has no hypertokens.
     """
     if isinstance(pack, list | tuple) and any(one is None or isinstance(one, PackLike) for one in pack):
         return [_checked_start(one, tokenizer, model) for one in pack]
@@ -526,7 +526,6 @@ def _begins_ahead(model: Any) -> bool | None:
 
 
 def _seed_random(seed: int | None) -> None:
-    """Seeds MLX's random numbers, unless seed is None."""
     if seed is not None:
         mx.random.seed(seed)
 

@@ -1,7 +1,7 @@
 """`Group`: requests that take their steps together, one alone on its own cache or several as rows of a batch.
 
-A step has parts, so that the device works while the host does. On a GPU `begin` enqueues the step's body over ids that
-the host has not read. `read` waits for the chosen ids. `settle` takes out the requests that end with them. `launch`
+A step has parts, so that device and host work at the same time. On a GPU `begin` enqueues the step's body over ids that
+the host has not read. `read` waits for the chosen ids. `settle` removes the requests that end with them. `launch`
 enqueues the rest of the step, and with it the choice of the next ids. Then the caller delivers the ids that were read.
 `finish` chooses the next ids where a constraint must look at them one by one.
 
@@ -47,7 +47,7 @@ class Group:
     """Requests with one cache. requests: one per row. cache: of one request, or of a batch if there are several.
 
     logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already. h [B, 1, D]:
-    the body's output that they come from, for a draft head, None if unknown.
+    the body's output that the logits come from, for a draft head; None if unknown.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Group:
         self._logits = None
 
     def _choose_exactly(self, pick: Callable[..., Choice], logits: mx.array) -> Choice:
-        """Returns the next choice from a draft's logits, or from a pass over one id, which ends the draft."""
+        """Returns the next choice from a draft's logits or, for a near-tie, from a new pass, which ends the draft."""
         read_again = partial(read_last_again, self.served, self.cache, self.tokens[0])
         choice, again = choose_exactly(self.requests, logits, pick, read_again)
         if again:
@@ -115,7 +115,7 @@ class Group:
                 mx.async_eval(self._begun)
 
     def read(self) -> None:
-        """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
+        """Waits for the chosen ids and has each request count its own. A request that raises gets the `error`."""
         assert self._choice is not None
         chosen = self._choice.read()
         if self.served.hyper:
@@ -139,18 +139,18 @@ class Group:
         self._time_pass(any(one.from_draft for one in chosen))
 
     def _time_pass(self, goes_on: bool) -> None:
-        """Notes how long the pass took from which the ids were chosen that have just been read; see `PassClock`."""
+        """Notes the time of the pass that gave the ids just read. goes_on: as in `PassClock.note_read`."""
         drafted, self._clock.rows = any(request.drafter is not None for request in self.requests), len(self.requests)
         costs = self.served.pass_costs if drafted else None
         self._clock.note_read(costs, 0 if costs is None else self.length, self._begun is not None, goes_on)
 
     def wait(self) -> None:
-        """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""
+        """Waits until the next ids are chosen. Raises the error of the step that they come from."""
         if self._choice is not None:
             mx.eval(self._choice.y)
 
     def settle(self) -> list[Request]:
-        """Takes out the requests that have ended or failed, and returns them, each with a cache of its own."""
+        """Removes the requests that have ended or failed, and returns them, each with a cache of its own."""
         leaving = [request for request in self.requests if not request.takes_next_step]
         stay = [row for row, request in enumerate(self.requests) if request not in leaving]
         begun = self._begun is not None
@@ -164,7 +164,7 @@ class Group:
         return leaving
 
     def launch(self) -> None:
-        """Enqueues the step that reads the ids, and the choice of the next ones unless there is a constraint."""
+        """Enqueues the pass over the chosen ids, and the choice of the next ones unless there is a constraint."""
         if self._logits is None:
             with mx.stream(generation_stream), self._submitting_parts():
                 self._logits = self._next_logits()
@@ -183,10 +183,10 @@ class Group:
         return [self.requests[row] for row in self._rows]
 
     def _next_logits(self) -> mx.array:
-        """Returns logits [rows, W] after ids that were taken.
+        """Returns logits [rows, W] after the ids that were taken last.
 
-        As long as a draft has proposed some of them, they are those of its rows, and the other rows wait. Then all rows
-        read their last id in the next pass.
+        While some of these ids are a draft's, the logits come from the draft's pass, for these rows only; the other
+        rows wait. After that, the next pass reads the last id of all rows.
         """
         if self._draft is not None and (rows := self._draft.follow([self.tokens[row] for row in self._rows])):
             self._rows, self._h = rows, self._draft.h
@@ -205,7 +205,7 @@ class Group:
         return logits[:, -1]
 
     def _propose(self) -> list[Draft | None]:
-        """Returns per request the ids that may come after the one it took last."""
+        """Returns per request a draft of the ids that may come next, None for no draft; [] if nobody has one."""
         if not self._have_news(self.tokens):
             return []
         began, room = time.perf_counter(), draft_room(self.served, self.cache)
@@ -214,9 +214,9 @@ class Group:
         return proposed
 
     def _have_news(self, last: Sequence[int | None]) -> bool:
-        """Returns whether something to propose is to be weighed. last: the ids of this step, None if not yet known.
+        """Gives draft heads the body's output, and returns whether there is something to propose that is to be weighed.
 
-        Draft heads are shown the body's output that these ids are chosen from.
+        last: the ids chosen from that output, None if not yet known.
         """
         drafters = [request.drafter for request in self.requests]
         h = self._h if len(drafters) == 1 else None
@@ -232,7 +232,7 @@ class Group:
         self._draft, self._rows = None, list(range(len(self.requests)))
 
     def _expects_draft(self) -> bool:
-        """Returns whether the next logits may come from a draft, so that no step is to begin before its id is read."""
+        """Returns whether the next logits may come from a draft; if so, no step is to begin before its id is read."""
         if self._draft is not None or not self._have_news([None] * len(self.requests)):
             return self._draft is not None
         drafters = [request.drafter for request in self.requests]
@@ -244,7 +244,10 @@ class Group:
             self.choose()
 
     def _install_begun(self, stay: Sequence[int]) -> None:
-        """Completes the step that `begin` began, or takes it back if no request stays. stay: rows that go on."""
+        """Completes the step that `begin` began. stay: rows that go on.
+
+        If there are none, a model with hypertokens undoes the step, and a plain model's requests note the id as read.
+        """
         begun, self._begun = self._begun, None
         assert begun is not None
         assert self._choice is not None
@@ -264,7 +267,7 @@ class Group:
                 request.note_read([token] if row not in stay else [])
 
     def _forget_last_id(self, request: Request) -> None:
-        """Takes the last id, which was not delivered, out of a request's cache, if the cache can be trimmed."""
+        """Trims the last id, which was not delivered, from a request's cache, if the cache can be trimmed."""
         assert request.cache is not None
         if self.served.hyper:
             self.served.model.trim_cache(request.cache, request.book.mark() - 1)
@@ -273,16 +276,16 @@ class Group:
             request.forget_last()
 
     def _submitting_parts(self) -> Any:
-        """Returns a context in which the device begins with a step's parts while the rest is built."""
+        """Returns a context manager in which the device begins a step's first parts while the host builds the rest."""
         state = find_zip_state(self.cache)
         return nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
 
     # ---- joining and leaving
 
     def key(self) -> bool | None:
-        """Returns the set of LongRoPE's factors that all rows' next step uses (False for models without sets).
+        """Returns whether the next step of all rows uses LongRoPE's long factors; False for models without LongRoPE.
 
-        Groups of one key may be merged. None: this group's rows must not be batched now.
+        Groups with equal keys may be merged. None: this group must not be merged now.
         """
         if not self.served.batches:
             return None
@@ -294,16 +297,16 @@ class Group:
 
     def switching(self) -> list[int]:
         """Returns the rows whose next step uses other factors of LongRoPE than the last one."""
-        if self.served.long_context is None or self._logits is not None:  # the latter after a step that began early
+        if self.served.long_context is None or self._logits is not None:  # logits: of a step that `begin` began
             return []
         long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
         rows = enumerate(zip(self.requests, self.tokens, strict=True))
         return [row for row, (request, token) in rows if request.needs_long(token) != long]
 
     def split(self, rows: Sequence[int]) -> list[Request]:
-        """Takes rows out and returns their requests, each with a cache of its own, which is to read the id just taken.
+        """Removes rows and returns their requests, each with a cache of its own, for a `Reading` of the id just taken.
 
-        Ids have been read, nothing more.
+        Called between `settle` and `launch`.
         """
         out = [self.requests[row] for row in rows]
         for row, request in zip(rows, out, strict=True):
@@ -312,11 +315,11 @@ class Group:
         return out
 
     def join(self, others: Sequence[Group]) -> None:
-        """Takes in the rows of other groups, which must not be used any more. Ids have been read, nothing more."""
+        """Adds the rows of other groups, which must not be used after that. Called between `settle` and `launch`."""
         caches = [other.cache for other in others]
         for group in (self, *others):
             group._close_draft()
-        self._h, self._clock = None, PassClock()  # what is done here is no part of a pass
+        self._h, self._clock = None, PassClock()  # the time spent here is no part of a pass
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -331,7 +334,7 @@ class Group:
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
         self._close_draft()
-        self._h, self._clock = None, PassClock()  # what is done here is no part of a pass
+        self._h, self._clock = None, PassClock()  # the time spent here is no part of a pass
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:
@@ -349,7 +352,7 @@ class Group:
         self.bind()
 
     def bind(self) -> None:
-        """Makes each request use its row, and frees the memory of those that use it no more."""
+        """Makes each request use its row's codebook. A request alone owns the group's cache; in a batch none does."""
         state = find_zip_state(self.cache)
         for row, request in enumerate(self.requests):
             request.bind(state, row)
@@ -368,10 +371,10 @@ class Group:
 
 
 class Reading:
-    """A request whose cache reads its `next_ids`.
+    """Has a request's cache read its `next_ids`, in chunks.
 
-    It also reads a request's context again, in such chunks, when LongRoPE's factors change with the ids that come next:
-    those of a prompt that goes on from a session, or the one id of a step in the middle of an answer.
+    If LongRoPE's factors change with these ids, it first reads the whole context again, in chunks, too. The ids are
+    then those of a prompt that continues a session, or a single id in the middle of an answer.
     """
 
     def __init__(self, served: Served, request: Request) -> None:
@@ -392,9 +395,9 @@ class Reading:
 
     @property
     def key(self) -> Hashable | None:
-        """What readings have in common that can be read together, None if this one must be read alone.
+        """Readings with equal keys can be read together; None if this one must be read alone.
 
-        They are whole prompts, on caches that hold nothing yet, and LongRoPE has the same factors for them.
+        Readings with a key read a whole prompt into an empty cache. Equal keys mean the same factors of LongRoPE.
         """
         empty = not self._done and not self._again and not self.request.held_ids
         together = (
@@ -405,10 +408,11 @@ class Reading:
         return tuple(self._factors.values()) if together else None
 
     def read(self, at_most: int, others: Sequence[Reading] = ()) -> tuple[int, Group | None]:
-        """Reads up to `at_most` ids, and the last id alone. Returns the ids read, and the group at the end.
+        """Reads up to `at_most` ids, and the last id in a pass of its own.
 
-        others: readings of the same `key`; all prompts are read whole then, in one call, whatever `at_most` is. Raises
-        what the model raises, and what the request's own processors raise.
+        Returns the number of ids read, and the group once all ids are read, None before. others: readings of the same
+        `key`; all prompts are read whole then, in one call, whatever `at_most` is. Raises what the model raises, and
+        what the request's own processors raise.
         """
         if others:
             return self._read_together([self, *others])
@@ -427,9 +431,9 @@ class Reading:
         return max(1, left - self.left), group
 
     def _read_together(self, readings: Sequence[Reading]) -> tuple[int, Group]:
-        """Reads whole prompts as rows of one batch. Returns the ids read, padding included, and the group.
+        """Reads whole prompts as rows of one batch. Returns the number of ids read, padding included, and the group.
 
-        An error of the model is one of all these requests.
+        If the model raises, all these requests fail.
         """
         served, requests, lengths = self.served, [one.request for one in readings], [len(one._next) for one in readings]
         longest = max(lengths)
@@ -439,7 +443,7 @@ class Reading:
             ids[row, padding[row] :] = one._next
         caches = [request.cache for request in requests]
         for request in requests:
-            request.cache = None  # its codebook goes over to the batch: after an error nothing of it is to be kept
+            request.cache = None  # the batch takes over its codebook, so after an error the cache must not be kept
         with mx.stream(generation_stream):
             cache = merge_unread(served.model, caches, padding)
             if longest > 1:
@@ -465,7 +469,6 @@ class Reading:
             self._refill = None
 
     def _read_ids(self, begin: int, end: int) -> None:
-        """Reads the ids from `begin` up to `end`."""
         served, cache = self.served, self.request.cache
         assert cache is not None
         served.model(self._ids[None, begin:end], cache=cache, **self._factors)

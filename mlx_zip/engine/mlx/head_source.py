@@ -17,13 +17,13 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.pass_costs import HeadRecord
 from mlx_zip.models.draft_head import DEPTH, Proposer
 
-LEAST_LIKELY = 0.1  # a draft ends where the head finds all its ids together less likely
+LEAST_LIKELY = 0.1  # a draft ends before the id with which the joint probability of its ids falls below this
 
 
 class HeadSource:
-    """A model's draft head as a source, which gives ids, hypertokens among them, and not base ids.
+    """A model's draft head as a source, which proposes ids, hypertokens included, not base ids.
 
-    Call `see` before each draft with what the model computed in its last pass. record: of all requests of the model.
+    Call `see` with the model's last output before each draft. record: figures of the head over all requests.
     """
 
     width: int | None = DEPTH + 1
@@ -36,11 +36,11 @@ class HeadSource:
         self._last: int | None = None
 
     def see(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
-        """Notes what the model's last pass gave, see `Head.see`."""
+        """Keeps the output of the model's last pass, see `Head.see`."""
         self._seen, self._last = None if h is None else (h, cache), last
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
-        """Does nothing: the body's output says what came before."""
+        """Does nothing: the head reads the body's output, not the text."""
 
     def share(self) -> float:
         return 0.0 if self._seen is None else self._accepted.value
@@ -62,7 +62,7 @@ class HeadSource:
         if ids:
             self._times.append((time.perf_counter() - began) / len(ids))
         else:
-            self._accepted.note(1, 0)  # asked in vain
+            self._accepted.note(1, 0)  # an empty draft counts as a refused id
         return ids
 
     def note(self, proposed: int, accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""`open_engine`: an engine on MLX for a model by its name. `MlxEngine`: one thread loads it and does all with it.
+"""`open_engine`: loads a model by its name into an engine on MLX. `MlxEngine`: runs a model in a thread of its own.
 
 MLX's streams belong to threads, so no array ever leaves the engine's thread: other threads give and get Python data.
 """
@@ -40,7 +40,7 @@ from mlx_zip.models.zip_model import Model
 
 __all__ = ["DEFAULT_SESSIONS", "MlxEngine", "ServeOptions", "open_engine"]
 DEFAULT_SESSIONS = SessionOptions()
-_LARGEST = 0.9  # share of the wired memory from which on a model is called too large for it, as in mlx-lm
+_LARGEST = 0.9  # share of the memory that can be wired above which a model causes a warning, as in mlx-lm
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +79,7 @@ def open_engine(
     512, and 2048 while a request is alone. max_kv_size, draft, draft_exact, num_draft_tokens: as in `RunOptions`.
     draft_model: a model of the same vocabulary (folder, hub id or bundled model), plain or with hypertokens, that
     proposes ids, also if `draft` is "off". sessions: bounds of the kept sessions, None to keep none. row_cache: where
-    rows of hypertokens are kept. group, make: for `open_split_engine`, which takes a model on several machines.
+    rows of hypertokens are kept. group, make: set only by `open_split_engine`, for a model on several machines.
     """
     check_draft(draft, num_draft_tokens)
 
@@ -122,14 +122,13 @@ def open_engine(
 
 
 def _make_store(served: Served, options: SessionOptions) -> SessionStore:
-    """Returns a new store of sessions for a model."""
     return open_session_store(served.model, served.tokenizer, options, served.options.max_kv_size)
 
 
 class MlxEngine(ThreadedEngine):
     """An engine on MLX. load: returns model, tokenizer and draft model if any. make_store: see `open_engine`."""
 
-    _wired: WiredMemory | None = None  # made in the engine's thread, which computes
+    _wired: WiredMemory | None = None  # created in the engine's thread
 
     def _make_served(self, load: Load, name: str) -> ServedByEngine:
         model, self.tokenizer, *draft_model = load()
@@ -164,7 +163,6 @@ class MlxEngine(ThreadedEngine):
         return self._inbox.ask(self._unwire)
 
     def _unwire(self) -> bool:
-        """Does what `unwire` does, in the engine's thread."""
         if self._scheduler.busy or self._wired is None:
             return False
         self._wired.free()
@@ -180,7 +178,7 @@ class MlxEngine(ThreadedEngine):
         if not served.hyper or served.machines is not None:
             return super().without_hypertokens(name)
         plain = WithoutHypertokens(served.model)
-        if options.run.draft == "head":  # it is the other model's
+        if options.run.draft == "head":  # the head belongs to the model with hypertokens
             options = replace(options, run=replace(options.run, draft="off"))
         draft_model = () if served.draft_model is None else (served.draft_model.model,)
         return MlxEngine(lambda: (plain, self.tokenizer, *draft_model), name, options)
@@ -193,8 +191,8 @@ class MlxEngine(ThreadedEngine):
 class WithoutHypertokens(nn.Module):
     """The decoder of a model with hypertokens: `model(ids, cache=cache) -> logits` as in mlx-lm, over base ids only.
 
-    The weights are the model's own arrays, not copies. A model with LongRoPE is used up to the position where its long
-    factors begin, because keys in a plain KV cache cannot be computed again.
+    The weights are the model's own arrays, not copies. With LongRoPE, the context ends where the long factors begin,
+    because keys in a plain KV cache cannot be computed again.
     """
 
     def __init__(self, model: Model) -> None:
@@ -208,7 +206,7 @@ class WithoutHypertokens(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of a model that is used in this way; it differs from that of the model with hypertokens."""
+        """A fingerprint of its own, which differs from that of the model with hypertokens."""
         return f"{self.model.fingerprint} base ids only"
 
     def make_cache(self) -> list[Any]:
@@ -220,7 +218,7 @@ class WithoutHypertokens(nn.Module):
         cache, model = self.make_cache() if cache is None else cache, self.model
         h = model.scaled(model.model.embed_tokens(ids))
         h = model.run_layers(h, cache, Positions(start=cache[0].offset))
-        for other in cache[1:]:  # in a batch, an offset is an array: unread, it would become a long chain of sums
+        for other in cache[1:]:  # in a batch, an offset is a lazy array, which would become a long chain of sums
             other.offset = cache[0].offset
         return model.base_logits(h)[..., : model.layout.vocab_size]
 
@@ -245,7 +243,7 @@ def _memory_bound() -> int | None:
 
 # ---- how many steps per second the machine's memory allows: its bandwidth over the bytes that a step reads
 
-_LIMIT_S = 0.5  # no further trial of the bandwidth begins after it
+_LIMIT_S = 0.5  # no further measurement of the bandwidth begins after this time
 _lock = threading.Lock()
 _bandwidths: dict[str, float] = {}  # device -> bytes per second, measured once in this process
 

@@ -1,12 +1,12 @@
-"""Near-ties: where a pass over several ids, which rounds otherwise than one over one id, may choose another id.
+"""Near-ties: choices that a pass over several ids may make differently from a pass over one id, because of rounding.
 
-With `--draft-exact` such a choice is made again, from a pass over the last id alone. Logits of both passes differ by up
-to a share of the largest one, `ROUNDING`. The choice is near if another id is chosen once the logits of all ids up to
-the chosen one are lower by twice as much, or those of all ids from the chosen one on. In a greedy choice these include
-the chosen id's rivals, before it and after it. A draw takes the id in which the sum of the probabilities, in the order
-of the ids, passes a random number, and no other rounding moves the two borders of that id further. Penalties and
-constraints are covered because the whole choice is made again. Not covered are ids at the edge of what top-p, top-k,
-min-p and XTC leave out.
+With `--draft-exact` such a choice is made again, from a pass over the last id alone. The logits of the two passes
+differ by at most `ROUNDING` times the largest logit. A choice counts as a near-tie if another id is chosen once the
+logits of all ids up to the chosen one are lowered by twice that difference, or those of all ids from the chosen one on.
+In a greedy choice this covers all rivals, before and after the chosen id. A draw takes the id at which the sum of the
+probabilities, in the order of the ids, passes a random number; no other rounding moves the two borders of that id
+further. Penalties and constraints are covered because the whole choice is made again. Not covered are ids at the edge
+of what top-p, top-k, min-p and XTC leave out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from mlx_zip.engine.request import Request
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import find_zip_state
 
-# By the dtype of the logits. Of float32 four times the most that `bench near-ties` has found; of the others, in which
-# MLX's CPU backend rounds all passes alike, twice the largest distance from the same model in float32.
+# Difference relative to the largest logit, by dtype of the logits. float32: four times the largest difference that
+# `bench near-ties` found. The other dtypes, in which MLX's CPU backend rounds all passes alike: twice the largest
+# difference from the same model in float32.
 ROUNDING = {mx.float32: 2e-5, mx.float16: 3e-3, mx.bfloat16: 2e-2}
 
 
@@ -33,9 +34,10 @@ def choose_exactly(
     choose: Callable[[Sequence[Request], mx.array], Choice],
     read_again: Callable[[], mx.array],
 ) -> tuple[Choice, bool]:
-    """Returns a choice from logits [B, W] of a pass over several ids, and whether it was made again because it is near.
+    """Chooses from logits [B, W] of a pass over several ids, and again from a pass over one id if it is a near-tie.
 
-    choose: chooses from logits. read_again: returns logits [B, W] of a pass over one id. Waits for the first choice.
+    Returns the choice, and whether it was made again. choose: chooses from logits. read_again: runs the pass over one
+    id and returns its logits [B, W]. Waits for the first choice.
     """
     before = [request.draws.state for request in requests]
     choice = choose(requests, logits)
@@ -46,7 +48,7 @@ def choose_exactly(
         _set_random_states(requests, before)
         other = choose(requests, lowered)
         for request in requests:
-            request.error = None  # of a choice that is not taken
+            request.error = None  # an error of a choice that is not taken
         if not mx.array_equal(choice.y, other.y).item():
             _set_random_states(requests, before)
             return choose(requests, read_again()), True
@@ -60,7 +62,7 @@ def _set_random_states(requests: Sequence[Request], states: Sequence[mx.array | 
 
 
 def _rounded_otherwise(logits: mx.array, chosen: mx.array) -> Iterator[mx.array]:
-    """Yields logits [B, W] with those of the ids up to the chosen ones [B] lower, and with those from there on."""
+    """Yields logits [B, W] lowered for all ids up to the chosen ones [B], then lowered for all from the chosen on."""
     size = mx.abs(mx.where(logits == -mx.inf, 0, logits)).max(axis=-1, keepdims=True)
     lower, ids = logits - 2 * ROUNDING[logits.dtype] * size, mx.arange(logits.shape[-1])[None]
     yield mx.where(ids <= chosen[:, None], lower, logits)
@@ -68,9 +70,10 @@ def _rounded_otherwise(logits: mx.array, chosen: mx.array) -> Iterator[mx.array]
 
 
 def read_last_again(served: Served, cache: list[Any], last: int) -> mx.array:
-    """Returns the logits [1, W] after the last id that a request's cache holds, from a pass over this id alone.
+    """Reads the last id of a request's cache again, alone, and returns the logits [1, W] after it.
 
-    The codebook that the request follows is not told: to whoever looks at it, it would have been rewound.
+    The pass uses a copy of the codebook: what follows the request's own codebook, such as canonical decoding, must not
+    see it rewound.
     """
     state, ids = find_zip_state(cache), mx.array([[last]], mx.uint32)
     entries = list(flatten_cache_lists(cache if state is None else cache[:-1]))
@@ -86,6 +89,6 @@ def read_last_again(served: Served, cache: list[Any], last: int) -> mx.array:
             return served.model(ids, cache=cache)[:, -1]
         finally:
             state.books[0] = book
-    finally:  # an interrupt may have come between two layers, whose keys and values are there all the same
+    finally:  # after an interrupt the layers may end at different ids; the keys and values are there all the same
         for entry, end in zip(entries, ends, strict=True):
             entry.offset = end

@@ -1,15 +1,15 @@
-"""A caller's prompt cache: `CacheTurn`, one request's use of it; notes on the ids that it has read; its files.
+"""Prompt caches of callers: `CacheTurn`, one request's use of a cache; `Notes` on what a cache has read; cache files.
 
-The notes are there so that of a whole conversation only the new part is read. For each plain model's cache they hold
-its ids, and the answers that were generated with it. (A zip2zip model's cache logs its ids itself, in the codebook, and
-its `ZipState` keeps the answers, also in copies.)
+With notes, only the new part of a conversation has to be read. The notes on a plain model's cache hold its ids, and the
+answers that were generated with it. (A zip2zip model's cache logs its ids itself, in the codebook, and its `ZipState`
+keeps the answers, also in copies.)
 
 The notes are kept in a dictionary next to the cache, not in it, because a cache is a list of mlx-lm's own objects: they
-have no place for notes, and mlx-lm's functions that save, load, trim and count a cache's entries would meet one that
-they do not know. The dictionary refers to a cache weakly, so that notes live exactly as long as their cache: they never
-keep its keys and values in memory, and never pass to a later cache. A list allows no weak references, so the key is the
-cache's last entry. A cache without notes, for example a copy, or one that was loaded from a file, still works: of a
-plain model's cache all ids are read again, and past answers are tokenized like any other text.
+have no place for notes, and mlx-lm's functions that save, load, trim and count a cache's entries would meet an unknown
+one. The dictionary refers to a cache weakly, so that notes live exactly as long as their cache: they never keep its
+keys and values in memory, and never pass to a later cache. A list allows no weak references, so the key is the cache's
+last entry. A cache without notes, for example a copy, or one that was loaded from a file, still works, but a plain
+model reads the whole conversation again, and past answers are tokenized like any other text.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # the key is the ca
 
 
 class CacheTurn:
-    """One request's turn on a prompt cache, a new one or one that was used: what it keeps, and what the prompt adds.
+    """One request's use of a prompt cache, new or used: what stays of the cache, and what is read of the prompt.
 
-    base_ids: what is to be read of the prompt. kept_ids: ids of the cache that it follows. kept_tokens: what they stand
-    for. cached_tokens: base tokens of a conversation that the cache holds. Raises `GenerationError` for a prompt that
-    cannot be, and for a cache that would have to be trimmed and cannot be.
+    base_ids: base ids of the prompt that are to be read. kept_ids: ids of the cache that stay. kept_tokens: their base
+    tokens. cached_tokens: base tokens of a conversation that the cache already holds. Raises `GenerationError` for an
+    invalid prompt, and for a cache that has to be trimmed and cannot be.
     """
 
     def __init__(self, tokenizer: Any, prompt: Any, cache: list[Any]) -> None:
         self._tokenizer, self._cache, chat = tokenizer, cache, as_chat(prompt)
         self._notes = notes_on(cache)
-        self._reader = self._notes.reader  # of the last request that used the cache, later this one's own mark
+        self._reader = self._notes.reader  # mark of the last request that used the cache; from `begin` on, this one's
         self._prefill = chat is not None and chat.prefill is not None  # whether the prompt begins the answer itself
         state, begun, self._held = find_zip_state(cache), is_begun(cache), held_ids(cache)
         self.kept_ids, self.kept_tokens = self._held, self._held if state is None else state.books[0].base_length
@@ -116,7 +116,7 @@ def notes_on(cache: Sequence[Any]) -> Notes:
 
 
 def keep_notes(cache: Sequence[Any], notes: Notes) -> None:
-    """Notes what a cache has read. The note is kept for its last entry, which KV quantization may have replaced."""
+    """Attaches notes to a cache again: their key is its last entry, which KV quantization may have replaced."""
     _NOTES[cache[-1]] = notes
 
 

@@ -38,10 +38,9 @@ def context_limit(model: Any) -> int | None:
 
 
 def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compressed:
-    """Returns parts of base ids as the model reads them, see `compress_parts`.
+    """Compresses parts of base ids for a model, see `compress_parts`.
 
-    pack: in place of the model's own; a plain model ignores it. Raises `DataError` for an id that
-    the model does not have.
+    pack: in place of the model's own; a plain model ignores it. Raises `DataError` for an id that the model lacks.
     """
     for part in parts:
         _check_ids_below(
@@ -55,7 +54,7 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
 
 
 def codec(model: Any, pack: Pack | None = None) -> CodecParams:
-    """Returns a zip2zip model's codec parameters, beginning with `pack` if it is given.
+    """Returns a zip2zip model's codec parameters, with the entries of `pack`, if given, to begin with.
 
     Raises `DataError` if the entries do not fit.
     """
@@ -91,8 +90,9 @@ def score(
     """Scores rows of at least 2 ids and returns the results in the same order; `batch_size` changes no figure.
 
     availability: "causal": an entry has probability only after the id that created it, as in generation. "legacy": all
-    entries of a row have probability at each of its positions, as in upstream's own evaluation; such figures are not
-    comparable, and each row is one call, whatever its memory. progress: called with the number of rows just scored.
+    entries of a row have probability at each of its positions, as in upstream's own evaluation; these figures are not
+    comparable with causal ones, and each row is one call, however much memory it takes. progress: called with the
+    number of rows just scored.
 
     A model whose config says `canonical` is scored as it decodes (`mlx_zip.sampling.canonical`). Raises `ModelError`
     if a probability is zero or not a number.
@@ -124,7 +124,7 @@ def _check_finite(row: Compressed, result: Scored, i: int) -> None:
 def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[list[int]]:
     """Returns lists of row indices, one list per model call; rows of a list have similar lengths.
 
-    The longest rows come first, so that memory runs out at once if it does.
+    The longest rows come first, so that a lack of memory shows at once.
     """
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     size = 1 if scores_itself(model) or _by_base_length(model) else batch_size
@@ -141,9 +141,9 @@ def _by_base_length(model: Any) -> bool:
 
 
 def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Iterator[Scored]:
-    """Yields what `score` says of one row of a model on MLX, at most `at_most` ids at a time, as the model reads them.
+    """Scores one row as `score` does, by a model on MLX; yields the scores of up to `at_most` ids per model call.
 
-    top: how many of the likeliest ids to tell.
+    top: number of likeliest ids to report per position.
     """
     for part in _score_calls(model, [row], "causal", top, at_most):
         yield Scored(*(array[0] for array in part))
@@ -162,7 +162,7 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
 def _score_calls(
     model: Any, rows: Sequence[Compressed], availability: str, top: int = 0, at_most: int = LOGITS
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yields the fields of `Scored` for rows that are read together, [B, L, ...] of each model call's L positions."""
+    """Yields, per model call, the fields of `Scored` for B rows and the call's L positions, each [B, L, ...]."""
     lengths = [len(row.ids) for row in rows]
     pad_id = model.config.pad_id if has_hypertokens(model) else 0
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
@@ -173,7 +173,7 @@ def _score_calls(
     row, at, excluded = _excluded_ids(model, rows)
     for begin, end in _call_columns(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
-        # canonical: ids that the compressor would never write get no probability, unless they hold most of it
+        # canonical: forbid ids that the compressor would never write, unless they have over half the probability
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
             canonical = mx.array(logits)
             canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
@@ -228,7 +228,7 @@ def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
 def _read_scores(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) -> tuple[NDArray[Any], ...]:
     """Returns the fields of `Scored`, each [B, L, ...].
 
-    logits: [B, L, W]. targets: the ids that follow, [B, L]. top: how many of the likeliest ids to tell.
+    logits: [B, L, W]. targets: the ids that follow, [B, L]. top: number of likeliest ids to report per position.
     """
     logits = logits.astype(mx.float32)
     wanted = mx.array(targets)

@@ -1,4 +1,4 @@
-"""`Served`: a model on MLX, what its requests begin with, and how their ids are drawn. Used in one thread only."""
+"""`Served`: a model on MLX, with the caches and samplers of its requests. Used in one thread only."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Served:
     def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array | None]:
         """Returns the logits [B, L, W] of ids [B, L] and, if a draft head is used, the body's output [B, L, D].
 
-        options: of a model with hypertokens.
+        options: keyword arguments for the call of a model with hypertokens.
         """
         if self._head is not None:
             return self._head.model.read(ids, cache, **options)
@@ -150,12 +150,12 @@ class Served:
 
     @pass_costs.setter
     def pass_costs(self, costs: PassCosts) -> None:
-        """Goes on with other costs; those that earlier processes have found stay in their file until they are replaced."""
+        """Replaces the costs. Figures in the file stay there until newer ones replace them."""
         self._cost_file.costs = costs
 
     @cached_property
     def _cost_file(self) -> CostFile:
-        """The file of `pass_costs`; first asked for when a request begins, because it takes a model's fingerprint."""
+        """The file of `pass_costs`, read when a request first needs it, because it takes the model's fingerprint."""
         return _cost_file_of(self.model, self.options.kv_bits)
 
     def forget_text(self) -> None:
@@ -163,14 +163,14 @@ class Served:
             self.draft_model.forget_text()
 
     def free(self, cache: list[Any]) -> None:
-        """Does nothing: a cache's memory is free as soon as nobody has the cache."""
+        """Does nothing: the memory is free once nothing refers to the cache."""
 
     def free_unused(self) -> None:
-        """Gives the buffers that MLX keeps for later back to the device."""
+        """Returns MLX's cached buffers to the device."""
         mx.clear_cache()
 
     def settle(self) -> None:
-        """Has the store of hyper rows keep what the last call encoded, which only the calling thread can evaluate."""
+        """Stores the hyper rows that the last call encoded, which only this thread can evaluate, and the pass costs."""
         if self.hyper:
             self.model.row_source.settle()
         if self.options.draft != "off":
@@ -178,7 +178,7 @@ class Served:
 
 
 class ServedByEngine(Served):
-    """A model that an engine serves, with what its checks and bounds need; `facts` and `info` are the engine's."""
+    """A model that an engine serves. facts: for the checks of submissions. info: for fronts."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions, draft_model: Any = None) -> None:
         super().__init__(model, tokenizer, options, draft_model)
@@ -217,7 +217,7 @@ _COST_FILES: dict[tuple[int, int | None], CostFile] = {}  # by the `id()` of a m
 
 
 def _cost_file_of(model: Any, kv_bits: int | None) -> CostFile:
-    """Returns the file of what passes of a model cost, which is saved when the model goes or the process ends."""
+    """Returns the `CostFile` of a model, which is saved when the model is freed or the process ends."""
     key = id(model), kv_bits
     if key not in _COST_FILES:
         _COST_FILES[key] = CostFile(_cost_key(model, kv_bits))
@@ -226,12 +226,11 @@ def _cost_file_of(model: Any, kv_bits: int | None) -> CostFile:
 
 
 def _save_costs(key: tuple[int, int | None]) -> None:
-    """Saves what passes of a model cost. key: of `_COST_FILES`."""
     _COST_FILES.pop(key).save()
 
 
 def _cost_key(model: Any, kv_bits: int | None) -> dict[str, str]:
-    """Returns all that decides what passes of a model cost. A BLAS that is loaded first may be several times faster."""
+    """Returns everything that pass times depend on. That includes preloaded libraries: a BLAS may be much faster."""
     device = mx.default_device()
     return {
         "model": fingerprint_of_model(model),
@@ -244,7 +243,6 @@ def _cost_key(model: Any, kv_bits: int | None) -> dict[str, str]:
 
 
 def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:
-    """Returns the KV caches among a cache's entries."""
     return cache if find_zip_state(cache) is None else cache[:-1]
 
 
@@ -275,7 +273,7 @@ def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
 
 
 def check_kv(served: Served, cache: Sequence[Any]) -> None:
-    """Raises `GenerationError` if a model's options have a prefill chunk or a KV quantization that cannot be."""
+    """Raises `GenerationError` if a model's options have an invalid prefill chunk or KV quantization."""
     options = served.options
     chunk, bits, group_size = options.prefill_step_size, options.kv_bits, options.kv_group_size
     quantized_from = options.quantized_kv_start
@@ -305,9 +303,9 @@ def check_kv(served: Served, cache: Sequence[Any]) -> None:
 
 
 def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
-    """Raises `GenerationError` for a prompt of what are no base ids, or that leaves no position for an answer.
+    """Raises `GenerationError` for ids that are no base ids, and if no position is left for an answer.
 
-    What the cache holds counts.
+    The prompt and what the cache holds count.
     """
     check_base_ids(turn.base_ids, served.vocab_size)
     context, ids, state = served.context, turn.base_ids, find_zip_state(cache)
@@ -333,10 +331,10 @@ class Draws:
 
     The samplers are mlx-lm's, which draw from MLX's random state: all requests would share it. Here each request has a
     state of its own, which begins at the request's seed and is split once per draw, as MLX splits its state. So a seed
-    gives the ids that it gives in `stream_generate`, alone and in company.
+    gives the same ids as in `stream_generate`, whether the request runs alone or in a batch.
 
-    special_ids: ids that XTC never excludes. state: random state to go on from if the options have no seed. After the
-    first draw `state` is the state that the next draw begins with.
+    special_ids: ids that XTC never excludes. state: random state to continue from if the options have no seed. After
+    the first draw `state` is the state that the next draw begins with.
     """
 
     def __init__(self, options: Sampling, special_ids: Sequence[int], state: mx.array | None = None) -> None:
@@ -353,8 +351,8 @@ class Draws:
     def scores(self, logprobs: mx.array) -> mx.array:
         """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn.
 
-        If that id turns out to be impossible, the next highest score has the id that is drawn from the others. A seed
-        gives other ids here than in `__call__`.
+        If that id turns out to be impossible, the id of the next highest score is a draw from all others. A seed gives
+        other ids here than in `__call__`.
         """
         if self.greedy:
             return logprobs
@@ -383,9 +381,10 @@ class Draws:
         return both[1]
 
     def _without_top_choices(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """Returns logprobs [1, W] after XTC: with its probability, all likely ids but the least likely are at -inf.
+        """Returns logprobs [1, W] after XTC.
 
-        Likely is what has more than XTC's threshold of the probability.
+        With probability `xtc_probability`, all ids more probable than `xtc_threshold`, except the least probable of
+        them, are at -inf.
         """
         options, probabilities = self.options, mx.softmax(logprobs, -1)
         likely = mx.where(probabilities > options.xtc_threshold, probabilities, mx.inf)

@@ -1,8 +1,9 @@
 """`SplitEngine`: an engine whose model is split over several machines.
 
-The first machine's engine takes requests. Before each round of the scheduler it sends the others what has happened
-since: requests that came, were cancelled, and so on. The others' engines do the same rounds with this news, so
-all machines sum in the same order. Each has its own codebooks, KV caches and sessions; the first one chooses every id.
+The first machine's engine takes requests. Before each round of the scheduler it sends the other machines the news since
+the last round, such as new and cancelled requests. Their engines do the same rounds with the same news, so all machines
+take part in the same sums over machines in the same order. Each machine has its own codebooks, KV caches and sessions;
+the first one chooses every id.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mlx_zip.packs.pack import Pack, as_pack
 
 HEARTBEAT_S = 1.0  # how often an idle engine sends the others empty news, and so finds out if one is lost
 NO_BOUND = 1 << 62
-News = list[Any]  # what happened, and to what
+News = list[Any]  # the kind of event, then its arguments
 
 
 def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> SplitEngine:
@@ -76,7 +77,7 @@ class SplitEngine(MlxEngine):
         super().__init__(*args, **options)
 
     def follow(self) -> None:
-        """Returns when the first machine's engine has been closed. Raises what ended this one otherwise."""
+        """Waits until the first machine's engine has been closed. Raises the fault if one has ended this engine."""
         self._thread.join()
         if self._fault is not None:
             raise self._fault
@@ -100,7 +101,7 @@ class SplitEngine(MlxEngine):
             raise GenerationError("pack: tuned rows are not sent to other machines; start all of them with --pack")
 
     def _add(self, request: Request) -> None:
-        """Notes a request for the others; it is given to the scheduler together with theirs."""
+        """Queues a request as news; all machines then give it to their schedulers in the same round."""
         self._requests[self._numbers] = request
         self._news.append(["add", self._numbers, _checked_to_json(request.checked)])
         self._numbers += 1
@@ -126,14 +127,13 @@ class SplitEngine(MlxEngine):
         return self._inbox.ask(self._purge)
 
     def _purge(self) -> int:
-        """Forgets this machine's sessions, and notes for the others to do so before the next round."""
+        """Deletes this machine's sessions, and queues news for the others to do so before the next round."""
         self._news.append(["purge"])
         return self._update_figures(self._store.purge())
 
     # ---- the engine's thread
 
     def _kv_bound(self, served: Any) -> int | None:
-        """Returns the smallest bound of all machines."""
         own = super()._kv_bound(served)
         least = smallest_over_machines(self._group, NO_BOUND if own is None else own)
         return None if least == NO_BOUND else least
@@ -158,10 +158,10 @@ class SplitEngine(MlxEngine):
                     self._tend_when_idle()
 
     def _exchange(self) -> bool:
-        """Sends or receives what has happened since the last round, and does it. Returns whether there is a next round.
+        """Sends or receives the news since the last round, and acts on it. Returns whether there is a next round.
 
-        This comes after the step under way, on all machines. If a machine is lost in that step, the step raises; MLX's
-        ring would leave this sum waiting for ever.
+        First waits for the step in flight. If a machine is lost in that step, the step raises; in MLX's ring the
+        exchange of news would wait for ever.
         """
         for group in self._scheduler.groups:
             group.wait()
@@ -183,7 +183,7 @@ class SplitEngine(MlxEngine):
 
     def _gather(self) -> list[News]:
         """Returns the news on the first machine; waits for some if there is nothing to do."""
-        scheduler, closing = self._scheduler, self._closing  # what was submitted before closing is in the inbox now
+        scheduler, closing = self._scheduler, self._closing  # requests submitted before closing are in the inbox now
         self._inbox.take(0 if scheduler.busy or closing else HEARTBEAT_S)
         if closing and time.monotonic() >= self._deadline:
             scheduler.cancel_all()
@@ -227,7 +227,7 @@ class _SharedHandle(Handle):
 
 
 class _LateFailure:
-    """A constraint whose failure at `push` is raised at the next `mask`, where other machines learn of failures."""
+    """A constraint that raises the failure of a `push` at the next `mask`: other machines learn of failures there."""
 
     def __init__(self, inner: Constraint) -> None:
         self._inner = inner
@@ -249,7 +249,7 @@ class _LateFailure:
 
 
 class _Anything:
-    """What stands for a constraint on machines that choose nothing: all ids may come."""
+    """Stands for a constraint on the machines that choose no ids: allows all ids."""
 
     def __init__(self, vocab_size: int) -> None:
         self._mask = np.ones(vocab_size, bool)
@@ -265,7 +265,7 @@ class _Anything:
 
 
 class _SameSessions:
-    """A store of sessions that uses a session only if all machines have found it; has the names of `inner`."""
+    """A store of sessions that uses a session only if all machines found the same. Other attributes are `inner`'s."""
 
     def __init__(self, inner: Any, group: Group) -> None:
         self._inner, self._group = inner, group
@@ -302,7 +302,6 @@ def _checked_to_json(checked: Checked) -> dict[str, Any]:
 
 
 def _submission_from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
-    """Returns the request that `_checked_to_json` was given."""
     entries = facts["pack"]
     facts = {**facts, "pack": None if entries is None else Pack(tuple(map(tuple, entries)))}
     sampling = {**facts["sampling"], "logit_bias": dict(facts["sampling"]["logit_bias"]) or None}

@@ -1,1 +1,1 @@
-"""What an engine keeps of ended requests, in memory and on disk, so that a later one reads only what is new."""
+"""Sessions: caches of ended requests, kept in memory and on disk, so that a later request reads only what is new."""

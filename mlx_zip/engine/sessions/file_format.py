@@ -1,9 +1,8 @@
-"""The bytes of a session's file: safetensors with two checksums; and `ModelIdentity`, what a file must agree with to be
-used.
+"""The format of session files: safetensors with two checksums. `ModelIdentity`: the model that a file belongs to.
 
 Nothing here imports MLX, so that any thread may write a file.
 
-A file is one that `mlx_lm.models.cache.load_prompt_cache` reads too. Its metadata has, under "0.", the session's facts.
+`mlx_lm.models.cache.load_prompt_cache` can read a file, too. Its metadata has the session's facts, with prefix "0.".
 The tensors of the index (base ids and the ends of ids) come first, so that a session can be found without reading its
 KV cache. One checksum covers the header and the index, the other everything after them; both are CRC-32.
 """
@@ -27,8 +26,8 @@ from mlx_zip.codec.params import params_to_json
 from mlx_zip.config import ZipConfig
 from mlx_zip.files import atomic_file
 
-INDEX_TENSORS = 2  # tensors, the first ones, that a session is found by: base ids, and the ends of ids
-FACT_PREFIX = "0."  # what the names of facts begin with, among the metadata
+INDEX_TENSORS = 2  # number of first tensors that a session is found by: base ids, and the ends of ids
+FACT_PREFIX = "0."  # prefix of the facts' names in the metadata
 _HEAD_SUM, _BODY_SUM = "head_crc32", "body_crc32"
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8,
@@ -55,7 +54,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class FileContents:
-    """Metadata and tensors of a session's file, both by name. `facts` are those of the metadata that describe it."""
+    """Metadata and tensors of a session's file, both by name."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, FileTensor]
@@ -96,7 +95,7 @@ def _write_all(file: Any, block: Any) -> None:
 
 
 def _encode_header(contents: FileContents, head_sum: str, body_sum: str) -> bytes:
-    """Returns the header, padded to a multiple of 8 bytes. It is as long whatever the checksums are."""
+    """Returns the header, padded to a multiple of 8 bytes. Its length does not depend on the checksums."""
     sums = {FACT_PREFIX + _HEAD_SUM: head_sum, FACT_PREFIX + _BODY_SUM: body_sum}
     entries: dict[str, Any] = {"__metadata__": {**contents.metadata, **sums}}
     at = 0
@@ -212,7 +211,7 @@ def _raise_if_checksums_wrong(head: bytes, blocks: list[Any], metadata: Mapping[
             raise BadFileError("its checksum is wrong: it is damaged")
 
 
-# ---- whose file it is
+# ---- the model that a file belongs to
 
 MLX_FORMAT, TORCH_FORMAT = "mlx_zip session 1", "mlx_zip torch session 1"
 _WRITERS = {MLX_FORMAT: "--engine mlx", TORCH_FORMAT: "--engine torch"}
@@ -229,8 +228,8 @@ _IDENTITY_WORDS = {
 class ModelIdentity:
     """What a session's file must have in common with the loaded model, so that the model can go on from it.
 
-    positions: what `position_settings_text` returns. dtype: what the model computes in, "" where the KV cache's arrays
-    say it. format: one of this module's.
+    positions: what `position_settings_text` returns. dtype: what the model computes in, "" if the KV cache's arrays
+    tell it. format: `MLX_FORMAT` or `TORCH_FORMAT`.
     """
 
     model_fingerprint: str
@@ -242,14 +241,15 @@ class ModelIdentity:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The marks as a file's facts."""
+        """The fields as facts in a file."""
         found = {"format": self.format, **{name: getattr(self, name) for name in _IDENTITY_WORDS}}
         return {name: text for name, text in found.items() if text or name != "dtype"}
 
     def raise_if_other_model(self, facts: Mapping[str, str]) -> None:
         """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, type or positions.
 
-        Older files do not name positions. They are taken to have this model's if its weights are trained with those.
+        Older files do not name positions. They are accepted if this model's position settings are those that come with
+        its weights.
         """
         found = facts.get("format", "unknown")
         if found in _WRITERS and found != self.format:
@@ -273,16 +273,16 @@ def codec_settings_text(params: CodecParams | None) -> str:
 
 
 def pack_key_of(start: Any, tuned: str | None) -> str:
-    """Returns the key of what a model's codebooks begin with by default; "" for nothing.
+    """Returns the key of the pack that a model's codebooks begin with by default; "" without a pack.
 
-    start: the entries, None for none. tuned: the fingerprint of the rows tuned for them, None for none.
+    start: the pack's entries, None for none. tuned: the fingerprint of the rows tuned for them, None for none.
     """
     if not (start or tuned):
         return ""
     return hashlib.sha256(json.dumps([start, tuned]).encode()).hexdigest()
 
 
-# ---- what keys and values depend on beside the weights: how positions are counted and rotated, and the windows
+# ---- settings beside the weights that keys and values depend on: counting and rotation of positions, and windows
 
 _COMPRESSED = "compressed"  # the position mode of models without hypertokens, too
 _ROPE_SCALING_KEYS = ("rope_scaling", "rope_parameters")
@@ -296,7 +296,7 @@ _TRAINED_ROPE_TYPES = (
     "llama3",
     "longrope",
     "su",
-)  # rope types that come with the weights; people add the others
+)  # rope types that come with the weights; others are added by hand
 
 
 def position_settings_text(config: Mapping[str, Any], zip_config: ZipConfig | None) -> str:
@@ -312,7 +312,10 @@ def position_settings_text(config: Mapping[str, Any], zip_config: ZipConfig | No
 
 
 def _are_positions_as_trained(mark: str) -> bool:
-    """Returns whether a mark's settings are those that come with weights: compressed positions, no scaling by hand."""
+    """Returns whether settings come with the weights: compressed positions, no scaling added by hand.
+
+    mark: the settings, from `position_settings_text`.
+    """
     found = json.loads(mark)
     types = (kind for part in found["config"] for name in _ROPE_SCALING_KEYS for kind in _rope_types(part.get(name)))
     return found["position_mode"] == _COMPRESSED and all(kind in _TRAINED_ROPE_TYPES for kind in types)

@@ -1,13 +1,13 @@
 """Sessions as files: written from `SessionCaches.to_file_parts`, read back and checked against the model.
 
-This module knows neither MLX nor PyTorch. What a KV cache is in a file is said by the engine's own `SessionCaches`.
+This module knows neither MLX nor PyTorch. The engine's `SessionCaches` turns a KV cache into tensors and back.
 
-A file holds all that a session is: KV cache, ids, base ids, the answers' texts with their base ids (the emitted base
-ids cannot be derived from a text) and the random state; hyper rows are not in it. With the codebook's log, that is the
-conversation in clear. Against other users, files have mode 0600 and a folder that others can write to is not used;
-against damage and hostile files, lengths and shapes are checked before anything is built, there are two checksums, and
-no pickle. Against somebody who has your account or your disk nothing helps here: checksums are no signatures, and
-nothing is encrypted.
+A file holds a whole session: KV cache, ids, base ids, the answers' texts with their base ids (the emitted base ids
+cannot be derived from a text) and the random state, but no hyper rows. So the conversation is in the file in plain
+form. Other users are kept out: files have mode 0600, and a folder that others can write to is not used. Damaged and
+hostile files are refused: lengths and shapes are checked before anything is built, there are two checksums, and no
+pickle. Nothing protects against somebody with access to your account or disk: checksums are no signatures, and nothing
+is encrypted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmetic
 
 
 class SessionSnapshot:
-    """A session as bytes, ready to be written by any thread. Make it, and let go of it, in the engine's thread.
+    """A session as bytes, ready to be written by any thread. Create and free it in the engine's thread.
 
-    It does not change when the session goes on. file_facts: further facts for the file, "model" and "tokenizer_config"
-    as mlx-lm notes them.
+    It does not change when the session is continued. file_facts: further facts for the file, "model" and
+    "tokenizer_config" as mlx-lm notes them.
     """
 
     def __init__(self, session: Session, caches: SessionCaches, file_facts: Mapping[str, str]) -> None:
@@ -111,7 +111,7 @@ def _errors_name_the_file(path: Path) -> Iterator[None]:
 
 
 def _session_without_cache(path: Path, contents: FileContents, identity: ModelIdentity) -> Session:
-    """Raises `BadFileError` and `_DAMAGE_ERRORS`."""
+    """Returns the session that a file describes. Raises `BadFileError` and `_DAMAGE_ERRORS`."""
     facts = contents.facts
     identity.raise_if_other_model(facts)
     (base_ids, ends) = (_uint32_array(tensor) for tensor in list(contents.tensors.values())[:INDEX_TENSORS])
@@ -129,7 +129,7 @@ def _uint32_array(tensor: FileTensor) -> np.ndarray:
 
 
 def raise_if_other_ids(held: tuple[np.ndarray, np.ndarray], session: Session) -> None:
-    """Raises `BadFileError` unless `held`, as of `SessionCaches.held_ids`, is what the session's file says."""
+    """Raises `BadFileError` if `held`, from `SessionCaches.held_ids`, differs from the ids that the file names."""
     if not all(np.array_equal(*pair) for pair in zip(held, (session.base_ids, session.ends), strict=True)):
         raise BadFileError("its codebook holds other ids than it says")
 

@@ -1,8 +1,8 @@
 """`SessionFolder`: the part of a `SessionStore` that is on disk.
 
-Nothing here raises because of the folder's state, except where a caller asks for one file. Each kind of failure is
-logged once. Several processes may use one folder: each finds the files that were there when it began, and those that
-it writes itself; none writes over a file that another has changed.
+Problems with the folder do not raise, except where a caller asks for one file; each kind of failure is logged once.
+Several processes may use one folder: each finds the files that were there when it started, and those that it writes
+itself. No process overwrites a file that another one has changed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mlx_zip.engine.sessions.session import Session, SessionCaches, SessionFile,
 from mlx_zip.errors import EngineError, failure_reason
 from mlx_zip.files import make_private, mark_folder_in_use
 
-_ABANDONED_AFTER_S = 3600  # seconds after which an unfinished file cannot be one that is being written
+_ABANDONED_AFTER_S = 3600  # seconds without a change after which no process can still be writing an unfinished file
 _UNFINISHED_PATTERN = ".*.safetensors.partial-*"  # names of unfinished files
 RESPONSES_FOLDER = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
 _MOST_NAMED = 3  # refused files that a warning names
-MACHINE_FOLDER_PREFIX = "machine-"  # what names of folders begin with that one of several machines uses
+MACHINE_FOLDER_PREFIX = "machine-"  # prefix of the folders that machines use for their shares of a split model
 log = logging.getLogger("mlx_zip")
 
 
@@ -116,20 +116,18 @@ class SessionFolder:
             ) from error
 
     def start_write(self, session: Session) -> bool:
-        """Starts the write of a session that is queued. Returns whether the writer has the session, so that the caller
-        may drop its cache.
-        """
+        """Starts the write of a queued session. Returns whether the writer has it, so that its cache may be dropped."""
         if session in self._queued:
             self._hand_to_writer(session)
         return self._writer.is_writing(session)
 
     def cancel_write(self, session: Session) -> None:
-        """Cancels the write of a queued session, because a longer one takes its place."""
+        """Removes a session from the queue, because a longer one takes its place."""
         self._queued.pop(session, None)
 
     @property
     def has_pending_writes(self) -> bool:
-        """Whether anything is to be written, being written, or not noted as written."""
+        """Whether any session is queued, being written, or written but not yet noted as such."""
         return bool(self._queued) or not self._writer.is_idle()
 
     def write_queued(self, wait: bool = False) -> list[tuple[Session, bool]]:
@@ -173,7 +171,7 @@ class SessionFolder:
         return [(job.session, self._note_outcome(job)) for job in self._writer.take_finished()]
 
     def _note_outcome(self, job: _WriteJob) -> bool:
-        """Returns whether the job's session is on disk now; logs why not."""
+        """Notes the end of a write; returns whether the session is on disk now, else logs why not."""
         session = job.session
         if isinstance(job.error, OSError):
             self._warn_once("write", f"cannot be written, sessions stay in memory only: {failure_reason(job.error)}")
@@ -219,7 +217,7 @@ class SessionFolder:
 
 
 def with_machine_folders(folder: Path) -> list[Path]:
-    """Returns a folder of sessions, and those in it that machines keep their shares of a split model's sessions in."""
+    """Returns a folder of sessions, and the folders in it that hold machines' shares of a split model's sessions."""
     return [
         folder,
         *(path for path in sorted(folder.glob(f"{MACHINE_FOLDER_PREFIX}*")) if path.is_dir() and not path.is_symlink()),
@@ -236,7 +234,6 @@ def purge_session_folder(folder: Path) -> tuple[int, int]:
 
 
 def _purge_single_folder(folder: Path) -> tuple[int, int]:
-    """Does what `purge_session_folder` does in one folder."""
     others = (*folder.glob(_UNFINISHED_PATTERN), *folder.glob(f"{RESPONSES_FOLDER}/*.json"))
     paths = [path for path in (*list_session_files(folder), *others) if path.is_file() or path.is_symlink()]
     size = sum(stamp[1] for path in paths if (stamp := file_stamp(path)) is not None)
@@ -252,10 +249,10 @@ def _delete_files(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-# ---- the thread that writes, which gets bytes only and never computes arrays
+# ---- the writer thread, which gets only bytes and never computes arrays
 
 _MOST_WAITING = 4  # sessions that may wait to be written; each takes the memory of a KV cache
-_DELAY_S = 0.02  # before a write, so that the answer noted right after a request is written along
+_DELAY_S = 0.02  # wait before a write, so that an answer noted right after its request is written too
 
 
 @dataclass(eq=False)
@@ -282,7 +279,7 @@ class _WriteJob:
 
 
 class _WriterThread:
-    """Writes in a thread of its own. Done jobs are handed back, so that the engine's thread frees their arrays."""
+    """Runs jobs in its own thread. Finished jobs are handed back, so that the engine's thread frees their arrays."""
 
     def __init__(self) -> None:
         self._waiting: deque[_WriteJob] = deque()
@@ -298,14 +295,14 @@ class _WriterThread:
         return len(self._waiting) < _MOST_WAITING
 
     def is_writing(self, session: Session) -> bool:
-        """Returns whether a session waits to be written, or is being written, as it is."""
+        """Returns whether a job of this session waits, runs, or is finished but not yet handed back."""
         with self._change:
             return any(
                 job.session is session for job in (*self._waiting, *self._finished, self._running) if job is not None
             )
 
     def is_idle(self) -> bool:
-        """Returns whether there is no job, not even one that is done and not handed back."""
+        """Returns whether there is no job, not even one that is finished but not yet handed back."""
         with self._change:
             return self._running is None and not self._waiting and not self._finished
 

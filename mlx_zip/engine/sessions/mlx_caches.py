@@ -1,4 +1,4 @@
-"""`MlxCaches`: what a store of sessions needs to know of the caches of a model on MLX."""
+"""`MlxCaches`: how a session store copies, measures, saves and loads the caches of a model on MLX."""
 
 from __future__ import annotations
 
@@ -56,11 +56,10 @@ def position_settings(model: Any) -> str:
 
 
 class MlxCaches:
-    """The caches of one model. share: name of the part of the model that is here, "" for a whole model.
+    """`SessionCaches` of one model on MLX. A request's cache and a kept one are both a list of mlx-lm's entries.
 
-    max_kv_size: bound on the ids in a plain model's caches, None for none.
-
-    See `SessionCaches`. A request's cache and a kept one are of the same type: a list of mlx-lm's entries.
+    share: name of the part of the model that is on this machine, "" for a whole model. max_kv_size: bound on the ids in
+    a plain model's caches, None for none.
     """
 
     def __init__(self, model: Any, tokenizer: Any, share: str = "", max_kv_size: int | None = None) -> None:
@@ -94,7 +93,7 @@ class MlxCaches:
     def prepare_to_keep(self, cache: list[Any]) -> list[Any]:
         kept = [entry.extract(0, rows=False) if isinstance(entry, ZipState) else entry for entry in cache]
         mx.eval([array for _, array in _arrays_by_place(kept)])
-        return kept  # without rows, which a `RowStore` gives back
+        return kept  # without hyper rows, which the `RowStore` can supply again
 
     def measure(self, kept: list[Any]) -> tuple[int, bool]:
         return _cache_bytes(kept), can_trim_prompt_cache(kept)
@@ -151,7 +150,7 @@ def _ids_of_zip_state(cache: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray
 
 
 def copy_prefix(cache: Sequence[Any], ids: int, surplus: int) -> list[Any]:
-    """Returns a copy of a cache, trimmed to its first `ids` ids. The cache does not change, whatever is read later.
+    """Returns a copy of a cache, trimmed to its first `ids` ids. The original stays as it is, whatever the copy reads.
 
     surplus: how many ids the cache has beyond those. Arrays are shared until the copy is written to: MLX copies an
     array on its first write if another one shares its memory.
@@ -174,14 +173,14 @@ def _copy_entry(entry: Any) -> Any:
 
 
 def _share_arrays(value: Any) -> Any:
-    """Returns a tree of arrays with new arrays on the same memory. What is no array stays, cache entries are copied."""
+    """Copies a tree of values; arrays in the copy share their memory with the originals until they are written to."""
     if isinstance(value, tuple | list) and any(hasattr(item, "is_trimmable") for item in value):
         return type(value)(_copy_entry(item) for item in value)
     return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, mx.array) else leaf, value)
 
 
 def _cut_arrays(entry: Any, ids: int) -> None:
-    """Forgets the arrays' places beyond the first `ids` ids, so that no copy is made of them."""
+    """Slices the arrays to their first `ids` ids, so that nothing beyond is ever copied."""
     if type(entry) in (KVCache, QuantizedKVCache) and entry.keys is not None:
         entry.keys, entry.values = tree_map(lambda array: array[..., :ids, :], (entry.keys, entry.values))
 
@@ -193,7 +192,7 @@ def _cache_bytes(cache: Sequence[Any]) -> int:
 
 
 def _arrays_by_place(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
-    """Yields the arrays of all entries but the `ZipState`, each with its place."""
+    """Yields the arrays of all entries but the `ZipState`, each with its path in the tree of states."""
     for number, entry in enumerate(cache):
         if isinstance(entry, ZipState) or entry.empty():
             continue
@@ -230,7 +229,7 @@ _NUMPY_TYPES = {
 
 
 def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
-    """Returns the states of a cache's entries as arrays by place, and the places of other values, as mlx-lm does."""
+    """Returns a cache's states as arrays by path in the tree, and (path, kind) of values that were no arrays."""
     arrays: dict[str, mx.array] = {}
     scalars: list[Any] = [""]
     for place, leaf in tree_flatten(states):
@@ -293,7 +292,7 @@ _OTHER_SHAPE_MESSAGE = "the arrays of its cache are not those of this model"
 
 
 class _CacheBuilder:
-    """Builds caches from what files hold, and checks that they are such as this model makes.
+    """Builds caches from the contents of files, and checks that this model can have made them.
 
     max_kv_size: bound on the ids in a plain model's caches, None for none.
     """
@@ -375,7 +374,7 @@ def _checked_quantized_entry(entry: QuantizedKVCache, example: KVCache, ids: int
 
 
 def _checked_entry(entry: Any, example: Any, ids: int) -> Any:
-    """Returns an entry if its arrays have the types and shapes of `example`, but for the number of ids."""
+    """Returns an entry if it holds `ids` ids and its arrays otherwise have the types and shapes of `example`."""
     found, wanted = dict(tree_flatten(entry.state)), dict(tree_flatten(example.state))
     if found.keys() != wanted.keys():
         raise BadFileError(_OTHER_SHAPE_MESSAGE)

@@ -1,8 +1,7 @@
 """`Session`: what a `SessionStore` knows of one session. `SessionCaches`: how the store handles a model's caches.
 
-MLX and PyTorch have their own `SessionCaches`. A request's cache is what
-`mlx_zip.engine.parts.Served.new_cache` returns. A session holds what is kept of it, which may be of another
-type. Only the classes behind the protocol look inside of either.
+MLX and PyTorch each implement `SessionCaches`. A request's cache is what `mlx_zip.engine.parts.Served.new_cache`
+returns. The kept cache of a session may be of another type. Only implementations of `SessionCaches` look inside either.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ FileStamp = tuple[int, int, int]  # a file's inode, bytes, and time of its last 
 
 @dataclass(eq=False)
 class SessionFile:
-    """The file of a session, which its longer successors overwrite.
+    """The file of a session. A longer session that continues it overwrites the file.
 
-    stamp: of the file as this process knows it, None before there is one. Whoever writes the file sets the fields, so
-    use them in one thread at a time.
+    stamp: of the file as this process knows it, None before there is one. The thread that writes the file sets the
+    fields, so use them in one thread at a time.
     """
 
     path: Path
@@ -43,7 +42,7 @@ class SessionFile:
         return 0 if self.stamp is None else self.stamp[1]
 
     def is_unchanged(self) -> bool:
-        """Returns whether the file is the one that this process knows: another process may have replaced it."""
+        """Returns whether the file is the one that this process knows; False if another process has replaced it."""
         return file_stamp(self.path) == self.stamp
 
     def delete_if_unchanged(self) -> None:
@@ -57,7 +56,7 @@ class SessionFile:
 class Session:
     """What is kept of a request that has ended, so that a later one can go on from it.
 
-    base_ids: all that was read and written. ends: for each id, how many base tokens it and the ids before it have.
+    base_ids: those of prompt and answer. ends: for each id, how many base tokens it and the ids before it have.
     cache: None if the session is on disk only. is_trimmable: whether the cache can be trimmed. bytes: of the cache.
     used: seconds since 1970. answers_version: how often answers were noted. file: the session's file. saved: whether
     that file holds the session as it is now, not an older state. is_dropped: whether the session was dropped, so that
@@ -82,8 +81,7 @@ class Session:
     def count_reusable_ids(self, base_tokens: int, merge_size: int) -> int:
         """Returns how many of the session's ids depend on nothing but its first `base_tokens` base tokens.
 
-        merge_size: how many base tokens an id can have. Which id stands at a place is chosen by the `merge_size` tokens
-        that follow, so an id that begins later might be another one in another text.
+        merge_size: maximum base tokens of an id. An id depends on the `merge_size` base tokens from its beginning on.
         """
         if base_tokens < merge_size:
             return 0
@@ -101,7 +99,7 @@ class Session:
         return self.pack_key == other.pack_key and np.array_equal(self.base_ids, other.base_ids[:n])
 
     def info(self) -> SessionInfo:
-        """Returns what a front may know of the session."""
+        """Returns the session's facts for fronts."""
         return SessionInfo(self.name, len(self.base_ids), len(self.ends), self.bytes, self.saved, self.used)
 
 
@@ -137,7 +135,7 @@ class FileParts:
 
 
 class SessionCaches(Protocol):
-    """The caches of one model. merge_size: how many base tokens an id can have."""
+    """How a session store handles the caches of one model. merge_size: maximum base tokens of an id."""
 
     @property
     def merge_size(self) -> int: ...
@@ -149,23 +147,22 @@ class SessionCaches(Protocol):
 
     @cached_property
     def own_pack_key(self) -> str:
-        """The key of sessions that began with the model's own pack, which may be another after a restart."""
+        """The key of sessions that begin with the model's own pack, which may be a different pack after a restart."""
         ...
 
     def held_ids(self, cache: Any, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
         """Returns the base ids that a request's cache holds, and for each id how many base tokens end with it.
 
-        base_ids: for a plain model, whose cache does not tell. Raises `EngineError` if they do not cover what the cache
-        holds.
+        base_ids: of a plain model's cache, which does not store them. Raises `EngineError` if their number is wrong.
         """
         ...
 
     def prepare_to_keep(self, cache: Any) -> Any:
-        """Returns what a session keeps of a request's cache, which must not be used any more."""
+        """Returns the cache that a session keeps; the request's cache given must not be used any more."""
         ...
 
     def measure(self, kept: Any) -> tuple[int, bool]:
-        """Returns how many bytes a kept cache takes, and whether it can be trimmed to any of its ids."""
+        """Returns the bytes of a kept cache, and whether it can be trimmed to any number of its ids."""
         ...
 
     def count_fitting_ids(self, ids: int) -> int:
@@ -176,18 +173,17 @@ class SessionCaches(Protocol):
         """Returns a request's cache with the first `ids` ids of a session.
 
         move: whether the request gets the session's own cache; else it gets a copy, and the session's does not change.
-        start: what
-        the request's codebook begins with, None for the model's own.
+        start: pack that the request's codebook begins with, None for the model's own.
         """
         ...
 
     def to_file_parts(self, session: Session) -> FileParts:
-        """Returns the tensors and metadata of a session's file; they do not change when the session goes on."""
+        """Returns the tensors and metadata of a session's file; they do not change when the session is continued."""
         ...
 
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[Any, Any]:
         """Returns the cache in a session's file, and the sampler's random state, None for none.
 
-        Raises `BadFileError` and other errors for one that this model cannot have written.
+        Raises `BadFileError` and other errors for a cache that this model cannot have written.
         """
         ...

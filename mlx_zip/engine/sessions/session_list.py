@@ -1,8 +1,8 @@
 """`SessionList`: the sessions of a store in the order of their last use, found by name or by the ids of a prompt.
 
-`PrefixIndex` finds, among the base ids of many sessions, those that begin as a prompt does. They are kept in a tree. An
-edge of the tree holds the ids that all sequences below it share, so a search compares each id of the prompt once at
-most, however many sessions there are. `AnswersByKey` has the noted answers of all sessions as one map.
+`PrefixIndex` keeps the base ids of many sessions in a tree, to find those that begin as a prompt does. An edge of the
+tree holds the ids that all sequences below it share, so a search compares each id of the prompt at most once, however
+many sessions there are. `AnswersByKey` has the noted answers of all sessions as one map.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mlx_zip.engine.interface import Differing
 from mlx_zip.engine.sessions.session import AnswerIds, Ids, Session
 
 _DIFFERENCE_IDS = 12  # base ids on either side of a difference
-_MOST_CANDIDATES = 4  # sessions with the same common prefix; they differ by the border of one id at most
+_MOST_CANDIDATES = 4  # sessions with the same common prefix that are tried; what they save differs by one id at most
 
 
 class SessionList:
-    """Sessions, the last used last. merge_size: most base tokens of an id. answers: those noted with the sessions."""
+    """Sessions, the last used last. merge_size: maximum base tokens of an id. answers: noted with the sessions."""
 
     def __init__(self, merge_size: int) -> None:
         self._merge_size = merge_size
@@ -68,9 +68,9 @@ class SessionList:
         return next((self._sessions[name] for name, length in whole if length == len(session.base_ids)), None)
 
     def find_longest_prefix(self, wanted: Ids, pack_key: str) -> tuple[Session, int] | None:
-        """Returns the session with the longest prefix that can be used of `wanted`, and how many ids that prefix has.
+        """Returns the session with the longest usable common prefix with `wanted`, and how many ids that prefix has.
 
-        Of equally good ones a session that `wanted` begins with comes first. None if no session has a whole id of it.
+        Among equals, a session that `wanted` begins with comes first. None if no common prefix has a whole id.
         """
         best: tuple[Session, int] | None = None
         for session, ids in self._sessions_with_prefix(wanted, pack_key):
@@ -122,8 +122,8 @@ class _TreeNode:
 class PrefixMatch:
     """What a search found. depth: length of the longest common prefix with any sequence. whole: sequences that the
     prompt begins with, the longest first, each with its length. below: a node under which all sequences have the first
-    `depth` ids of the prompt; see `PrefixIndex.names_with_prefix`. next: what one of them goes on with, as far as an
-    edge of the tree holds it; empty if all end there.
+    `depth` ids of the prompt; see `PrefixIndex.names_with_prefix`. next: the following ids of one of these sequences,
+    up to the end of one edge; empty if all end there.
     """
 
     depth: int
@@ -192,14 +192,13 @@ class PrefixIndex:
 
 
 def _split_edge(node: _TreeNode, at: int) -> _TreeNode:
-    """Returns a new node before `node`, which takes the first `at` ids of its edge."""
+    """Moves the first `at` ids of a node's edge to a new node above it, and returns the new node."""
     upper = _TreeNode(node.ids[:at].copy(), {}, {int(node.ids[at]): node})
     node.ids = node.ids[at:].copy()
     return upper
 
 
 def _join_with_only_child(node: _TreeNode) -> None:
-    """Joins a node with its only child, if no sequence ends at the node."""
     if node.names or len(node.children) != 1:
         return
     (child,) = node.children.values()
@@ -208,7 +207,7 @@ def _join_with_only_child(node: _TreeNode) -> None:
 
 
 class AnswersByKey(Mapping[str, Sequence[int]]):
-    """A map from each answer's key to its base ids. If sessions differ in an answer, the last one noted counts.
+    """A map from each answer's key to its base ids. If sessions differ in the base ids of a key, the last noted count.
 
     One thread changes it; others may look up keys meanwhile, because each key's value is replaced as a whole.
     """

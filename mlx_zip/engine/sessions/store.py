@@ -4,12 +4,12 @@ Sessions are found by the base ids that a prompt begins with, not by a name that
 that goes on, an edited message and a branch all find what they have in common with a kept session. Use a store in one
 thread, the engine's.
 
-A session that the prompt continues is moved, which costs nothing; the longer one replaces it. Any other one is copied:
-an edited message or a second branch gets a copy that is trimmed to the common prefix, and shares memory until it is
-written to. The copy ends `merge_size` base tokens before the texts part, because which id stands at a place is chosen
-by what follows. What follows gets the ids of the whole text compressed at once (`compress_next`), so an answer does not
-depend on the beginnings that other requests have left. With `keep=False` a request gets a copy and leaves no session. A
-purge holds for requests under way: their sessions are not kept.
+A request whose prompt continues a whole session takes the session's cache itself, at no cost, and the longer session
+replaces it. Any other request, such as an edited message or a second branch, gets a copy, trimmed to the common prefix,
+which shares memory with the session until it is written to. The copy ends up to `merge_size` base tokens before the
+texts differ, because the choice of an id depends on what follows. The rest gets the ids of the whole text compressed at
+once (`compress_next`), so an answer does not depend on what other requests have left. With `keep=False` a request gets
+a copy and leaves no session. A purge also covers running requests: their sessions are not kept.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ log = logging.getLogger("mlx_zip")
 @dataclass(frozen=True)
 class SessionOptions:
     """Bounds of a store. max_bytes: of all sessions in memory. folder: where sessions are kept on disk too, None for
-    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: as the model was asked for, None
-    if unknown; tokenizer_config: how its tokenizer was loaded. Both are noted in the files, for `mlx_zip generate`.
-    share: name of the part of the model that is here, "" for a whole model; files of another part are not read.
+    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: name that the model was opened by,
+    None if unknown; tokenizer_config: how its tokenizer was loaded. Both are noted in the files, for `mlx_zip
+    generate`. share: name of the part of the model that is on this machine, "" for a whole model; files of another part
+    are not read.
     """
 
     max_bytes: int = 4 << 30
@@ -65,10 +66,10 @@ class SessionOptions:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A cache to go on with. ids, base_tokens: what it holds. name: to be given to `put` or `release` at the end.
+    """A cache for a request. ids, base_tokens: how many it holds. name: to be given to `put` or `release` at the end.
 
-    random_state: the sampler's random state that the session was put with; None if there was none, or if the session
-    stays, because its copies must not all draw the same numbers.
+    random_state: the sampler's random state that the session was put with; None if there was none, or if the cache is a
+    copy, because copies of a session must not all draw the same numbers.
     """
 
     cache: Any
@@ -85,23 +86,23 @@ class SessionStore:
         self.caches, self.options = caches, options
         self._list = SessionList(caches.merge_size)
         self._storage = _Storage(caches, self._list, options)
-        self._checked_out: dict[str, Session] = {}  # what is checked out, by name
+        self._checked_out: dict[str, Session] = {}  # sessions that requests have, by name
 
     # ---- a request
 
     def checkout(
         self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None
     ) -> Checkout | None:
-        """Returns the cache of the session that has most in common with a prompt, or None if none has anything.
+        """Returns the cache of the session that has most in common with a prompt, None if no session can be used.
 
         The common prefix ends where an id of the session ends, and leaves at least one base id of the prompt to be
         read. pack_key: only sessions that were put with the same key are looked at; "" for the model's own pack.
 
-        A session that the prompt begins with is taken out, for its longer successor to be put back under its name.
-        Otherwise, and always with `share`, the session stays, and a copy gets a new name.
+        If the prompt begins with a whole session, that session is taken out of the store, and `put` later stores the
+        longer one under its name. Otherwise, and always with `share`, the session stays, and a copy gets a new name.
 
-        start: what the request's codebook begins with, None for the model's own; a session from disk knows only a
-        fingerprint of rows that were tuned for it. Raises `ModelError` if the session began with something else.
+        start: pack that the request's codebook begins with, None for the model's own. A session from disk has only a
+        fingerprint of the pack's tuned rows. Raises `ModelError` if the session began with something else.
         """
         self._storage.write_queued()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
@@ -126,7 +127,7 @@ class SessionStore:
         base_tokens, move = int(session.ends[ids - 1]), ids == len(session.ends) and not share
         cache = self.caches.cache_for_request(session, ids, move, start)
         if move:
-            first = session.name not in self._checked_out  # else another request has it, and this copy came from disk
+            first = session.name not in self._checked_out  # False: another request has it, and this one is from disk
             self._check_out_whole(session)
             return Checkout(cache, ids, base_tokens, session.name, session.random_state if first else None)
         answers = answers_within(session.answers, session.base_ids[:base_tokens])
@@ -155,10 +156,9 @@ class SessionStore:
         """Keeps a cache and returns the session's name. The cache must not be used by the caller any more.
 
         name: of the checkout that the cache came from, None for a new session. A kept session of that name is replaced
-        if the cache continues it, and a session with exactly these base ids is replaced too. answers: as
-        `note_answer` takes them, in addition to those of the session checked out. base_ids: what the cache holds, for a
-        plain model, whose cache does not say. random_state: the sampler's. Raises `EngineError` if base_ids
-        are missing or too few.
+        if the cache continues it, and a session with exactly these base ids is replaced too. answers: base ids by key,
+        in addition to the answers of the session checked out. base_ids: those that a plain model's cache holds, which
+        does not store them. random_state: the sampler's. Raises `EngineError` if base_ids are missing or too few.
         """
         held, ends = self.caches.held_ids(cache, base_ids)
         former = self._checked_out.get(name or "")
@@ -197,9 +197,7 @@ class SessionStore:
         return session.name
 
     def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
-        """Remembers, with a session, that the answer called `key` was these base ids. Unknown sessions are ignored:
-        a session may have been evicted meanwhile.
-        """
+        """Stores an answer's base ids under `key` with a session. Ignores an unknown session: it may be evicted."""
         session = self._checked_out.get(name) or self._list.get(name)
         if session is None:
             return
@@ -210,15 +208,13 @@ class SessionStore:
             self._storage.queue_write(session)
 
     def answers(self) -> Mapping[str, Sequence[int]]:
-        """Returns the noted answers of all kept sessions, by key. The map follows the store, and any thread may read
-        it.
-        """
+        """Returns the noted answers of all kept sessions, by key: a live map that any thread may read."""
         return self._list.answers
 
     # ---- the sessions
 
     def sessions(self) -> list[SessionInfo]:
-        """Returns the kept sessions, the last used first. One that a request has is among them if it is on disk."""
+        """Returns the kept sessions, the last used first. A session that a request has counts if it is on disk."""
         self._storage.write_queued()
         return [session.info() for session in self._list.last_used_first() if session.can_be_read]
 
@@ -234,7 +230,7 @@ class SessionStore:
         self._storage.evict_from_memory()
 
     def load(self, file: Path) -> SessionInfo:
-        """Adds the session in a file and returns what it is. The file is not changed.
+        """Adds the session in a file and returns its info. The file is not changed.
 
         Raises `EngineError` naming the file if it is damaged, of another model, or larger than all sessions may be.
         """
@@ -250,7 +246,7 @@ class SessionStore:
     def purge(self) -> int:
         """Forgets all sessions, in memory and on disk, and returns how many there were.
 
-        Raises `EngineError` if files cannot be deleted; all else is forgotten then.
+        Raises `EngineError` if files cannot be deleted; everything else is forgotten all the same.
         """
         self._storage.write_queued()
         count, errors = sum(session.can_be_read for session in self._list), list[EngineError]()
@@ -285,7 +281,7 @@ class SessionStore:
     # ---- keeping
 
     def _add_session(self, session: Session) -> None:
-        """Adds a session in place of the one that it continues, or equals, and has it written."""
+        """Adds a session, in place of the one that it continues or equals, and queues it to be written."""
         former = self._list.get(session.name)
         if former is not None and not former.is_prefix_of(session):
             former, session.name, session.file = None, new_session_name(), None
@@ -300,7 +296,7 @@ class SessionStore:
         self._storage.evict_from_memory()
 
     def _session_named(self, name: str) -> Session:
-        """Raises `UnknownSessionError` for an unknown name."""
+        """Returns a session by its name. Raises `UnknownSessionError` for an unknown name."""
         session = self._list.get(name)
         if session is None or not session.can_be_read:
             raise UnknownSessionError(
@@ -365,10 +361,10 @@ class _Storage:
             self._folder.delete(session)
 
     def load_into_memory(self, session: Session) -> bool:
-        """Reads a session's cache from disk, if it is there only.
+        """Reads a session's cache from disk, if it is there only. Returns whether the session can be used.
 
-        Returns False if the session is not what it was: if its file is gone or damaged, the session is forgotten, and
-        if another process has written another session there, that one takes its place.
+        If its file is gone or damaged, the session is forgotten. If another process has written another session to the
+        file, that one takes its place. The result is False in both cases.
         """
         if session.cache is not None:
             return True
@@ -405,7 +401,7 @@ class _Storage:
             self.drop_cache(session)
 
     def drop_cache(self, session: Session) -> None:
-        """Drops a session's cache. Forgets the session unless it is on disk, or is about to be."""
+        """Drops a session's cache from memory. Forgets the session unless it is on disk or being written."""
         if session.saved or (self._folder is not None and self._folder.start_write(session)):
             session.cache, session.bytes = None, 0
         else:
