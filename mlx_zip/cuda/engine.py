@@ -73,7 +73,7 @@ class CudaEngine(ThreadedEngine):
             closed = find_excluded_ids(Codebook(served.facts.params.with_start(row.pack)), row.ids[:-1], row.breaks)
         return RowScorer(served.model).score_in_parts(row, closed, top=top)
 
-    def _kv_bound(self, served: CudaServed) -> None:
+    def _max_kv_bytes(self, served: CudaServed) -> None:
         """Returns None: each request has its own fixed part of the KV caches, so requests do not compete for room."""
 
     def _memory_figures(self) -> dict[str, int]:

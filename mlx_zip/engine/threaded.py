@@ -234,7 +234,7 @@ class ThreadedEngine(Engine):
         options = self._options
         served = self._make_served(load, name)
         self.info = _with_bounds_of(served.info, options)
-        bound = self._kv_bound(served)
+        bound = self._max_kv_bytes(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
         self._answers = self._store.answers()
@@ -247,7 +247,7 @@ class ThreadedEngine(Engine):
         """Loads the model, sets `tokenizer`, and returns the loaded model. name: of the model."""
 
     def _make_scheduler(self, served: Any, max_kv_bytes: int | None) -> Scheduler:
-        """Returns the scheduler. served: from `_make_served`. max_kv_bytes: from `_kv_bound`."""
+        """Returns the scheduler. served: from `_make_served`. max_kv_bytes: from `_max_kv_bytes`."""
         make_reading = partial(self._make_reading, served)
         return Scheduler(served, self._store, self._options.max_running, max_kv_bytes, self._forget_ended, make_reading)
 
@@ -262,7 +262,7 @@ class ThreadedEngine(Engine):
         Used in the engine's thread only. top: number of likeliest ids to report per position. Raises `GenerationError`.
         """
 
-    def _kv_bound(self, served: Served) -> int | None:
+    def _max_kv_bytes(self, served: Served) -> int | None:
         """Returns the bound on the bytes of all KV caches, None for none."""
         return self._options.max_kv_bytes
 

@@ -63,7 +63,7 @@ class _StartEntries(_EntryPrefixes):
         self._vocab_size = params.vocab_size
         self._found: dict[BaseIds, tuple[list[int], frozenset[BaseIds]]] = {}
 
-    def excluded(self, base_ids: BaseIds) -> tuple[list[int], frozenset[BaseIds]]:
+    def forbidden_after(self, base_ids: BaseIds) -> tuple[list[int], frozenset[BaseIds]]:
         """Returns the ids that cannot follow `base_ids` because of these entries alone.
 
         Also returns what follows `base_ids` in the entries that begin with them.
@@ -107,14 +107,14 @@ class ForbiddenFollowers:
         self._grown.add(self.size, (book.entry(slot) for slot in range(self.size, size)), self._start.known)
         self.size = size
 
-    def excluded(self, base_ids: BaseIds, installed: int) -> list[int]:
+    def forbidden_after(self, base_ids: BaseIds, installed: int) -> list[int]:
         """Returns the ids that cannot follow `base_ids`.
 
         installed: number of entries when the id that `base_ids` begin with was chosen; at least as many as existed when
         this object was made.
         """
         start, grown, vocab = self._start, self._grown, self.vocab_size
-        ids, rests = start.excluded(base_ids)
+        ids, rests = start.forbidden_after(base_ids)
         out = ids.copy()
         for rest in rests & grown.slots_by_prefix.keys():
             out += [vocab + one for one in grown.slots_by_prefix[rest]]
@@ -148,7 +148,7 @@ class Exclusions:
         last = self.book.base_ids_of(one)
         longer = [(begun + last, n) for begun, n in self._recent if len(begun + last) < self._longest]
         self._recent = [*longer, (last, installed)]
-        self._excluded = [id_ for begun, n in self._recent for id_ in self._forbidden.excluded(begun, n)]
+        self._excluded = [id_ for begun, n in self._recent for id_ in self._forbidden.forbidden_after(begun, n)]
         return self._excluded
 
     def forget_recent_ids(self) -> None:

@@ -109,7 +109,7 @@ class VllmEngine(ThreadedEngine):
     def load_session(self, file: Path) -> SessionInfo:
         raise EngineError(f"{file}: vLLM cannot go on from the keys and values in a file")
 
-    def _kv_bound(self, served: Any) -> None:
+    def _max_kv_bytes(self, served: Any) -> None:
         """Returns None: vLLM manages the memory of its KV blocks itself."""
 
     def _memory_figures(self) -> dict[str, int]:

@@ -89,8 +89,8 @@ def test_an_entry_that_is_installed_by_the_id_itself_excludes_nothing_behind_it(
     installed = len(book)
     book.push([5])  # installs 5 5
     followers.add_new_entries(book)
-    assert (len(book), followers.excluded((5,), installed)) == (1, [])
-    assert set(followers.excluded((5,), len(book))) == {5, 10}
+    assert (len(book), followers.forbidden_after((5,), installed)) == (1, [])
+    assert set(followers.forbidden_after((5,), len(book))) == {5, 10}
 
 
 def test_an_id_that_ends_a_part_excludes_nothing():

@@ -146,7 +146,7 @@ class MlxEngine(ThreadedEngine):
         self._prepare_device()
         return score_in_parts(served.model, row, top, self._options.run.prefill_step_size)
 
-    def _kv_bound(self, served: Any) -> int | None:
+    def _max_kv_bytes(self, served: Any) -> int | None:
         return _memory_bound() if self._options.max_kv_bytes is None else self._options.max_kv_bytes
 
     def _memory_figures(self) -> dict[str, int]:

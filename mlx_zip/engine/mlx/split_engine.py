@@ -133,8 +133,8 @@ class SplitEngine(MlxEngine):
 
     # ---- the engine's thread
 
-    def _kv_bound(self, served: Any) -> int | None:
-        own = super()._kv_bound(served)
+    def _max_kv_bytes(self, served: Any) -> int | None:
+        own = super()._max_kv_bytes(served)
         least = smallest_over_machines(self._group, NO_BOUND if own is None else own)
         return None if least == NO_BOUND else least
 
