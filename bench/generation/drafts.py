@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "greedy answer, at most as long as the text's, also with the model's draft head and with the plain model as "
         "draft model; replay: time the text's own answer; free: time the greedy one (default: replay)",
     )
-    add("--texts", type=int, help="most texts per kind (default: all)")
+    add("--texts", type=int, help="maximum number of texts per kind (default: all)")
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text to write (default: all)")
     add("--drafts", nargs="+", choices=tuple(DRAFTS), default=list(DRAFTS), help="ways to draft (default: all)")
     add(

@@ -208,7 +208,7 @@ def add_kv_quantization_flags(add: Any) -> None:
         "--quantized-kv-start",
         type=int,
         default=5000,
-        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+        help="number of ids that the KV cache must hold before --kv-bits quantizes it (default: 5000)",
     )
 
 
@@ -241,8 +241,8 @@ def add_draft_flags(add: Any) -> None:
     add(
         "--draft-exact",
         action="store_true",
-        help="where --draft finds two next ids almost equally likely, choose again from a pass over one id, because a "
-        "pass over several ids rounds differently (default: off)",
+        help="where --draft finds two candidates for the next id almost equally likely, choose again by a model call "
+        "over one id, which rounds as generation without drafts does (default: off)",
     )
 
 

@@ -155,8 +155,8 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--disable",
         metavar="IDS",
-        help="ids that never become part of a hypertoken, separated by commas (default: the model's, or the special "
-        "tokens)",
+        help="ids that never become part of a hypertoken, separated by commas (default: the model's own list, "
+        "else the special tokens)",
     )
 
 

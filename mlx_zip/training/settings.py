@@ -122,7 +122,7 @@ class TrainSettings:
         0.02, "peak learning rate of the matrices that --optimizer muon trains with Muon"
     )
     warmup: int = declare_setting(
-        0, "number of first steps in which the learning rate rises from 0 to its peak", least=0
+        0, "number of steps at the start in which the learning rate rises from 0 to its peak", least=0
     )
     weight_decay: float = declare_setting(0.01, "weight decay that AdamW applies")
     max_grad_norm: float = declare_setting(
@@ -165,7 +165,7 @@ class TrainSettings:
     steps_per_eval: int = declare_setting(200, "number of steps between two validations", least=1)
     val_batches: int = declare_setting(25, "number of batches per validation; 0: all validation samples", least=0)
     save_every: int = declare_setting(100, "number of steps between two checkpoints", least=1)
-    keep: int = declare_setting(2, "number of checkpoints to keep, the latest ones", least=1)
+    keep: int = declare_setting(2, "number of latest checkpoints to keep", least=1)
 
     def __post_init__(self) -> None:
         for one in fields(self):

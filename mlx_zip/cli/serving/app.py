@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model's baseline, if it is the bundled model)",
     )
     add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
-    add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
+    add("--max-tokens", type=int, default=1024, help="maximum number of base tokens per answer (default: 1024)")
     for name, declared in DEFAULT_SAMPLING_FLAGS.items():
         add_sampling_flag(add, name, *declared)
     add_codebook_flags(add)

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-tokens",
         type=int,
-        help="base tokens of an answer that asks for no number (default: 512, but what is left of the context for "
+        help="maximum base tokens of an answer whose request sets none (default: 512, but what is left of the context for "
         "requests with tools and for Responses)",
     )
     for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
@@ -115,20 +115,31 @@ def _add_network_flags(add: Any) -> None:
         metavar="SECONDS",
         type=float,
         default=10.0,
-        help="time that answers under way have to end when the server stops (default: 10)",
+        help="time that running answers get to end when the server stops (default: 10)",
     )
 
 
 def _add_limit_flags(add: Any) -> None:
-    add("--decode-concurrency", metavar="N", type=int, default=8, help="answers at a time (default: 8)")
-    add("--max-waiting", metavar="N", type=int, default=64, help="requests that may wait; beyond, 429 (default: 64)")
-    add("--max-prompt-tokens", metavar="N", type=int, help="base tokens of a prompt (default: the model's context)")
+    add("--decode-concurrency", metavar="N", type=int, default=8, help="maximum number of answers at a time (default: 8)")
+    add(
+        "--max-waiting",
+        metavar="N",
+        type=int,
+        default=64,
+        help="maximum number of waiting requests; a further one gets status 429 (default: 64)",
+    )
+    add(
+        "--max-prompt-tokens",
+        metavar="N",
+        type=int,
+        help="maximum number of base tokens in a prompt (default: the model's context)",
+    )
     add(
         "--max-body-bytes",
         metavar="N",
         type=row_cache.parse_size,
         default=32 << 20,
-        help="size of a body (default: 32 MiB)",
+        help="maximum size of a request body (default: 32 MiB)",
     )
     add(
         "--prefill-step-size",

@@ -83,7 +83,7 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
         "--margin",
         type=int,
         metavar="N",
-        help="with --method adapt: swap only if more than N tokens are saved (default: 0)",
+        help="with --method adapt: swap a merge for another only if that saves more than N tokens (default: 0)",
     )
     add(
         "--max-swaps",
