@@ -254,9 +254,10 @@ class CudaReading:
         return None
 
     def read(self, at_most: int, others: Sequence[object] = ()) -> tuple[int, CudaGroup | None]:
-        """Reads up to `at_most` ids of the prompt. Returns their number, and after the last id the group, else None.
+        """Reads up to `at_most` ids of the prompt. Returns how many, and the group if the prompt is done, else None.
 
-        Raises `PromptTooLongError` if the batch has no room for the prompt and an answer, and what the model raises.
+        Raises `PromptTooLongError` if the batch has no room for the prompt and one more id, and what `Batch.read`
+        raises.
         """
         row, begin = self.request.cache.row, self._read_count
         if (room := self._batch.room_left(row)) <= self.left:

@@ -1,8 +1,9 @@
-"""The decoder: its layers' weights, its attention, and its passes: many ids for prompts, one per sequence for steps.
+"""The decoder: weights, attention, and two passes, `prefill` for prompts and `step` for one id per sequence.
 
-A layer of a step is seven kernel launches: joined q, k, v with the norm before them; rotation, head norms and cache
-write; attention in two; output projection and residual; gate and up with norm and activation; down and residual.
-Prompts run the same layers through cuBLAS and PyTorch's attention, with packed weights unpacked for each product.
+A layer of a step is seven kernel launches: (1) norm and the joined q, k, v product; (2) rotation, head norms and cache
+write; (3, 4) attention; (5) output projection and residual; (6) norm, gate and up products, and activation; (7) down
+product and residual. Prompts run the same layers through cuBLAS and PyTorch's attention, and unpack packed weights for
+each product.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def attend_to_cache(
     if mask is None:
         order = causal_lower_right(q.shape[2], seen.end)
         return scaled_dot_product_attention(q, keys, values, attn_mask=order, enable_gqa=True).transpose(1, 2)
-    # with a mask, PyTorch's fused attention needs as many key heads as query heads: repeat keys per sequence, to save memory
+    # with a mask, PyTorch's fused attention needs as many key heads as query heads; heads are repeated for one sequence
+    # at a time, to save memory
     copies = q.shape[1] // keys.shape[1]
     rows = [
         scaled_dot_product_attention(

@@ -40,9 +40,9 @@ class EncoderWeights:
         return self._prefix
 
     def take_product(self, names: str | Sequence[str], rows: int, columns: int) -> Linear:
-        """Returns the product with the matrix NAME.weight [rows, columns], or with several, joined by their rows.
+        """Returns the product with the matrix NAME.weight [rows, columns]; several matrices are joined by their rows.
 
-        Raises `ModelError`.
+        Raises `ModelError` if a matrix is missing or has another shape.
         """
         names = [names] if isinstance(names, str) else names
         whole = join_by_rows([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
