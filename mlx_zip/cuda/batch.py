@@ -42,10 +42,7 @@ class Batch:
     """
 
     def __init__(self, model: CudaModel, max_sequences: int, capacity: int) -> None:
-        """Allocates KV caches and tables of hyper rows.
-
-        Raises `ModelError` if the device has too little free memory.
-        """
+        """Allocates KV caches and tables of hyper rows. Raises `ModelError` if the device's memory is too small."""
         config, slots, device = model.config, model.layout.codebook_size, model.device
         self.model, self.max_sequences, self.capacity = model, max_sequences, capacity
         self.kv = model.decoder.make_kv_cache(max_sequences, capacity)
@@ -172,10 +169,7 @@ class Batch:
         )
 
     def restore(self, kept: Snapshot) -> int:
-        """Adds the sequence of a snapshot; returns its row.
-
-        Raises `ModelError` if the batch has no room for the sequence.
-        """
+        """Adds the sequence of a snapshot; returns its row. Raises `ModelError` if the sequence does not fit."""
         if len(kept.log) > self.capacity:
             raise ModelError(f"the snapshot has {len(kept.log)} ids, a sequence has room for {self.capacity}")
         row = self._add_sequence(kept.start)
@@ -259,10 +253,9 @@ class Batch:
         self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
     def _run_body(self, size: int) -> None:
-        """Runs the body over the chosen ids of the first `size` rows.
+        """Runs the body over the chosen ids of the first `size` rows. A sequence that does not step keeps its length.
 
-        A sequence that does not step keeps its length. The body writes a key and a value behind the end of that
-        sequence's cache, which the sequence's next id overwrites.
+        For such a sequence the body writes a key and a value behind the end of its cache, which its next id overwrites.
         """
         ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.slice_rows(0, size)
         positions = kv.lengths
@@ -444,9 +437,9 @@ class RowHandles:
         return self._new_handle(self.batch.add(start))
 
     def restore(self, snapshot: Snapshot, ids: int) -> RowHandle:
-        """Adds a row with the first `ids` ids of a snapshot and returns the row's handle.
+        """Adds a row with the first `ids` ids of a snapshot; the row must read before it can choose.
 
-        The row must read an id before its next id can be chosen.
+        Returns its handle.
         """
         return self._new_handle(self.batch.restore(snapshot.truncated(ids)))
 

@@ -40,10 +40,7 @@ def load_evaluated(
 
 
 class EvaluatedModel:
-    """A PyTorch model with the interface that `mlx_zip.evaluation` uses.
-
-    layout, config: None without hypertokens.
-    """
+    """A PyTorch model as `mlx_zip.evaluation` uses models. layout, config: None without hypertokens."""
 
     def __init__(self, model: CudaModel) -> None:
         self._model, self.config, self.fingerprint = model, model.config, model.fingerprint

@@ -89,7 +89,6 @@ class CudaGroup:
                 request.error = error
 
     def _time_pass(self) -> None:
-        """Records the time of the pass whose chosen ids have just been read."""
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
         self._clock.note_read(costs, 0 if costs is None else self.length)
@@ -167,8 +166,7 @@ class CudaGroup:
     def _release_row(self, request: Request, has_read: bool) -> None:
         """Releases a request's row, after taking a snapshot if the request's session is to be kept.
 
-        has_read: whether the row has read the last chosen id. A cancelled or failed request has not delivered that id,
-        so it is not kept.
+        has_read: whether the row has read the last chosen id, which is trimmed if the request was cancelled or failed.
         """
         row_handle = request.cache
         if request.error is not None and not isinstance(request.error, MlxZipError):
@@ -256,7 +254,7 @@ class CudaReading:
     def read(self, at_most: int, others: Sequence[object] = ()) -> tuple[int, CudaGroup | None]:
         """Reads up to `at_most` ids of the prompt. Returns how many, and the group if the prompt is done, else None.
 
-        Raises `PromptTooLongError` if the batch has no room for the prompt and one more id, and what `Batch.read`
+        Raises `PromptTooLongError` if the batch lacks room for the prompt and one more id, and what `Batch.read`
         raises.
         """
         row, begin = self.request.cache.row, self._read_count

@@ -91,7 +91,6 @@ class RowStore:
         return parts[0] if len(parts) == 1 else torch.cat([self.pool[:0], *parts])
 
     def _find_or_encode_pass(self, entries: np.ndarray, lengths: np.ndarray, encode: EncodeEntries) -> torch.Tensor:
-        """Like `find_or_encode`, for at most `ENTRIES_PER_PASS` entries."""
         places, missing = self.find_or_claim_places(entry_keys(entries, lengths))
         device = self.pool.device
         if missing:

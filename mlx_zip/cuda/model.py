@@ -105,10 +105,9 @@ class CudaModel:
     """
 
     def __init__(self, folder: Folder, config: ZipConfig | None, store_bytes: int = STORE_BYTES) -> None:
-        """Takes the tensors out of `folder`.
+        """Takes the tensors out of `folder`. Raises `ConfigError` if the hyper-encoder does not fit the model.
 
-        Raises `ModelError` naming file and tensor if a tensor is missing, unexpected or of a wrong shape; `ConfigError`
-        if the hyper-encoder does not fit the model.
+        Raises `ModelError`, naming file and tensor, if a tensor is missing, unexpected or of a wrong shape.
         """
         decoder = folder.decoder
         self.folder, self.config = folder, config
@@ -290,10 +289,7 @@ class CudaModel:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer, whose `eos_token_ids` include those of the config.
-
-        Raises `DataError`, `ConfigError`.
-        """
+        """The folder's tokenizer, with the config's ids that end a text. Raises `DataError`, `ConfigError`."""
         found = load_tokenizer(self.folder.path)
         self.layout.check_tokenizer(len(found))
         found.eos_token_ids.update(self._eos_ids)

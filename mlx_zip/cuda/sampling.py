@@ -120,10 +120,7 @@ def _keep_only(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class BaseTokenPenalties(PenaltyTerms):
-    """mlx-lm's penalties for one sequence, counted over base tokens as `PenaltyTerms` describes.
-
-    Logits of -inf stay -inf.
-    """
+    """mlx-lm's penalties for one sequence, counted over base tokens (see `PenaltyTerms`). Keeps logits of -inf."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits [1, W] float32 after penalties for the ids in the codebook's log."""
@@ -154,7 +151,7 @@ def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequ
 def closed_logits(
     logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes. A row must have excluded ids."""
+    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes, if some row has excluded ids."""
     lists = [list(dict.fromkeys(ids)) for ids in excluded]
     width = max(map(len, lists))
     padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)

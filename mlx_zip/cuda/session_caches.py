@@ -138,7 +138,6 @@ def _held_ids(book: Codebook) -> tuple[Ids, Ids]:
 
 
 def _start_as_json(begin: SequenceStart) -> str:
-    """Returns a sequence's start as JSON: the entries, and the fingerprint of their tuned rows."""
     return json.dumps([begin.params.start, tuned_fingerprint(begin.pack)])
 
 

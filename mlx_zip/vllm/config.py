@@ -40,10 +40,7 @@ class Zip2ZipConfig(PretrainedConfig):
     model_type = MODEL_TYPE
 
     def __init__(self, **kwargs: Any) -> None:
-        """Takes the keys of config.json or of `to_dict`.
-
-        Raises `ConfigError` if section or vocab_size has a wrong type.
-        """
+        """Takes the keys of config.json or of `to_dict`. Raises `ConfigError` if a key has a wrong type."""
         self.section: dict[str, Any] = kwargs.pop("zip2zip", None) or kwargs.pop("section", {})
         decoder: dict[str, Any] | None = kwargs.pop("decoder_keys", None)
         packing = kwargs.pop("packing", None) or {}

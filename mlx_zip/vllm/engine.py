@@ -290,10 +290,7 @@ class VllmServed:
         self._names = itertools.count()
 
     def new_cache(self, start: Any) -> IdLog:
-        """Returns the cache of a new request.
-
-        start: the pack that its codebook begins with, None for the model's own.
-        """
+        """Returns the cache of a new request, which begins with the pack `start`, None for the model's own pack."""
         return IdLog(self.params, start)
 
     def state_of(self, cache: IdLog) -> IdLog | None:
@@ -345,10 +342,7 @@ class NoDraws:
 
 
 class IdLog:
-    """A request's cache in this process: a codebook whose log holds the ids that vLLM has read.
-
-    books: holds the codebook; empty for a plain model.
-    """
+    """A request's cache in this process: a codebook that logs the ids vLLM has read; none for a plain model."""
 
     def __init__(self, params: CodecParams | None, start: Pack | None) -> None:
         self.books = [] if params is None else [Codebook(params.with_start(start))]
@@ -519,10 +513,7 @@ def _raise_when_core_dies(core: Any) -> None:
 
 
 def _chosen(request: Request, one: int, found: Mapping[int, Any]) -> Chosen:
-    """Returns a chosen id with its log-probabilities.
-
-    found: vLLM's log-probabilities of the likeliest ids and the chosen id, by id; empty if not asked for.
-    """
+    """Returns an id with log-probabilities. found: vLLM's, by id, of the likeliest ids and the chosen id, or empty."""
     if not found:
         return Chosen(one)
     top = request.submission.top_logprobs or 0

@@ -16,10 +16,9 @@ from mlx_zip.vllm.engine import open_vllm_engine
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer.
+    """A model's answer. counts: see `Counts`.
 
-    base_ids: base ids of the text. reason: "stop" if the text ended, "length" if a limit was reached. counts: see
-    `Counts`.
+    base_ids: base ids of the text. reason: "stop" if the text ended, "length" if a limit was reached.
     """
 
     text: str

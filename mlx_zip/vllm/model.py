@@ -100,7 +100,6 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         return {f"decoder.{name}" for name in loaded}
 
     def _without_encoders(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the decoder's tensors; puts the encoders' tensors aside."""
         tied = self.decoder.config.tie_word_embeddings
         for name, tensor in weights:
             if name.startswith(SIDES):

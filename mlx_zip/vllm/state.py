@@ -89,9 +89,9 @@ class RunningRequest:
         return [self.places[one - self._first_id] for one in ids]
 
     def keys_read(self, ids: Sequence[int], at: Sequence[int]) -> list[bytes]:
-        """Returns the keys of the entries that hypertokens stood for when they were read.
+        """Returns keys of the entries that hypertokens stood for when read.
 
-        ids: the ids read last. at: indices of the hypertokens in `ids`.
+        ids: read last; at: hypertokens' indices.
         """
         own, slots = self.start.keys, [ids[n] - self._first_id for n in at]
         base_ids, lengths = self.book.logged(self.book.mark() - len(ids))
@@ -281,10 +281,7 @@ class Zip2ZipState(DefaultModelState):
         return at, places
 
     def _places_read(self, request: RunningRequest, ids: Sequence[int], hyper: Sequence[int]) -> list[int]:
-        """Returns the places of hypertokens' rows.
-
-        ids: ids that the request has just read. hyper: indices of the hypertokens in `ids`.
-        """
+        """Returns the places of hypertokens' rows. ids: those just read. hyper: indices of hypertokens in `ids`."""
         if request.keeps_entries and request.emits and not request.broken:
             return request.places_of([ids[n] for n in hyper])
         keys = request.keys_read(ids, hyper)
@@ -380,7 +377,8 @@ class HyperSampler:
 def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
     """Returns whether a request may choose hypertokens.
 
-    True if the sender can expand hypertokens and asks for neither a grammar nor log-probabilities of the prompt.
+    The sender must be able to expand hypertokens, and ask neither for a grammar nor for log-probabilities of the
+    prompt.
     """
     if params is None or asked.get(HYPERTOKENS) not in (True, 1):
         return False

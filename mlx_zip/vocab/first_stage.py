@@ -326,7 +326,6 @@ def _merge_lines(path: Path, data: bytes) -> list[str]:
 
 
 def _parse_added_token(token: Any) -> AddedToken:
-    """Returns one of the `added_tokens` of a tokenizer.json. Raises `DataError` if it has no content or id."""
     if not isinstance(token, dict) or not isinstance(token.get("content"), str) or type(token.get("id")) is not int:
         raise DataError(f"{token!r:.80} has no content or no id")
     flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "normalized")}

@@ -52,10 +52,7 @@ def decode_attention(
 
 
 def part_count(pairs: int, keys: int) -> int:
-    """Returns into how many parts a pair's keys are divided. pairs: sequences times key heads.
-
-    keys: maximum per pair.
-    """
+    """Returns how many parts each pair's keys are divided into. pairs: sequences times key heads. keys: per pair."""
     return max(1, min(-(-keys // KEYS), PROGRAMS // max(1, pairs), MOST_PARTS))
 
 

@@ -129,10 +129,7 @@ def _parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _stored_dtype(folder: Path, entries: Mapping[str, _TensorHeader]) -> torch.dtype:
-    """Returns the folder's dtype: that of the final norm.
-
-    Raises `ModelError` if the final norm is missing or its dtype is not supported.
-    """
+    """Returns the folder's dtype, that of the final norm. Raises `ModelError` if it is missing or not supported."""
     if _FINAL_NORM not in entries:
         raise ModelError(f"{folder}: the tensor {_FINAL_NORM} is missing")
     entry = entries[_FINAL_NORM]
@@ -172,10 +169,7 @@ class _TensorHeader:
 
 
 def _list_tensors(folder: Path) -> dict[str, _TensorHeader]:
-    """Returns the header of every tensor in model*.safetensors, by name.
-
-    Raises `ModelError` naming the file at fault.
-    """
+    """Returns the headers of all tensors in model*.safetensors, by name. Raises `ModelError` naming the bad file."""
     files = sorted(folder.glob("model*.safetensors"))
     _raise_if_shards_missing(folder, {file.name for file in files})
     found: dict[str, _TensorHeader] = {}
@@ -254,8 +248,8 @@ def _to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -
 def read_packing(record: Any, name: str, where: Path) -> tuple[int, int]:
     """Returns bits and group size of a packed matrix: the matrix's own settings, else the model's.
 
-    record: the quantization section of config.json. name: the tensor that holds the packed words. where: the tensor's
-    file. Raises `ModelError` if the settings are missing or not supported.
+    record: the quantization section of config.json. name: the tensor with the packed words. where: the tensor's file.
+    Raises `ModelError` if the settings are not supported.
     """
     module = name.removesuffix(".weight")
     if not isinstance(record, Mapping):

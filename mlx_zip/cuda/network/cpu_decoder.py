@@ -112,10 +112,7 @@ class CpuDecoder(Decoder):
         return _rms_norm(h, self.norm, eps)
 
     def _rotation_factors(self, positions: torch.Tensor, frequency_set: torch.Tensor) -> RotationFactors:
-        """Returns cosines and signed sines for N ids.
-
-        positions [N]; frequency_set [N]: each id's set of frequencies.
-        """
+        """Returns cosines and signed sines of N ids at `positions` [N] by their frequency sets [N]."""
         rates = self.rope.frequencies[0 if self.rope.long_from is None else frequency_set]
         angles = positions[:, None].float() * rates
         cos, sin = (part.mul_(self.rope.magnitude).to(self.dtype) for part in (angles.cos(), angles.sin()))

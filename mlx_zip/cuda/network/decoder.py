@@ -166,20 +166,14 @@ class Decoder:
     takes_rows_of_any_length = True
 
     def __init__(self, folder: Folder) -> None:
-        """Takes the layers and the final norm out of a folder.
-
-        Raises `ModelError` if a tensor is missing or invalid.
-        """
+        """Takes the layers and the final norm out of a folder. Raises `ModelError` if a tensor is missing or wrong."""
         self.config, self.dtype, self.device = folder.decoder, folder.dtype, folder.device
         self.layers = _take_layers(folder)
         self.norm = folder.take_dense("model.norm.weight", self.config.width)
         self.rope = self.config.rope.to(self.device)
 
     def make_kv_cache(self, batch: int, capacity: int) -> KVCache:
-        """Returns empty caches of `batch` sequences of up to `capacity` ids.
-
-        Raises `ModelError` if memory is too small.
-        """
+        """Returns empty caches for `batch` sequences of `capacity` ids. Raises `ModelError` if memory is too small."""
         return make_kv_cache(self.config, batch, capacity, self.dtype, self.device)
 
     def prefill(

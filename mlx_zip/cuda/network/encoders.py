@@ -187,7 +187,6 @@ def _attention_of_projections(config: EncoderConfig, weights: EncoderWeights, at
 
 
 def _make_attention(config: EncoderConfig, weights: EncoderWeights, names: list[str], mask: str) -> ApplyAttention:
-    """Returns multi-head attention. names: matrices of queries, keys, values and output."""
     width = config.hidden_size
     enter, leave = weights.take_product(names[:3], width, width), weights.take_product(names[3], width, width)
     heads = config.num_heads

@@ -102,7 +102,6 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
-    """Returns LongRoPE's short and long sets; each frequency is divided by its own factor."""
     context = pretraining_context(parameters, config)
     for name in ("short_factor", "long_factor"):
         if len(parameters[name]) != len(plain):

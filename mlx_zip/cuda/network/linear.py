@@ -151,10 +151,7 @@ class HalfMatrix:
 def cpu_weight(
     weight: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | HalfMatrix, torch.Tensor | None]:
-    """Returns a matrix [R, D] prepared for products with vectors of `dtype`, and the bias.
-
-    The bias is None if the prepared matrix includes it.
-    """
+    """Returns a matrix [R, D] prepared for products with vectors of `dtype`, and the bias unless it is included."""
     short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
     dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
     if dtype == torch.float32 and has_half_products() and _fits_half(dense, short):

@@ -157,10 +157,7 @@ class AdaptedVocabulary:
         return table
 
     def encode(self, text: str) -> Uint32s:
-        """Returns the ids of a text, uint32, without special tokens.
-
-        Raises `DataError` if the text has a lone surrogate.
-        """
+        """Returns a text's ids, uint32, without special tokens. Raises `DataError` if it has a lone surrogate."""
         return self._id_of[encode_with_added_tokens(self.encoder, self.front, text, self.token_ids)]
 
     def ids_of(self, base_ids: Any) -> Uint32s:
@@ -173,10 +170,7 @@ class AdaptedVocabulary:
         return places.astype(np.uint32)
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the bytes that adapted ids stand for, added tokens included.
-
-        Raises `DataError` if an id is unknown.
-        """
+        """Returns the bytes of adapted ids, added tokens included. Raises `DataError` if an id is unknown."""
         ids = as_ids(ids)
         if len(ids) and int(ids.max()) >= len(self):
             raise DataError(f"id {int(ids.max())} is not below {len(self)}, the size of the adapted vocabulary")
@@ -347,5 +341,4 @@ def _check_field_types(record: Mapping[str, Any], types: Mapping[str, type], ins
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Returns the sha256 in hex of a record's JSON text, with keys sorted and without blanks."""
     return sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -27,10 +27,7 @@ COUNTINGS = ("overlapping", "firing")
 
 @dataclass(frozen=True)
 class Swap:
-    """One swap: ranks and counts of p (now virtual) and q (now actual).
-
-    n_tokens: tokens of the texts after the swap.
-    """
+    """One swap: ranks and counts of p (now virtual) and q (now actual), and the number of tokens after the swap."""
 
     p: int
     p_count: int
@@ -108,14 +105,12 @@ def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
 
 
 def _check_kept(merges: MergeList, n: int) -> None:
-    """Raises `DataError` unless n, the number of merges to keep, is between the numbers of letters and of merges."""
     least, most = merges.letters, len(merges)
     if not least <= n <= most:
         raise DataError(f"{n - least} merges to keep are not 0..{most - least}, the number of merges in the list")
 
 
 def _check_settings(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
-    """Raises `DataError` if a setting of `adapt` is out of range."""
     if margin < 0 or (max_swaps is not None and max_swaps < 0):
         raise DataError("margin and max_swaps must be at least 0")
     if tie not in TIES:
@@ -199,7 +194,6 @@ class _SwapCorpus:
         return self._tokens_after_split(left) + self._tokens_after_split(right)
 
     def _add_counts(self, at: int, word: list[int]) -> list[int]:
-        """Adds the word with index `at` to the counts; returns the ranks of its pairs."""
         weight, ranks = self.weights[at], self.ranks(word)
         for token in word:
             self.counts[token] += weight
@@ -210,7 +204,6 @@ class _SwapCorpus:
         return ranks
 
     def _subtract_counts(self, word: list[int], weight: int) -> list[int]:
-        """Subtracts a word that occurs `weight` times from the counts; returns the ranks of its pairs."""
         ranks = self.ranks(word)
         for token in word:
             self.counts[token] -= weight

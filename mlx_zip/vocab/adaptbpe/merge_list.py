@@ -274,7 +274,6 @@ def cut_into_pieces(text: bytes, pieces: str) -> list[bytes]:
 
 
 def _new_bpe(merges: MergeList, schedule: Schedule) -> Any:
-    """Returns an encoder of the C library. Raises `DataError` if the schedule contradicts the merges."""
     arrays = [np.ascontiguousarray(a) for a in (merges.parts, schedule.apply_at, schedule.split_at)]
     spec, out = ffi.new("mlxzip_bpe_spec *"), ffi.new("mlxzip_bpe **")
     spec.n_merges = len(merges)

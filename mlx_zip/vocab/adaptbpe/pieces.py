@@ -102,10 +102,7 @@ class Front:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Front:
-        """Returns the `Front` that `record` described.
-
-        Raises `KeyError` or `TypeError` if the record has another form.
-        """
+        """Returns the `Front` that `record` described. Raises `KeyError` or `TypeError` for another form."""
         added = tuple(AddedToken(**token) for token in record["added"])
         return cls(record["pieces"], added, record["normalizer"], record["pre_tokenizer"])
 
@@ -133,7 +130,6 @@ def pieces_of(pre_tokenizer: Any) -> str | None:
 
 
 def _splits_by(step: Any, pattern: str) -> bool:
-    """Returns whether a step of a pre_tokenizer only splits text by the regular expression `pattern`."""
     form = ("Split", "Isolated", False, {"Regex": pattern})
     return isinstance(step, dict) and tuple(map(step.get, ("type", "behavior", "invert", "pattern"))) == form
 

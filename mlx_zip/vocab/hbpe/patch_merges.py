@@ -118,7 +118,6 @@ class Merges:
 
     @cached_property
     def _native(self) -> NDArray[np.uint16]:
-        """The pairs as an array for the C library, uint16 [V', 2]."""
         return np.array(self.pairs, np.uint16).reshape(-1, 2)
 
 

@@ -161,7 +161,6 @@ class PatchTable:
 
 
 def _checked_path(path: str | Path) -> Path:
-    """Returns the path of a patch table. Raises `DataError` unless its suffix is .npz."""
     path = Path(path)
     if path.suffix != SUFFIX:
         raise DataError(f"{path}: a patch table is a {SUFFIX} file")

@@ -336,7 +336,6 @@ def _native_samples(samples: Samples) -> tuple[Any, Any]:
 
 
 def _uint32_pointer(array: NDArray[Any] | None) -> Any:
-    """Returns an array as a uint32 pointer for the C library; NULL if `array` is None."""
     return ffi.NULL if array is None else ffi.from_buffer("uint32_t[]", np.ascontiguousarray(array, np.uint32))
 
 
@@ -372,7 +371,6 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _digest(header: dict[str, Any], body: bytes) -> str:
-    """Returns the sha256 in hex of a file's header (without its field `sha256`) and of all bytes after line 1."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode() + b"\n" + body).hexdigest()
 

@@ -1,4 +1,1 @@
-"""The Triton kernels, one file per operation.
-
-The dispatchers in the parent package check arguments and launch kernels.
-"""
+"""The Triton kernels, one file per operation; dispatchers in the parent package check arguments and launch them."""
