@@ -1,1 +1,1 @@
-"""PyTorch and Triton: the parts of the engine for NVIDIA cards (extra `[cuda]`)."""
+"""The engine on PyTorch and Triton, for NVIDIA GPUs (extra `[cuda]`)."""

@@ -1,12 +1,12 @@
 """Several sequences that run together on one model, each with a codebook of its own.
 
-A step has four parts, so that the device works while the host does: `choose_ids` (the head; ids stay on the device),
-`start_body` (the body over these ids), `wait_for_ids` (waits for the ids only) and `update_codebooks` (the codebooks
-read the ids, and the rows of new entries are made). Body, head and the making of rows work on tensors at fixed
-addresses, so that CUDA graphs can hold them (`mlx_zip.cuda.graphs`).
+A step has four parts, so that device and host work at the same time. `choose_ids` runs the head; the chosen ids stay on
+the device. `start_body` starts the body (the decoder's layers) over these ids. `wait_for_ids` waits for the ids only.
+`update_codebooks` reads the ids into the codebooks and makes the rows of new entries. Body, head and the making of rows
+work on tensors at fixed addresses, so that CUDA graphs can replay them (`mlx_zip.cuda.graphs`).
 
-A draft (`mlx_zip.engine.drafts`) is read in `update_codebooks`, in one call of the body with the id before the draft.
-As long as the chosen ids are those of the draft, their outputs are known and the body does not run.
+`update_codebooks` reads a draft (`mlx_zip.engine.drafts`) and the id before the draft in one call of the body. While
+the chosen ids agree with the draft, their outputs are known and the body does not run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ChooseIds = Callable[[HeadOutput], torch.Tensor]
 
 
 class Batch:
-    """Up to `max_sequences` sequences of up to `capacity` ids each, in rows 0, 1, ... in the order they joined.
+    """Up to `max_sequences` sequences of up to `capacity` ids each, in rows 0, 1, ... without gaps.
 
-    Use it in one thread, and on one CUDA stream.
+    Use a batch in one thread, and on one CUDA stream.
     """
 
     def __init__(self, model: CudaModel, max_sequences: int, capacity: int) -> None:
-        """Lays out caches and tables. Raises `ModelError` if the device has too little free memory."""
+        """Allocates KV caches and tables of hyper rows. Raises `ModelError` if the device's memory is too small."""
         config, slots, device = model.config, model.layout.codebook_size, model.device
         self.model, self.max_sequences, self.capacity = model, max_sequences, capacity
         self.kv = model.decoder.make_kv_cache(max_sequences, capacity)
@@ -74,9 +74,9 @@ class Batch:
     # ---- sequences
 
     def add(self, pack: PackOrEntries | None = None) -> int:
-        """Adds a sequence that begins with a pack, None for the model's own; returns its row.
+        """Adds a sequence that begins with `pack`, None for the model's default pack; returns the sequence's row.
 
-        Raises `ModelError` if there is no room, and what `CudaModel.sequence_start` raises.
+        Raises `ModelError` if all rows are taken, and what `CudaModel.sequence_start` raises.
         """
         return self._add_sequence(self.model.sequence_start(pack))
 
@@ -108,7 +108,7 @@ class Batch:
         self.kv.trim_row(end, 0)
 
     def book(self, row: int) -> Codebook:
-        """Returns a sequence's codebook; without hypertokens it has no slots and keeps the log only."""
+        """Returns a sequence's codebook; without hypertokens the codebook has no slots and only logs ids."""
         return self._sequences[row].book
 
     def room_left(self, row: int) -> int:
@@ -120,9 +120,9 @@ class Batch:
     def read(self, row: int, ids: Any, more: bool = False) -> None:
         """Reads base ids and hypertokens into a sequence; after that `choose_ids` chooses the sequence's next id.
 
-        more: whether further ids follow, so that no id can be chosen yet. After an error the sequence is as before, but
-        it must read again before its next id can be chosen. Raises `CodecError` for an illegal id, `ModelError` for no
-        ids or more than there is room for.
+        more: True if another call follows, so that no id can be chosen yet. After an error the sequence is as before
+        the call, but must read again before its next id can be chosen. Raises `CodecError` if an id is illegal,
+        `ModelError` if `ids` is empty or longer than the room left.
         """
         sequence, ids = self._sequences[row], as_ids(ids)
         mark = sequence.book.mark()
@@ -140,9 +140,9 @@ class Batch:
         sequence.can_choose, sequence.has_chosen = not more, False
 
     def trim(self, row: int, length: int) -> None:
-        """Trims a sequence to its first `length` ids; it must read again before its next id can be chosen.
+        """Trims a sequence to its first `length` ids; the sequence must read again before its next id can be chosen.
 
-        Raises `CodecError` for more ids than there are.
+        Raises `CodecError` if the sequence has fewer ids.
         """
         sequence = self._sequences[row]
         sequence.rewind(length)
@@ -153,7 +153,7 @@ class Batch:
     def snapshot(self, row: int) -> Snapshot:
         """Returns a copy of a sequence on the host. Call it after `read` or `update_codebooks`, before `choose_ids`.
 
-        Raises `ModelError` if reading the sequence again has failed, so that keys are missing.
+        Raises `ModelError` if keys are missing because an attempt to compute them again has failed.
         """
         sequence = self._sequences[row]
         if sequence.frequency_set is None:
@@ -169,7 +169,7 @@ class Batch:
         )
 
     def restore(self, kept: Snapshot) -> int:
-        """Adds the sequence of a snapshot; returns its row. Raises `ModelError` if there is no room for it."""
+        """Adds the sequence of a snapshot; returns its row. Raises `ModelError` if the sequence does not fit."""
         if len(kept.log) > self.capacity:
             raise ModelError(f"the snapshot has {len(kept.log)} ids, a sequence has room for {self.capacity}")
         row = self._add_sequence(kept.start)
@@ -195,9 +195,9 @@ class Batch:
     def choose_ids(self, chooser: ChooseIds | None = None, logits: bool = True) -> None:
         """Chooses the next id of every sequence whose last output is known; the ids stay on the device.
 
-        chooser: called with the head's output of all rows, logits [B, W] included; returns ids [B] int64 on the device.
-        Ids of the other sequences are ignored. None takes the best ids. logits: False for a chooser that needs no
-        logits. May be called again before `start_body`.
+        chooser: called with the head's output of all rows; returns ids [B] int64 on the device, which are ignored for
+        sequences whose last output is unknown. None takes the ids of the highest logits. logits: whether the chooser
+        needs logits [B, W]. May be called again before `start_body`.
         """
         if not self._sequences:
             return
@@ -209,7 +209,7 @@ class Batch:
         head = HeadOutput(*parts)
         ids = head.best if chooser is None else chooser(head)
         self._download.start(ids)
-        # `update_codebooks` refuses an illegal id, but the body reads it before: it must not read outside of the tables
+        # the body reads the ids before `update_codebooks` can refuse an illegal id: keep its look-up inside the tables
         torch.clamp(ids, 0, self.model.layout.end - 1, out=self._chosen_ids[:count])
         for sequence in self._sequences:
             sequence.has_chosen = sequence.can_choose
@@ -227,13 +227,13 @@ class Batch:
         return self.model.head(self._outputs[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
 
     def _send_steps(self, steps: list[int]) -> None:
-        """Sends `steps`, 1 for each sequence that steps and 0 for others, to the device if they have changed."""
+        """Sends `steps` to the device if they have changed: 1 for each sequence that steps, 0 for others."""
         if steps != self._steps_sent:
             self._steps.send(np.array(steps, np.int64))
             self._steps_sent = steps
 
     def start_body(self, wait: bool = False) -> None:
-        """Starts the body over the ids that were chosen last. Raises `ModelError` if a sequence has no room for its id.
+        """Starts the body over the chosen ids. Raises `ModelError` if a sequence has no room for its chosen id.
 
         wait: True postpones the body to `update_codebooks`, because drafts may follow the ids. The body is also
         postponed if an id may be part of a draft or may make LongRoPE switch its factors.
@@ -253,9 +253,9 @@ class Batch:
         self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
     def _run_body(self, size: int) -> None:
-        """Runs the body over the chosen ids of the first `size` rows. Sequences that do not step stay as they are.
+        """Runs the body over the chosen ids of the first `size` rows. A sequence that does not step keeps its length.
 
-        They get a key and a value behind the end of their caches, which their next ids overwrite.
+        For such a sequence the body writes a key and a value behind the end of its cache, which its next id overwrites.
         """
         ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.slice_rows(0, size)
         positions = kv.lengths
@@ -266,16 +266,16 @@ class Batch:
         self.model.decoder.step(h, positions, kv, steps, self._outputs[:size])
 
     def wait_for_ids(self) -> list[int]:
-        """Waits for the ids that were chosen last and returns them by row, arbitrary for rows that do not step."""
+        """Waits for the chosen ids and returns them by row; values of rows that do not step are arbitrary."""
         return self._download.wait(len(self))
 
     def update_codebooks(self, ids: Sequence[int], drafts: Mapping[int, Draft] | None = None) -> dict[int, Exception]:
         """Reads the chosen ids into the codebooks and makes the rows of new entries. Returns errors by row.
 
-        drafts: by row, the proposed ids that the body reads after the chosen id; needs `start_body(wait=True)`. A
-        sequence whose current draft continues with the chosen id must have no new draft. A sequence with an error has
-        not read its id and must read again before its next id can be chosen; other sequences are not affected. Errors
-        are a `CodecError` for an illegal id, and PyTorch's, for example out of memory.
+        drafts: by row, proposed ids that the body reads after the chosen id; needs `start_body(wait=True)`. Give no new
+        draft to a sequence whose current draft continues with the chosen id. A sequence with an error has not read its
+        id and must read again before its next id can be chosen; other sequences are not affected. An error is a
+        `CodecError` if the id is illegal, or an error of PyTorch, for example out of memory.
         """
         errors: dict[int, Exception] = {}
         new: list[tuple[int, Installed]] = []
@@ -300,9 +300,10 @@ class Batch:
         return errors
 
     def _push_id(self, sequence: SequenceState, id_: int) -> tuple[bool, Installed]:
-        """Pushes an id; returns whether the id had a row when the body ran, and the entry that it installs, if any.
+        """Pushes `id_`. Returns whether `id_` had a row when the body ran, and the entry that `id_` installs, if any.
 
-        Only a hypertoken whose entry is installed by that same id has no row (LZW's KwKwK). Raises `CodecError`.
+        Only a hypertoken whose own entry is installed by that same id has no row (LZW's KwKwK). Raises `CodecError` if
+        `id_` is illegal.
         """
         known = id_ < self.model.layout.hyper_id(len(sequence.book))
         entry, sequence.has_chosen = sequence.book.push(id_), False
@@ -313,7 +314,7 @@ class Batch:
         self.trim(row, length)
 
     def _make_new_rows(self, new: Sequence[tuple[int, Installed]], errors: dict[int, Exception]) -> None:
-        """Makes the rows of entries that a step has installed, at most one per sequence. errors: gets errors by row."""
+        """Makes the rows of the entries in `new`, at most one per sequence. Adds errors to `errors`, by row."""
         if not new or self._new_rows is None:
             return
         try:
@@ -323,7 +324,7 @@ class Batch:
                 self._record_error(row, self.book(row).mark() - 1, error, errors)
 
     def _run_postponed(self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]) -> None:
-        """Runs the body over the last ids of these sequences, and over the ids that drafts propose after them."""
+        """Runs the body over the last id of each sequence in `rows`, and over the draft that follows the id, if any."""
         switching = [row for row in rows if self._has_switched_frequencies(self._sequences[row])]
         for row in switching:
             self._rerun_body(row, errors)
@@ -360,21 +361,22 @@ class Batch:
             self._record_error(row, sequence.book.mark() - 1, error, errors)
 
     def _may_switch_frequencies(self, sequence: SequenceState) -> bool:
-        """Returns whether a sequence's next id may need another set of rotary frequencies than its keys have."""
+        """Returns whether the next id may need other rotary frequencies than the keys in the sequence's cache have."""
         last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # if the id is the longest
         return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
     # ---- drafts
 
     def draft(self, row: int) -> Draft | None:
-        """Returns the draft that a sequence's next id may continue, None if there is none."""
+        """Returns the draft that the body has read for a sequence, None if there is none."""
         ahead = self._sequences[row].ahead
         return None if ahead is None else ahead.draft
 
     def draft_room(self, row: int) -> int:
-        """Returns how many ids may be proposed after a sequence's next id; 0 if that id may make LongRoPE switch.
+        """Returns how many ids may be proposed after a sequence's next id.
 
-        One slot of the KV cache stays free after the draft, because steps of other sequences write to it.
+        Returns 0 if the next id may make LongRoPE switch its factors. One slot of the KV cache stays free after the
+        draft, because steps of other sequences write to that slot.
         """
         return 0 if self._may_switch_frequencies(self._sequences[row]) else max(0, self.room_left(row) - 2)
 
@@ -386,9 +388,9 @@ class Batch:
             self._positions_used[row] = sequence.position_count(self._by_base_ids)
 
     def _follow_draft(self, row: int, sequence: SequenceState, id_: int) -> bool:
-        """Returns whether an id is the next one of the sequence's draft, and then takes its output from the draft.
+        """Returns whether `id_` is the next id of the sequence's draft.
 
-        Drops the draft if the id is another one.
+        If so, takes the output for `id_` from the draft; if not, drops the draft.
         """
         ahead = sequence.ahead
         if ahead is None:
@@ -406,7 +408,7 @@ class Batch:
 class RowHandle:
     """What one request owns: a row of a batch, and after `RowHandles.release` at most a snapshot of that row.
 
-    row: -1 after it was released. books: a list of the request's one codebook.
+    row: -1 after the release. books: a list that holds the request's codebook only.
     """
 
     def __init__(self, row: int, book: Codebook) -> None:
@@ -415,7 +417,7 @@ class RowHandle:
 
     @property
     def book(self) -> Codebook:
-        """The request's codebook; without hypertokens it has no slots and keeps the log only."""
+        """The request's codebook; without hypertokens the codebook has no slots and only logs ids."""
         return self.books[0]
 
 
@@ -431,11 +433,14 @@ class RowHandles:
         self._postponed: list[RowHandle] = []  # released while rows could not be moved
 
     def add(self, start: Any) -> RowHandle:
-        """Adds a row and returns its handle. start: what its codebook begins with, None for the model's own."""
+        """Adds a row and returns its handle. start: the pack that the row begins with, None for the model's default."""
         return self._new_handle(self.batch.add(start))
 
     def restore(self, snapshot: Snapshot, ids: int) -> RowHandle:
-        """Adds a row with the first `ids` ids of a snapshot; it must read before it can choose. Returns its handle."""
+        """Adds a row with the first `ids` ids of a snapshot; the row must read before it can choose.
+
+        Returns its handle.
+        """
         return self._new_handle(self.batch.restore(snapshot.truncated(ids)))
 
     def _new_handle(self, row: int) -> RowHandle:
@@ -444,13 +449,13 @@ class RowHandles:
         return self._row_handles[-1]
 
     def snapshot_of(self, row_handle: RowHandle) -> Snapshot:
-        """Returns the snapshot of a row, taken now if there is none and the row has not been released."""
+        """Returns the snapshot of a row; takes it now if there is none, which needs a row that is not released."""
         if row_handle.snapshot is None:
             row_handle.snapshot = self.batch.snapshot(row_handle.row)
         return row_handle.snapshot
 
     def release(self, row_handle: RowHandle) -> None:
-        """Removes a row, now or as soon as rows may be moved; does nothing if it was released before."""
+        """Removes a row, now or as soon as rows may be moved; does nothing if the row was released before."""
         if row_handle.row < 0 or row_handle in self._postponed:
             return
         if self.rows_locked:
@@ -459,7 +464,7 @@ class RowHandles:
             self._remove_row(row_handle)
 
     def release_postponed(self) -> None:
-        """Unlocks the rows after a step, and removes those that were released meanwhile."""
+        """Unlocks the rows after a step, and removes the rows that were released while they were locked."""
         self.rows_locked = False
         for row_handle in self._postponed:
             self._remove_row(row_handle)

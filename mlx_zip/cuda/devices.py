@@ -17,9 +17,10 @@ from mlx_zip.errors import ModelError, first_message_line
 
 
 def find_device(name: str | torch.device | None = None) -> torch.device:
-    """Returns a device; None is the current CUDA card, or the CPU where there is none. Raises `ModelError`.
+    """Returns a device; None for the current CUDA GPU, or the CPU if there is no GPU.
 
-    A named card becomes the current one of the calling thread.
+    A GPU named by number becomes the current GPU of the calling thread. Raises `ModelError` if the device is not
+    supported or cannot be used.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +36,7 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def _raise_unless_card_works(device: torch.device) -> None:
-    """Raises `ModelError` unless the card can be used: no card, no driver, an old driver, no triton."""
+    """Raises `ModelError` if the GPU cannot be used: no GPU, no driver, an old driver, or no Triton."""
     if not has_triton():
         raise ModelError(f"device {device}: triton is not installed: pip install 'mlx-zip[cuda]'")
     try:
@@ -47,13 +48,13 @@ def _raise_unless_card_works(device: torch.device) -> None:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes a card the current one of this thread: Triton launches kernels there, wherever their tensors are."""
+    """Makes a GPU the current one of this thread: Triton launches kernels there, wherever their tensors are."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def raise_if_dtype_unsupported(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises `ModelError` for bfloat16 on a card that is too old for it."""
+    """Raises `ModelError` if `dtype` is bfloat16 and `device` is a GPU that is too old for bfloat16."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
     major, minor = torch.cuda.get_device_capability(device)
@@ -65,7 +66,7 @@ def raise_if_dtype_unsupported(dtype: torch.dtype, device: torch.device) -> None
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that can still be allocated on a card; None for a CPU."""
+    """Returns the bytes that can still be allocated on a GPU; None for a CPU."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -73,7 +74,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def tensor_bytes(values: Any) -> int:
-    """Returns the bytes of all tensors in nested lists and tuples (`Packed` too), each counted once."""
+    """Returns the size in bytes of all tensors in nested lists and tuples (`Packed` too); each tensor counts once."""
     found = {id(one): one for one in tree_leaves(values) if isinstance(one, torch.Tensor)}
     return sum(one.numel() * one.element_size() for one in found.values())
 
@@ -84,7 +85,7 @@ def host_memory_bytes() -> int:
 
 
 def as_out_of_memory_error(error: torch.OutOfMemoryError) -> ModelError:
-    """Returns a one-line error for users that says what to do about PyTorch's out-of-memory error."""
+    """Returns a one-line error for users that says what to do if PyTorch is out of memory."""
     return ModelError(
         f"{first_message_line(error)}: use a smaller model or a quantized one, or fewer requests at a time"
     )
@@ -99,7 +100,7 @@ def raise_if_no_room(what: str, needed: int, device: torch.device) -> None:
 
 # ---- how many steps per second the memory allows
 
-PRODUCTS = 8  # per trial on a card: with several, the time of a launch does not count
+PRODUCTS = 8  # per trial on a GPU: several, so that the time of a launch hardly counts
 TRIALS = 6
 LIMIT_S = 0.5  # after this time no further trial begins
 _measured: dict[torch.device, float] = {}  # bytes per second, measured once in this process
@@ -108,8 +109,8 @@ _measured: dict[torch.device, float] = {}  # bytes per second, measured once in 
 def measure_ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
     """Returns the upper bound on steps per second of a model that reads `step_bytes` bytes of weights per step.
 
-    None if too little memory is free to measure with. Call it in the engine's thread. The first call measures the
-    device's bandwidth, for up to a second.
+    Returns None if too little memory is free for the measurement. Call it in the engine's thread. The first call
+    measures the device's bandwidth, for up to a second.
     """
     if device not in _measured:
         free = free_bytes(device)
@@ -122,8 +123,8 @@ def measure_ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
 def measure_read_speed(device: torch.device, side: int, limit_s: float = math.inf) -> float:
     """Returns the bytes per second that a device reads in matrix-vector products, as `mlx_zip.device.bandwidth` does.
 
-    side: rows and columns of the float32 matrix. After one warm-up, the fastest of up to `TRIALS` trials counts; no
-    trial but the first begins after `limit_s` seconds.
+    side: rows and columns of the float32 matrix. The result is the fastest of up to `TRIALS` trials after one warm-up.
+    No trial but the first begins after `limit_s` seconds.
     """
     ends = time.perf_counter() + limit_s
     matrix = torch.rand((side, side), device=device)
@@ -137,9 +138,9 @@ def measure_read_speed(device: torch.device, side: int, limit_s: float = math.in
 
 
 def _time_products(matrix: torch.Tensor, count: int) -> float:
-    """Returns the seconds of `count` products of a matrix with its first row; on a card, by the card's clock.
+    """Returns the seconds that `count` products of a matrix with its first row take, on a GPU by CUDA events.
 
-    Waits for these products only: a wait for the whole card would break graphs that other threads capture.
+    Waits for these products only: a wait for the whole GPU would break graphs that other threads capture.
     """
     vector = matrix[0]
     if matrix.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""`CudaEngine`: serves requests with PyTorch on an NVIDIA card; on a CPU it is a slow reference."""
+"""`CudaEngine`: serves requests with PyTorch on an NVIDIA GPU; on a CPU it is a slow reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DEFAULT_SESSIONS = SessionOptions()
 
 
 class CudaEngine(ThreadedEngine):
-    """An engine on PyTorch. load: returns model and tokenizer. Other arguments are those of `ThreadedEngine`."""
+    """An engine on PyTorch. load: returns model and tokenizer. Other arguments: see `ThreadedEngine`."""
 
     def _make_served(self, load: Callable[[], tuple[CudaModel, Any]], name: str) -> CudaServed:
         torch.set_grad_enabled(False)  # in this thread
@@ -77,7 +77,7 @@ class CudaEngine(ThreadedEngine):
         """Returns None: each request has its own fixed part of the KV caches, so requests do not compete for room."""
 
     def _memory_figures(self) -> dict[str, int]:
-        """Returns the bytes of PyTorch's tensors on a card; on a CPU only the peak of the process."""
+        """Returns current and peak bytes that PyTorch has allocated on the GPU; on a CPU, the process's peak memory."""
         if self._device.type != "cuda":
             return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
         return {
@@ -116,10 +116,10 @@ def open_cuda_engine(
 ) -> CudaEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
 
-    device: None for the one that `device_from_environment` returns. dtype: see `read_folder`. tokenizer_config:
-    `chat_template` only. max_kv_bytes: of all requests' KV caches, which have equal parts; None for 70% of a card's
-    free memory or 25% of a CPU's memory. draft: as in `RunOptions`. sessions: limits of the kept sessions, None to keep
-    none. Other options are those of `mlx_zip.engine.mlx.mlx_engine.open_engine`.
+    device: None for the result of `device_from_environment`. dtype: see `read_folder`. tokenizer_config: may hold
+    `chat_template` only. max_kv_bytes: size of the KV caches of all requests together, each of which gets an equal
+    part; None for 70% of a GPU's free memory or 25% of a CPU's memory. draft: see `RunOptions`. sessions: limits of the
+    kept sessions, None to keep none. Other options: see `mlx_zip.engine.mlx.mlx_engine.open_engine`.
     """
     where = device_from_environment() if device is None else device
 
@@ -145,10 +145,10 @@ def make_session_store(served: CudaServed, options: SessionOptions) -> SessionSt
 
 
 def device_from_environment(needs_card: bool = False) -> torch.device:
-    """Returns the device to run on: the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else a card, else the CPU.
+    """Returns the device to run on: MLX_ZIP_DEVICE ("cpu" or "gpu") if set, else a GPU, else the CPU.
 
-    needs_card: True allows the CPU only if the variable names it. Raises `ModelError` with the reason if there is no
-    usable card, `ConfigError` for a wrong name in the variable.
+    needs_card: True returns the CPU only if the variable is "cpu". Raises `ModelError` with the reason if no GPU can be
+    used, `ConfigError` if the variable has another value.
     """
     asked = os.environ.get(DEVICE_VARIABLE) or None
     if asked not in (None, "cpu", "gpu"):
@@ -160,7 +160,7 @@ def device_from_environment(needs_card: bool = False) -> torch.device:
 
 
 def tokenizer_with_options(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """Returns the model's tokenizer. config: `chat_template` replaces the tokenizer's own."""
+    """Returns the model's tokenizer. config: its `chat_template`, if any, replaces the tokenizer's own."""
     found = model.tokenizer
     if trust_remote_code:
         ends = found.eos_token_ids
@@ -173,7 +173,7 @@ def tokenizer_with_options(model: CudaModel, config: Mapping[str, Any], trust_re
 
 # ---- the model that an engine serves; used in the engine's thread only
 
-CARD_KV_SHARE = 0.7  # of a card's free memory, for the KV caches of all requests
+CARD_KV_SHARE = 0.7  # of a GPU's free memory, for the KV caches of all requests
 HOST_KV_SHARE = 0.25  # of a CPU's memory; memory is taken only as ids fill the caches
 MIN_REQUEST_IDS = 16  # ids that a request must have room for
 
@@ -181,8 +181,8 @@ MIN_REQUEST_IDS = 16  # ids that a request must have room for
 class CudaServed:
     """A loaded model and the batch whose rows are its requests.
 
-    `mlx_zip.engine.parts.Served` describes names without a docstring; a cache is the `RowHandle` of a row of the batch.
-    Raises `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
+    `mlx_zip.engine.parts.Served` documents the methods without a docstring; a `cache` is the `RowHandle` of a row of
+    the batch. Raises `ModelError` if there is no memory for the KV caches, and what the model raises if it cannot run.
     """
 
     machines, batches = None, False
@@ -204,13 +204,13 @@ class CudaServed:
         ahead = model.device.type == "cuda" if self.options.ahead is None else self.options.ahead
         pad_id = 0 if config is None else config.pad_id
         self.group = CudaGroup(self.row_handles, pad_id, ahead)
-        self.weight_bytes = 0  # used only to decide on merging groups, of which there is one here
+        self.weight_bytes = 0  # used only to decide whether to merge groups; here there is one group
         self.facts = self._model_facts()
         self.info = engine_info(name, model.fingerprint, self.facts)
         self._warm_up()
 
     def _ids_per_request(self, options: ServeOptions, context: int | None) -> int:
-        """Returns how many ids each request has room for. Raises `ModelError` if they are too few."""
+        """Returns how many ids each request has room for. Raises `ModelError` if the number is too small."""
         free, most = free_bytes(self.model.device), options.max_running
         room = int(HOST_KV_SHARE * host_memory_bytes() if free is None else CARD_KV_SHARE * free)
         room = room if options.max_kv_bytes is None else options.max_kv_bytes
@@ -223,9 +223,9 @@ class CudaServed:
         return capacity
 
     def _warm_up(self) -> None:
-        """Takes a step, so that a model that cannot run fails at loading, and kernels are ready for the first request.
+        """Takes a step, so that loading fails if the model cannot run, and kernels are ready for the first request.
 
-        On a card this takes a step with 1, 2, 4, ... requests: each number has its own kernels and CUDA graphs.
+        On a GPU this takes a step with 1, 2, 4, ... requests: each number has its own kernels and CUDA graphs.
         """
         batch, row_handles = self.row_handles.batch, list[RowHandle]()
         for count in range(1, 1 + (batch.max_sequences if self.model.device.type == "cuda" else 1)):
@@ -260,7 +260,7 @@ class CudaServed:
         return self.row_handles.add(start)
 
     def state_of(self, cache: RowHandle) -> RowHandle:
-        """Returns the row handle itself, which has the codebook."""
+        """Returns the row handle itself, which holds the codebook."""
         return cache
 
     def make_draws(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:
@@ -299,6 +299,6 @@ class CudaServed:
         """Does nothing: the batch allocates all its memory when it is made."""
 
     def settle(self) -> None:
-        """Writes the measured costs of passes to their file if drafts are on."""
+        """If drafts are on, writes the measured costs of passes to their file."""
         if self.options.draft != "off":
             self._cost_file.save()

@@ -1,6 +1,6 @@
-"""A model on PyTorch as `mlx_zip.evaluation` takes models: it scores rows of ids and writes texts.
+"""Adapts a PyTorch model to the interface of `mlx_zip.evaluation`: scores rows of ids and generates texts.
 
-On a CPU it computes in float32.
+On a CPU the model computes in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_evaluated(
 
 
 class EvaluatedModel:
-    """A model on PyTorch with the names that `mlx_zip.evaluation` uses. layout, config: None without hypertokens."""
+    """A PyTorch model as `mlx_zip.evaluation` uses models. layout, config: None without hypertokens."""
 
     def __init__(self, model: CudaModel) -> None:
         self._model, self.config, self.fingerprint = model, model.config, model.fingerprint
@@ -50,11 +50,11 @@ class EvaluatedModel:
         self.args = SimpleNamespace(config=config) if model.hypertokens else SimpleNamespace(**config)
         self.row_source = SimpleNamespace(pack=model.pack)
         self._engine: CudaEngine | None = None
-        self._engine_capacity = 0  # prompts that the engine writes texts for at a time
+        self._engine_capacity = 0  # prompts that the engine answers at the same time
         self._scorer = RowScorer(model)
 
     def peak_bytes(self) -> int:
-        """Returns the peak bytes of the device, on a CPU those of the process."""
+        """Returns the peak bytes that PyTorch allocated on the GPU; on a CPU, the peak memory of the process."""
         device = self._model.device
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
 
@@ -65,11 +65,11 @@ class EvaluatedModel:
             self._engine = None
 
     def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
-        """Returns the predictions of the second to the last of a row's ids. See `RowScorer.score_in_parts`."""
+        """Returns the predictions of a row's ids, from the second id on. See `RowScorer.score_in_parts`."""
         return Scored.joined(list(self._scorer.score_in_parts(row, closed, causal)))
 
     def score_next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
-        """Returns the log-probabilities float64 [k] of k base ids, each as the one that follows a whole row.
+        """Returns the log-probabilities, float64 [k], that each of k base ids comes next after the whole row.
 
         The row's end is the end of a part (see `Compressed.breaks`), so canonical decoding forbids no id there.
         """
@@ -84,7 +84,7 @@ class EvaluatedModel:
         pack: Pack | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """Yields (index of the prompt, response) as `stream_batch` does. seed: of the first prompt, then plus 1 each.
+        """Yields (index of the prompt, response) as `stream_batch` does. seed: prompt i gets `seed` + i.
 
         pack: what every codebook begins with. options: `max_tokens`, `stop` and sampling options.
         """

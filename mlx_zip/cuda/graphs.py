@@ -1,10 +1,10 @@
-"""CUDA graphs: a piece of a step is captured once and then replayed with one call. On a CPU it runs as it is.
+"""CUDA graphs: each piece of a step is captured once and then replayed with one call. On a CPU, pieces run uncaptured.
 
 A piece is captured for 1, 2, 4, 8, ... sequences. Per step, the host sends a few integers through pinned memory and
 waits only for the chosen ids. Work that a graph cannot hold runs after the ids are known: a sequence whose LongRoPE
-factors switch is read again from its log, and if an id installs the entry that it stands for (LZW's KwKwK), the body
-runs again for that sequence. A sequence that does not step stays in the batch, and its counters do not change; the body
-writes a key behind its end, which its next id overwrites.
+factors switch is read again from its log, and the body runs again for a sequence whose id installs the entry that this
+id stands for (LZW's KwKwK). A sequence that does not step stays in the batch with unchanged counters. The body writes a
+key behind the end of that sequence, which the sequence's next id overwrites.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import TypeVar
 
 import torch
 
-WARM_UPS = 2  # calls before a capture: kernels are compiled and tuned, and libraries set up, outside of it
+WARM_UPS = 2  # calls before a capture, which compile and tune kernels and set up libraries
 Result = TypeVar("Result")
-_capturing = Lock()  # a capture begins with a wait for the whole card, which would break another thread's capture
+_capturing = Lock()  # a capture begins with a wait for the whole GPU, which would break another thread's capture
 
 
 class Graphs:
     """Captured pieces of work on one device, by key.
 
-    A piece reads and writes tensors at fixed addresses, and reads nothing on the host. Running it twice gives the same
-    result, except in the tensors that `run` gets as `keep`. All graphs share one memory pool: they are replayed on one
-    stream, and their results are held here, so no graph overwrites another one's results.
+    A piece reads and writes tensors at fixed addresses, and reads nothing on the host. Running a piece twice gives the
+    same result, except in the tensors passed to `run` as `keep`. All graphs share one memory pool. No graph overwrites
+    another graph's results, because all graphs are replayed on one stream and `Graphs` holds their results.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._captures = device, device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
-        # for warm-up and capture: cuBLAS allocates a workspace per stream, which it must not do during a capture
+        # for warm-ups and captures: cuBLAS allocates a workspace per stream, which must not happen during a capture
         self._side = torch.cuda.Stream(device) if self._captures else None
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
 
     def run(self, key: Hashable, work: Callable[[], Result], keep: Sequence[torch.Tensor] = ()) -> Result:
-        """Runs a piece of work on the current stream and returns its result; on a card always the same tensors.
+        """Runs a piece of work on the current stream and returns its result; on a GPU, the same tensors in every call.
 
         key: names the piece; equal keys mean equal work on the same tensors. keep: small tensors that the work reads
-        and changes, such as counters; they are restored after each warm-up run.
+        and changes, such as counters; their values are restored after each warm-up run.
         """
         if not self._captures:
             return work()
@@ -52,7 +52,7 @@ class Graphs:
         return result  # type: ignore[return-value]
 
     def _warm_up(self, work: Callable[[], object], keep: Sequence[torch.Tensor]) -> None:
-        """Runs the work on a side stream, as a capture needs it, and restores the values of `keep` each time."""
+        """Runs the work on a side stream, as a capture requires, and restores the values of `keep` after each run."""
         current, side = torch.cuda.current_stream(self._device), self._side
         assert side is not None
         side.wait_stream(current)
@@ -67,7 +67,7 @@ class Graphs:
         current.wait_stream(side)
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Returns the captured work and the tensors it returns. Capturing computes nothing."""
+        """Returns the graph captured from `work` and the result tensors, whose values the capture does not compute."""
         graph = torch.cuda.CUDAGraph()
         with _capturing, torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             result = work()
@@ -75,5 +75,5 @@ class Graphs:
 
 
 def graph_size(count: int, most: int) -> int:
-    """Returns the number of sequences, 1, 2, 4, 8, ... or `most`, for which a piece of work for `count` is captured."""
+    """Returns the number of sequences of the graph to use for `count`: 1, 2, 4, 8, ..., at most `most`."""
     return min(most, 1 << max(0, count - 1).bit_length())

@@ -1,7 +1,7 @@
-"""`CudaGroup`: all requests that take steps, as rows of one batch; and the reading of their prompts.
+"""`CudaGroup` holds all requests that take steps, as rows of one batch; `CudaReading` reads a request's prompt.
 
-A step has the parts that `mlx_zip.engine.mlx.group` describes. There is one group only, which requests join when their
-prompts have been read, so nothing is ever merged or split. If any request may have a draft, the body waits until the
+A step has the parts that `mlx_zip.engine.mlx.group` describes. There is only one group, which a request joins when its
+prompt has been read, so groups are never merged or split. If any request may have a draft, the body waits until the
 host knows the chosen ids of all requests, so that one call of the body can read the drafts too.
 """
 
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class CudaGroup:
-    """The requests of one engine that take steps. Names without a docstring are those of `mlx_zip.engine.mlx.group`.
+    """The requests of one engine that take steps. Methods without a docstring: see `mlx_zip.engine.mlx.group`.
 
-    pad_id: an id that canonical decoding never excludes. ahead: whether the body begins before the host has read the
-    ids, unless drafts may follow them.
+    pad_id: an id that canonical decoding never excludes. ahead: for requests with drafters, False makes the body always
+    wait until the host has read the chosen ids; True makes the body wait only if a draft is expected.
     """
 
     def __init__(self, row_handles: RowHandles, pad_id: int, ahead: bool = True) -> None:
@@ -53,9 +53,9 @@ class CudaGroup:
         """Does nothing: there is one group."""
 
     def take_in(self, request: Request) -> CudaGroup:
-        """Takes in a request whose prompt was read, and returns the group.
+        """Adds a request whose prompt was read, and returns the group.
 
-        If no other request is in the middle of a step, the first id is chosen now.
+        Chooses the request's first id now, unless other requests are in the middle of a step.
         """
         self.requests.append(request)
         if not self._chosen:
@@ -89,7 +89,6 @@ class CudaGroup:
                 request.error = error
 
     def _time_pass(self) -> None:
-        """Records the time of the pass whose chosen ids have just been read."""
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
         self._clock.note_read(costs, 0 if costs is None else self.length)
@@ -130,7 +129,7 @@ class CudaGroup:
         for row, error in self._batch.update_codebooks(self._ids, drafts).items():
             request = by_row[row]
             request.error, request.whole = request.error or error, isinstance(error, MlxZipError)
-            self._chosen.remove(request)  # it has not read its id
+            self._chosen.remove(request)  # its row has not read the chosen id
 
     def _propose(self) -> dict[int, Draft]:
         """Returns new drafts by row, for the ids after the chosen ones. Ends drafts whose next id was not chosen."""
@@ -156,7 +155,7 @@ class CudaGroup:
         return 0 if request.error is not None else self._batch.draft_room(request.cache.row)
 
     def _expects_drafts(self) -> bool:
-        """Returns whether the next id of any request may be part of a draft or be followed by one."""
+        """Returns whether the next id of any request may be part of a draft or be followed by a draft."""
         if not any(request.drafter for request in self.requests):
             return False
         drafters = [request.drafter if self._draft_room(request) else None for request in self.requests]
@@ -167,7 +166,7 @@ class CudaGroup:
     def _release_row(self, request: Request, has_read: bool) -> None:
         """Releases a request's row, after taking a snapshot if the request's session is to be kept.
 
-        has_read: whether the row has read the last chosen id, which a cancelled or failed request has not delivered.
+        has_read: whether the row has read the last chosen id, which is trimmed if the request was cancelled or failed.
         """
         row_handle = request.cache
         if request.error is not None and not isinstance(request.error, MlxZipError):
@@ -184,7 +183,7 @@ class CudaGroup:
             self._row_handles.release(row_handle)
 
     def launch(self) -> None:
-        """Chooses the next ids, unless a constraint must check them; then `finish` does."""
+        """Chooses the next ids; if a request has a constraint, leaves the choice to `finish`."""
         self._must_wait = any(request.submission.constraint is not None for request in self.requests)
         if not self._must_wait:
             self._choose_next_ids()
@@ -194,7 +193,7 @@ class CudaGroup:
             self._choose_next_ids()
 
     def _choose_next_ids(self) -> None:
-        """Chooses the next id of every request and starts the body over them; the ids stay on the device.
+        """Chooses the next id of every request and starts the body over these ids, which stay on the device.
 
         So the device has work while the host delivers the previous ids.
         """
@@ -215,7 +214,7 @@ class CudaGroup:
             self._row_handles.release(request.cache)
         self._row_handles.release_postponed()
 
-    # ---- what only groups that are merged need
+    # ---- the interface of groups that can be merged and split
 
     @property
     def length(self) -> int:
@@ -226,16 +225,16 @@ class CudaGroup:
         """Returns None: this group is not merged with others."""
 
     def switching(self) -> list[int]:
-        """Returns no rows: all of them can go on together."""
+        """Returns an empty list: all rows can go on together."""
         return []
 
     def split(self, rows: Sequence[int]) -> list[Request]:
-        """Returns no requests."""
+        """Returns an empty list: the group is never split."""
         return []
 
 
 class CudaReading:
-    """A request whose prompt is being read. group: the group that the request joins after that."""
+    """A request whose prompt is being read. group: the group that the request joins when its prompt has been read."""
 
     def __init__(self, row_handles: RowHandles, group: CudaGroup, request: Request) -> None:
         self.request = request
@@ -253,9 +252,10 @@ class CudaReading:
         return None
 
     def read(self, at_most: int, others: Sequence[object] = ()) -> tuple[int, CudaGroup | None]:
-        """Reads up to `at_most` ids of the prompt. Returns their number, and after the last id the group, else None.
+        """Reads up to `at_most` ids of the prompt. Returns how many, and the group if the prompt is done, else None.
 
-        Raises `PromptTooLongError` if the batch has no room for the prompt and an answer, and what the model raises.
+        Raises `PromptTooLongError` if the batch lacks room for the prompt and one more id, and what `Batch.read`
+        raises.
         """
         row, begin = self.request.cache.row, self._read_count
         if (room := self._batch.room_left(row)) <= self.left:
@@ -322,7 +322,7 @@ class _RowChooser:
             self._top_logprobs[row] = _TopLogprobs(logits.log_softmax(1), ids[row : row + 1], top)
 
     def chosen(self, row: int, id_: int) -> Chosen:
-        """Returns the choice for a row, given its id, which the host has received by now."""
+        """Returns the chosen id `id_` of a row, with log-probabilities if its request asked for them."""
         found = self._top_logprobs.get(row)
         return Chosen(id_) if found is None else found.wait(id_)
 
@@ -346,7 +346,7 @@ class _TopLogprobs:
             self._copied.record()
 
     def wait(self, id_: int) -> Chosen:
-        """Returns the chosen id with its log-probability and the best ids with theirs."""
+        """Waits for the copy. Returns the chosen id and the best ids, each with its log-probability."""
         if self._copied is not None:
             self._copied.synchronize()
         own, *rest = self._host.tolist()

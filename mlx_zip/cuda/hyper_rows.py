@@ -3,8 +3,8 @@
 The store keeps encoded rows, both sides of an entry together, up to a number of bytes; the least recently used entries
 are evicted first. A batch's tables hold the rows of each sequence by slot, as the kernels read them.
 
-Every sequence has tables of its own, unlike on MLX: addresses must not change, and the kernels read installed rows
-only. All sequences share the store, from which known rows are copied into the tables.
+Unlike on MLX, every sequence has tables of its own, because the addresses of tables must not change. Known rows are
+copied from the store into the tables. The kernels read only the rows of installed slots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_zip.cuda.graphs import Graphs, graph_size
 from mlx_zip.cuda.kernels.hyper_rows import install_rows
 from mlx_zip.cuda.transfers import Upload, ids_to_device
 
-ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
+ENTRIES_PER_PASS = 512  # bounds the encoder's activations when a long prompt installs thousands of entries
 STORE_BYTES = 256 << 20
 EncodeEntries = Callable[
     [torch.Tensor, torch.Tensor], torch.Tensor
@@ -30,10 +30,11 @@ EncodeEntries = Callable[
 
 
 class RowStore:
-    """Rows of entries by their base ids, on the device: `pool` [places, sides, D].
+    """Encoded rows on the device, found by the base ids of their entries: `pool` [places, sides, D].
 
-    sides: 1 where an entry's input row and output row are one, else 2 (output, input). limit: maximum bytes, but there
-    is room for at least `ENTRIES_PER_PASS` rows. Raises `ModelError` naming needed and free bytes.
+    sides: 1 if an entry has one row for input and output, else 2 (output, input). limit: maximum bytes of the pool,
+    which always has room for `ENTRIES_PER_PASS` entries. Raises `ModelError`, naming needed and free bytes, if memory
+    is too small.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RowStore:
         return f"<RowStore: {len(self)} of {self.places} rows>"
 
     def find_or_claim_places(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
-        """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
+        """Returns the place of each entry, and the indices of the entries whose rows the caller must write there.
 
         keys: at most `ENTRIES_PER_PASS` results of `entry_keys`. If writing fails, call `clear`.
         """
@@ -77,9 +78,9 @@ class RowStore:
         self._place_by_entry.clear()
 
     def find_or_encode(self, entries: np.ndarray, lengths: np.ndarray, encode: EncodeEntries) -> torch.Tensor:
-        """Returns rows [N, sides, D] of entries [N, S], padded, of these lengths [N]; encodes those not in the store.
+        """Returns rows [N, sides, D] of padded entries [N, S] of lengths [N]; encodes the entries that the store lacks.
 
-        encode: called with the entries that are missing, on the device.
+        encode: called with the missing entries and their lengths, on the device.
         """
         parts = [
             self._find_or_encode_pass(
@@ -90,7 +91,6 @@ class RowStore:
         return parts[0] if len(parts) == 1 else torch.cat([self.pool[:0], *parts])
 
     def _find_or_encode_pass(self, entries: np.ndarray, lengths: np.ndarray, encode: EncodeEntries) -> torch.Tensor:
-        """Like `find_or_encode`, for at most `ENTRIES_PER_PASS` entries."""
         places, missing = self.find_or_claim_places(entry_keys(entries, lengths))
         device = self.pool.device
         if missing:
@@ -104,11 +104,11 @@ class RowStore:
 
 
 class HyperRowTables:
-    """The rows of a batch of B sequences by slot.
+    """The hyper rows of B sequences, by slot.
 
     outputs, inputs [B, C, D]: the same tensor if an entry has one row for both sides. installed [B, C] bool: which
     slots hold an entry. spans [B, before + C] int64: how many base ids each id stands for; 1 for the `before` ids
-    before slot 0. Raises `ModelError` naming needed and free bytes.
+    before slot 0. Raises `ModelError`, naming needed and free bytes, if memory is too small.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class HyperRowTables:
         return (self.outputs,) if self.inputs is self.outputs else (self.outputs, self.inputs)
 
     def install(self, batch: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, spans: torch.Tensor) -> None:
-        """Installs entries: sequences `batch` [N], slots [N], rows [N, sides, D], spans [N].
+        """Installs N entries, each in a slot of a sequence. batch [N]: rows of the sequences; slots [N]; spans [N].
 
-        A slot of a sequence that is named twice must get the same values both times.
+        rows [N, sides, D]: the hyper rows. If a slot of a sequence is given twice, both must have the same values.
         """
         for side, table in enumerate(self.sides):
             table[batch, slots] = rows[:, side]
@@ -138,7 +138,7 @@ class HyperRowTables:
         self.installed[batch, slots] = self._true
 
     def clear_slots_from(self, row: int, count: int) -> None:
-        """Makes the slots of one sequence from `count` on empty."""
+        """Marks slot `count` and all later slots of one sequence as empty."""
         self.installed[row, count:] = False
 
     def copy_row(self, source: int, target: int) -> None:
@@ -150,9 +150,10 @@ class HyperRowTables:
 class NewEntryRows:
     """Makes the rows of entries that a step installs: encodes those that the store lacks, and writes all to the tables.
 
-    tables: those of the batch. width: S, maximum base ids of an entry. most: maximum sequences; each installs at most
-    one entry per step. Encoding and installing are captured as CUDA graphs for 1, 2, 4, 8, ... entries. A smaller
-    number is padded with copies of the first entry, whose row is then written several times with the same values.
+    tables: those of the batch. width: S, maximum base ids of an entry. most: maximum number of sequences, each of which
+    installs at most one entry per step. Encoding and installing are captured as CUDA graphs for 1, 2, 4, 8, ...
+    entries. Fewer entries are padded with copies of the first entry, whose row is then written several times with the
+    same values.
     """
 
     def __init__(self, store: RowStore, tables: HyperRowTables, graphs: Graphs, width: int, most: int) -> None:
@@ -162,7 +163,7 @@ class NewEntryRows:
         self._inputs_by_size = {size: _GraphInputs(size, width, store.pool.device) for size in sizes}
 
     def install(self, new: Sequence[tuple[int, Installed]], encode: EncodeEntries) -> None:
-        """Puts the rows of entries into the tables. new: pairs of a sequence's row and the one entry it has installed.
+        """Writes the rows of new entries to the tables. new: pairs (row of a sequence, the one entry it has installed).
 
         encode: called with the entries that the store lacks; must be the same function in every call, because graphs
         hold it. After an error the store is empty and the tables may lack rows.
@@ -204,7 +205,7 @@ class NewEntryRows:
 
 
 class _GraphInputs:
-    """The integers that the graphs for encoding and for installing `size` entries read."""
+    """The inputs of the graphs for `size` entries: integers for the encoding graph and for the installing graph."""
 
     def __init__(self, size: int, width: int, device: torch.device) -> None:
         self.encode = Upload(size * (width + 2), device)

@@ -30,7 +30,7 @@ from mlx_zip.layout import Layout
 from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, resolve_pack
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
-MAX_KEPT_PACKS = 16  # packs that requests have named; their rows are kept on the device
+MAX_KEPT_PACKS = 16  # maximum number of packs named by requests whose rows stay on the device
 NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -49,12 +49,14 @@ def open_model(
 ) -> CudaModel:
     """Returns a converted zip2zip model or a plain model.
 
-    path: a folder, a bundled model's name or a hub id. device, dtype: as in `read_folder`. hypertokens: False uses the
-    decoder alone, as a plain model. pack: the pack of requests that name none; default: the tuned pack in the folder,
-    else the config's entries. A plain model takes only a pack whose rows were tuned for that model. codebook_size:
-    number of slots; canonical: whether decoding is canonical; default: as in config.json. store_bytes: maximum bytes of
-    the encoded rows that all requests share. kernels: see `Folder`; None for kernels on a card and none on a CPU.
-    Raises `ModelError`, `ConfigError`, `DataError`, `CodecError`.
+    path: a folder, a bundled model's name or a hub id. device: None for the current GPU, else the CPU. dtype: see
+    `read_folder`. hypertokens: False loads the decoder without hyper-encoders, as a plain model. pack: the pack of
+    requests that name none; None for the tuned pack in the folder, else the entries in config.json. A plain model takes
+    only a pack whose rows were tuned for that model. codebook_size: number of slots; canonical: whether decoding is
+    canonical; None for the values in config.json. store_bytes: maximum bytes of the encoded rows that all requests
+    share. kernels: see `Folder`; None for True on a GPU and False on a CPU. Raises `ModelError`, `ConfigError`,
+    `DataError` or `CodecError` if a file or the pack is invalid, the pack does not fit the model, or memory is too
+    small.
     """
     where = find_device(device)
     kernels = where.type == "cuda" if kernels is None else kernels
@@ -76,7 +78,7 @@ def open_model(
 def _config_with_choices(
     config: ZipConfig | None, start: Sequence[Any] | None, size: int | None, canonical: bool | None
 ) -> ZipConfig | None:
-    """Returns the config with the caller's choices; a pack `start` replaces the start entries. Raises `ConfigError`."""
+    """Returns `config` with these options, None for its own values. A pack `start` clears `config.start`."""
     if config is None:
         return None
     own = config.start if start is None else None
@@ -90,20 +92,23 @@ def _config_of_plain_pack(folder: Folder, size: int | None, start: Pack | None) 
     """Returns a config for a plain model, made from a pack tuned for that model. Raises `ModelError`, `ConfigError`."""
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
-    assert start is not None  # else nothing asks for a config
+    assert start is not None  # the caller passes a size or a pack
     return start.plain_codec().config(start.entries, folder.decoder.width)
 
 
 class CudaModel:
-    """A model's weights on a device, and the options that it was opened with. `mlx_zip.cuda.batch` runs requests on it.
+    """A model's weights on a device, and the options that the model was opened with.
 
-    config: the zip2zip settings, None for a model without hypertokens. params: the codec's parameters; without
-    hypertokens the codec has no slots, and codebooks only log base ids. store: encoded rows of entries, None without
-    hypertokens.
+    `mlx_zip.cuda.batch` runs requests on the model. config: the zip2zip settings, None for a model without hypertokens.
+    params: the codec's parameters; without hypertokens the codec has no slots, and a codebook only logs base ids.
+    store: encoded rows of entries, None without hypertokens.
     """
 
     def __init__(self, folder: Folder, config: ZipConfig | None, store_bytes: int = STORE_BYTES) -> None:
-        """Takes the tensors out of a folder. Raises `ModelError` naming file and tensor, `ConfigError`."""
+        """Takes the tensors out of `folder`. Raises `ConfigError` if the hyper-encoder does not fit the model.
+
+        Raises `ModelError`, naming file and tensor, if a tensor is missing, unexpected or of a wrong shape.
+        """
         decoder = folder.decoder
         self.folder, self.config = folder, config
         self.device, self.dtype, self.width = folder.device, folder.dtype, decoder.width
@@ -120,7 +125,7 @@ class CudaModel:
         self._starts_by_pack: dict[int, SequenceStart] = {}
 
     def _take_embedding_and_head(self) -> None:
-        """Takes embedding and head out of the folder; without kernels, also prepares the head's product for a CPU."""
+        """Takes embedding and head out of the folder; without kernels, also prepares the head's matrix for a CPU."""
         folder, decoder = self.folder, self.folder.decoder
         low = folder.take(EMBEDDING, decoder.rows, decoder.width)
         high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
@@ -144,7 +149,7 @@ class CudaModel:
         self._input_encoder, self._output_encoder = sides[0], sides[-1]
 
     def _raise_if_tensors_left(self) -> None:
-        """Raises `ModelError` naming a tensor that is no part of the model; encoders may remain if not used."""
+        """Raises `ModelError` if an unknown tensor is left; without hypertokens, hyper-encoders may be left."""
         ignored = () if self.hypertokens else SIDES
         if rest := sorted(name for name in self.folder.tensors if not name.startswith(ignored)):
             raise ModelError(f"{self.folder.path / self.folder.files[rest[0]]}: {rest[0]} is no part of this model")
@@ -171,7 +176,7 @@ class CudaModel:
         half = sum(one.weight.nbytes for one in linear if isinstance(one.weight, HalfMatrix))
         return half + tensor_bytes([*values, *((one.weight, one.bias) for one in linear)])
 
-    # ---- what requests begin with
+    # ---- packs of requests
 
     @property
     def hypertokens(self) -> bool:
@@ -180,14 +185,15 @@ class CudaModel:
 
     @property
     def pack(self) -> Pack | None:
-        """The tuned pack that requests begin with, None if they begin without tuned rows."""
+        """The default pack of requests, None if that pack has no tuned rows."""
         given = self.default_start.pack
         return given if isinstance(given, Pack) and given.rows is not None else None
 
     def take_pack(self, pack: PackOrEntries) -> None:
-        """Makes requests begin with this pack unless they name another.
+        """Makes `pack` the default pack of requests.
 
-        Raises `ConfigError` for an entry that does not fit, and what `sequence_start` raises.
+        Raises `ModelError` if the model has no hypertokens, `ConfigError` if an entry does not fit, and what
+        `sequence_start` raises.
         """
         found = resolve_pack(pack)
         if self.config is None:
@@ -196,9 +202,9 @@ class CudaModel:
         self.default_start, self.config = self.sequence_start(found), config
 
     def take_pack_in_folder(self) -> None:
-        """Makes requests begin with the tuned pack in the model's folder, if there is one.
+        """Makes the tuned pack in the model's folder the default pack of requests, if there is one.
 
-        Raises `ModelError` or `DataError` naming the file for a pack that does not fit.
+        Raises `ModelError` or `DataError`, naming the pack's file, if the pack does not fit the model.
         """
         assert self.config is not None
         path = self.folder.path
@@ -213,17 +219,18 @@ class CudaModel:
             raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
 
     def sequence_start(self, pack: PackOrEntries | None) -> SequenceStart:
-        """Returns the start of requests with this pack; None stands for the model's own pack.
+        """Returns what sequences that begin with `pack` share; None for the model's default pack.
 
         pack: the path of a pack, a `Pack`, or entries (sequences of base ids); `()` for no entries. Raises `ModelError`
-        for rows of another model, `CodecError` for an entry that does not fit, `DataError`.
+        if the pack's rows were tuned for another model or the model has no hypertokens, `CodecError` if an entry does
+        not fit, `DataError` if the pack cannot be read.
         """
         if pack is None or pack is self.default_start.pack:
             return self.default_start
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
         found = self._starts_by_pack.get(id(pack))
-        if found is None:  # a start holds its pack, so no other object can have the pack's id()
+        if found is None:  # each `SequenceStart` holds its pack, so no other object can have that pack's id()
             found = make_sequence_start(self.params, pack, lambda: self.fingerprint, self.sides, self._empty_rows)
             if found.rows is None and self.is_plain:
                 raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
@@ -238,13 +245,13 @@ class CudaModel:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is a plain model, which has no hyper-encoder, with or without a pack tuned for it."""
+        """Whether this is a plain model: one without a hyper-encoder, even if it has a pack tuned for it."""
         section = self.folder.config.get("zip2zip")
         return section is None or bool(section.get("plain"))
 
     @cached_property
     def fingerprint(self) -> str:
-        """The fingerprint of the weights; a pack records it with the rows tuned for this model."""
+        """The fingerprint of the weights; packs with rows tuned for this model record this fingerprint."""
         return folder_fingerprint(self.folder.path, self.folder.decoder.tied)
 
     # ---- the parts of a model call
@@ -254,9 +261,9 @@ class CudaModel:
         return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
 
     def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> HeadOutput:
-        """Returns the best ids, log-sum-exps and, if asked for, logits of the body's output h [B, D].
+        """Returns the best ids, log-sum-exps and, if `logits` is True, logits for the body's outputs h [B, D].
 
-        rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool.
+        rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool: which slots hold an entry.
         """
         if self.head_product is not None:
             return cpu_head(h, self.head_product, rows, installed, self.layout.vocab_size, logits)
@@ -268,9 +275,10 @@ class CudaModel:
         return product(h)[:, : self.layout.vocab_size].float()
 
     def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, with lengths [N] int64.
+        """Returns rows [N, sides, D] of entries [N, S] int64, which are padded with the pad id.
 
-        sides: the output row, then the input row unless an entry has one row for both.
+        lengths [N] int64: base ids of each entry. sides: the output row, then the input row unless one row serves for
+        both.
         """
         outputs = self._output_encoder(entries, lengths, self.head_matrix)
         if self.sides == 1:
@@ -281,7 +289,7 @@ class CudaModel:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer, with the ids that end a text. Raises `DataError`, `ConfigError`."""
+        """The folder's tokenizer, with the config's ids that end a text. Raises `DataError`, `ConfigError`."""
         found = load_tokenizer(self.folder.path)
         self.layout.check_tokenizer(len(found))
         found.eos_token_ids.update(self._eos_ids)

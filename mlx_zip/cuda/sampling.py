@@ -1,7 +1,7 @@
-"""mlx-lm's sampling rules in PyTorch, for one request at a time. Each request has its own random generator.
+"""mlx-lm's sampling rules in PyTorch, for one request at a time.
 
-So a seed gives the same ids whether a request runs alone or in a batch. MLX, a card and a CPU have different random
-generators, so each gives other ids for the same seed.
+Each request has its own random generator, so that a seed gives the same ids whether the request runs alone or in a
+batch. The random generators of MLX, a GPU and a CPU differ, so the ids for one seed differ between them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RequestSampler:
     """One request's sampler: called with log-probabilities [1, W], returns the chosen id [1] int64.
 
     special_ids: ids that XTC never excludes. device: of the log-probabilities. state: random state to continue from if
-    the options have no seed; a state of another type of device is ignored.
+    the options have no seed; ignored if it is from another type of device.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class RequestSampler:
 
     @property
     def state(self) -> torch.Tensor | None:
-        """The random state that the next draw begins with, a uint8 tensor on the host; None before the first draw."""
+        """The random state before the next draw, a uint8 tensor on the host; None before the first draw."""
         return self._resumed_state if self._generator_in_use is None else self._generator_in_use.get_state()
 
     def __call__(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Returns the chosen id [1] of log-probabilities [1, W]; among equal best ones the lowest id."""
-        return self.draw_scores(logprobs).argmax(1)  # the lowest of equal ones, as PyTorch promises
+        """Returns the chosen id [1] for log-probabilities [1, W]; among equal best scores, the lowest id."""
+        return self.draw_scores(logprobs).argmax(1)  # PyTorch returns the lowest of equal ones
 
     def draw_scores(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Returns scores [1, W] for log-probabilities [1, W]; the id of the highest score is a sample (Gumbel's trick).
@@ -108,7 +108,7 @@ def _apply_top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _apply_min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tensor:
-    """Returns logprobs [1, W] with -inf for ids below `min_p` times the highest probability; the best `least` stay."""
+    """Returns logprobs [1, W] with -inf for ids below `min_p` times the highest probability; keeps the best `least`."""
     removed = logprobs < logprobs.amax(1, keepdim=True) + math.log(min_p)
     if least > 1:
         removed.scatter_(1, logprobs.topk(least, dim=1).indices, False)
@@ -120,10 +120,10 @@ def _keep_only(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class BaseTokenPenalties(PenaltyTerms):
-    """mlx-lm's penalties for one sequence, over base tokens, as `PenaltyTerms` says. Logits of -inf stay -inf."""
+    """mlx-lm's penalties for one sequence, counted over base tokens (see `PenaltyTerms`). Keeps logits of -inf."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns logits [1, W] float32 after penalties. The context is taken from the codebook's log."""
+        """Returns logits [1, W] float32 after penalties for the ids in the codebook's log."""
         columns, terms = self.nonzero_columns()
         if not len(columns):
             return logits
@@ -135,11 +135,11 @@ class BaseTokenPenalties(PenaltyTerms):
         return logits.index_copy(1, at, chosen)
 
 
-# ---- canonical decoding: ids that the compressor would not write get no probability (`mlx_zip.sampling.exclusions`)
+# ---- canonical decoding: forbids ids that the compressor would never write (`mlx_zip.sampling.exclusions`)
 
 
 def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
-    """Returns logits [B, W] with each row's excluded ids at -inf, unless together they have over half the probability.
+    """Returns logits [B, W] with each row's excluded ids at -inf, unless together they hold over half the probability.
 
     lse [B]: log-sum-exp of each row. never: an id that is excluded in no row.
     """
@@ -151,7 +151,7 @@ def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequ
 def closed_logits(
     logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes. Some row must have excluded ids."""
+    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes, if some row has excluded ids."""
     lists = [list(dict.fromkeys(ids)) for ids in excluded]
     width = max(map(len, lists))
     padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)
@@ -163,7 +163,7 @@ def closed_logits(
 
 
 def best_canonical_ids(head: HeadOutput, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
-    """Returns the best ids [B] of a head with logits, after `exclude_ids`."""
+    """Returns the best ids [B] of a head's output, which must have logits, after `exclude_ids`."""
     assert head.logits is not None
     assert head.lse is not None
     return exclude_ids(head.logits, head.lse, excluded, never).argmax(1)

@@ -1,7 +1,7 @@
-"""Scores rows of ids with a model on PyTorch: the log-probability of each id given the ids before it.
+"""Scores rows of ids with a PyTorch model: the log-probability of each id given the ids before it.
 
-Each row is scored alone. Each entry that the row's codebook ever holds has its own column of the logits. The column is
-open from the id that installs the entry until another entry takes the slot.
+Each row is scored alone. Every entry that the row's codebook ever holds has its own column of the logits. The column is
+open from the id that installs the entry until another entry takes the entry's slot.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NEVER = np.iinfo(np.int64).max
 class RowEntries:
     """All entries that a row's codebook ever held, in the order of installation.
 
-    first, last [E] int64: index of the row's id that installs each entry (-1: a start entry), and of the id that evicts
-    it (`NEVER`: none). of [n] int64: index of the entry that each id of the row stands for, -1 for a base id. slots [E]
-    int64: the slot of each entry. rows [E, sides, D]: hyper rows, on the device.
+    first [E] int64: index in the row of the id that installs each entry, -1 for a start entry. last [E] int64: index of
+    the id that evicts each entry, `NEVER` if none does. of [n] int64: the entry that each id of the row stands for, -1
+    for a base id. slots [E] int64: the slot of each entry. rows [E, sides, D]: hyper rows, on the device.
     """
 
     first: np.ndarray
@@ -41,7 +41,7 @@ class RowEntries:
 
 
 class RowScorer:
-    """Scores rows with a model, on a KV cache of its own."""
+    """Scores rows of ids with a model. Has its own KV cache."""
 
     def __init__(self, model: CudaModel) -> None:
         self._model = model
@@ -50,10 +50,10 @@ class RowScorer:
 
     @torch.no_grad()
     def score_in_parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
-        """Yields the predictions of the second to the last of a row's ids, some at a time.
+        """Yields the predictions of a row's ids, from the second id on, some at a time.
 
-        closed: ids that canonical decoding forbids, with their indices. causal: False opens the row's last entries at
-        every position ("legacy" in `mlx_zip.engine.mlx.scoring.score`). top: number of likeliest ids per position.
+        closed: positions, and the ids that canonical decoding forbids there. causal: False opens the row's last entries
+        at every position ("legacy" in `mlx_zip.engine.mlx.scoring.score`). top: number of likeliest ids per position.
         """
         row_entries, vocab_size, begin = self._find_entries(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))
@@ -75,8 +75,8 @@ class RowScorer:
 
     @torch.no_grad()
     def score_next_ids(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
-        """Returns log-probabilities float64 [k] of k base ids after a whole row. See `EvaluatedModel.score_next`."""
-        last = np.zeros(1, row.ids.dtype)  # a placeholder: the body reads all ids but the last
+        """Returns what `EvaluatedModel.score_next` returns: log-probabilities of ids after a whole row."""
+        last = np.zeros(1, row.ids.dtype)  # a placeholder: the body does not read the last id
         longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
         row_entries = self._find_entries(longer)
         *_, outputs = self._body_outputs(longer, row_entries)
@@ -108,7 +108,7 @@ class RowScorer:
         return RowEntries(first, last, of, slots, self._entry_rows(begin, entries, lengths.astype(np.int64)))
 
     def _entry_rows(self, begin: SequenceStart, entries: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """Returns the rows [E, sides, D] of entries, the first of which are the codebook's start entries."""
+        """Returns the rows [E, sides, D] of `entries`, which begin with the codebook's start entries."""
         model = self._model
         if model.store is None or not len(entries):
             return torch.empty((0, model.sides, model.width), dtype=model.dtype, device=model.device)
@@ -119,9 +119,9 @@ class RowScorer:
         return torch.cat(found)
 
     def _body_outputs(self, row: Compressed, row_entries: RowEntries) -> Iterator[torch.Tensor]:
-        """Yields the body's outputs [n, D] for all but the last of a row's ids, some at a time.
+        """Yields the body's outputs [n, D] for all ids of a row but the last, some at a time.
 
-        Positions below LongRoPE's border use the short factors, as in generation.
+        Positions before `Rope.long_from` use LongRoPE's short factors, as in generation.
         """
         count, rope = len(row.ids) - 1, self._model.decoder.rope
         positions = row.ends[:-1] - 1 if self._by_base_ids else np.arange(count)
@@ -142,7 +142,7 @@ class RowScorer:
     def _run_body(
         self, h: torch.Tensor, positions: np.ndarray, frequency_set: int, wanted: int = 0
     ) -> Iterator[torch.Tensor]:
-        """Yields the body's outputs of embeddings h [n, D] of a whole sequence, from the one at index `wanted` on."""
+        """Yields the body's outputs for embeddings h [n, D] of a whole sequence, from index `wanted` on."""
         model, count = self._model, len(h)
         if self._kv.capacity < count:
             self._kv = model.decoder.make_kv_cache(1, count)
@@ -168,7 +168,7 @@ class _PositionLogits:
         return torch.logaddexp(self.low.logsumexp(1), self.high.logsumexp(1))[:, None]
 
     def exclude_ids(self, at: np.ndarray, ids: np.ndarray) -> None:
-        """Sets ids [m] at positions `at` [m] to -inf, unless those of one position have over half its probability."""
+        """Sets the logits of ids [m] at positions `at` [m] to -inf; see `sampling.exclude_ids` for the exception."""
         if not len(at):
             return
         rows, columns = (ids_to_device(part, self.low.device) for part in np.unique([at, ids], axis=1))

@@ -1,4 +1,4 @@
-"""The host's state of one sequence of a batch: its start, its codebook, and which rows the device lacks."""
+"""The host's state of one sequence of a batch: start, codebook, and which of its rows the device lacks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from mlx_zip.packs.pack import PackOrEntries, resolve_pack
 
 @dataclass(frozen=True, eq=False)
 class SequenceStart:
-    """What a request begins with. params: the codec, start entries included. rows: their tuned rows [P, sides, D] on
-    the device, None if they have none. pack: the pack or entries that this was made of, held so that its `id()` is not
-    reused.
+    """What sequences with the same pack begin with.
+
+    params: the codec's parameters, start entries included. rows: tuned rows [P, sides, D] of the start entries, on the
+    device, or None. pack: the pack or entries that the start was made from, held so that its `id()` is not reused.
     """
 
     params: CodecParams
@@ -32,18 +33,18 @@ class SequenceStart:
 
     @property
     def tuned_count(self) -> int:
-        """The number of start entries that have tuned rows: all or none."""
+        """The number of start entries with tuned rows: all start entries or none."""
         return 0 if self.rows is None else len(self.rows)
 
 
 def make_sequence_start(
     params: CodecParams, pack: PackOrEntries, model: Callable[[], str], sides: int, like: torch.Tensor
 ) -> SequenceStart:
-    """Returns what a request with this pack begins with.
+    """Returns what sequences that begin with `pack` share.
 
-    params: the model's codec. model: returns the model's fingerprint. sides: 1 if an entry's input row and output row
-    are one, else 2. like: a tensor [any, D] with the rows' width, dtype and device. Raises `CodecError` for an entry
-    that does not fit, `ModelError` for rows of another model, `DataError`.
+    params: the model's codec. model: returns the model's fingerprint. sides: 1 if an entry has one row for input and
+    output, else 2. like: a tensor [any, D] with the rows' width, dtype and device. Raises `CodecError` if an entry does
+    not fit, `ModelError` if the rows belong to another model, `DataError` if the pack cannot be read.
     """
     found = resolve_pack(pack)
     own, rows = params.with_start(found), found.rows
@@ -56,10 +57,11 @@ def make_sequence_start(
 
 @dataclass(frozen=True)
 class ReadDraft:
-    """A draft of K ids that the body has read. outputs [K + 1, D]: of the id before the draft, then of each of its ids.
+    """A draft of K ids that the body has read.
 
-    The draft's keys and values follow those of the sequence's log in the KV cache. The cache's length includes them
-    while the draft is in use, so that steps of other sequences do not overwrite them.
+    outputs [K + 1, D]: for the id before the draft, then for each id of the draft. In the KV cache, the draft's keys
+    and values follow those of the sequence's log. While the draft is in use, the cache's length includes them, so that
+    steps of other sequences do not overwrite them.
     """
 
     draft: Draft
@@ -75,11 +77,11 @@ class ReadDraft:
 class SequenceState:
     """One sequence of a batch.
 
-    start: what the sequence began with. book: its codebook, whose log is the ids read. missing_slots: slots whose rows
-    are not in the batch's tables. frequency_set: the set of rotary frequencies of the cached keys, None if the keys
-    must be computed again. output [D]: the body's output for the last id, None if unknown or in the batch's outputs.
-    can_choose: whether the output for the last id is known. has_chosen: whether an id was chosen that the codebook has
-    not read yet. ahead: the draft that the body has read behind the log, None for none.
+    start: what the sequence began with. book: its codebook, whose log holds the ids read. missing_slots: slots whose
+    rows are not in the batch's tables. frequency_set: the set of rotary frequencies of the cached keys, None if the
+    keys must be computed again. output [D]: the body's output for the last id; None if it is unknown or lies in the
+    batch's outputs. can_choose: whether the output for the last id is known. has_chosen: whether an id was chosen that
+    the codebook has not read yet. ahead: the draft that the body has read after the log, or None.
     """
 
     start: SequenceStart
@@ -93,7 +95,7 @@ class SequenceState:
 
     @property
     def can_evict(self) -> bool:
-        """Whether an entry can be replaced by another one."""
+        """Whether a new entry may replace an entry."""
         return self.book.params.policy != "freeze"
 
     def positions(self, first: int, by_base_ids: bool) -> np.ndarray:
@@ -107,11 +109,11 @@ class SequenceState:
         return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
 
     def position_count(self, by_base_ids: bool) -> int:
-        """Returns the number of positions that the log takes."""
+        """Returns the number of positions that the ids in the log take."""
         return self.book.base_length if by_base_ids else self.book.mark()
 
     def missing_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the slots [N] of the missing rows, and their entries: base ids [N, S], padded, and lengths [N]."""
+        """Returns the slots [N] whose rows are missing, and their entries: padded base ids [N, S] and lengths [N]."""
         slots = np.array(sorted(self.missing_slots), np.int64)
         if not len(slots):
             return slots, np.zeros((0, self.book.params.merge_size), np.uint32), slots
@@ -130,8 +132,8 @@ class SequenceState:
     def find_evicted(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Finds ids of the log whose slots hold other entries now than when the ids were read.
 
-        first, count: index of the first id to look at, and how many. Returns the indices of the N ids found, counted
-        from `first`, and the entries that they stood for: base ids [N, S] and lengths [N].
+        Looks at `count` ids from index `first` on. Returns the indices of the N ids found, counted from `first`, and
+        the entries that these ids stood for: base ids [N, S] and lengths [N].
         """
         vocab, ids = self.book.params.vocab_size, self.book.ids[first : first + count].astype(np.int64)
         at = np.flatnonzero(ids >= vocab) if self.can_evict else np.zeros(0, np.int64)
@@ -159,9 +161,9 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the log and of the tensors."""
+        """Size of the log and the tensors in bytes."""
         return self.log.nbytes + self.keys_values.nbytes + (0 if self.output is None else self.output.nbytes)
 
     def truncated(self, ids: int) -> Snapshot:
-        """Returns the first `ids` ids of the sequence, which must read more before it can choose."""
+        """Returns a snapshot of the first `ids` ids, without output: its sequence must read before it can choose."""
         return replace(self, log=self.log[:ids], keys_values=self.keys_values[..., :ids, :], output=None)

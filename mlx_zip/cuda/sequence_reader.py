@@ -22,7 +22,7 @@ class SequenceReader:
     """Runs the decoder's body over ids of sequences: a prompt, a log that is read again, or drafts.
 
     kv, tables: those of the batch. used [B] int64: receives the number of positions that each sequence takes.
-    by_base_ids: as in `SequenceState.positions`.
+    by_base_ids: whether positions count base ids, see `SequenceState.positions`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SequenceReader:
         self._used, self._by_base_ids = used, by_base_ids
 
     def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
-        """Installs a sequence's missing rows in the tables, from the store or newly encoded."""
+        """Installs a sequence's missing rows in the tables; encodes rows that the store lacks."""
         store, device = self._model.store, self._model.device
         if not sequence.missing_slots or store is None:
             return
@@ -59,7 +59,7 @@ class SequenceReader:
     def read_ahead(self, parts: Mapping[int, tuple[SequenceState, Sequence[int]]]) -> dict[int, torch.Tensor]:
         """Runs the body over each sequence's last id and the ids proposed after it. Returns outputs [1 + K, D] by row.
 
-        parts: for each row, its sequence and K proposed ids, which are not in the sequence's log. Afterwards the store
+        parts: by row, the sequence and its K proposed ids, which are not in the sequence's log. Afterwards the store
         holds the rows of entries that the proposed ids would install.
         """
         spans, installed = dict[int, _Span](), dict[int, list[int]]()
@@ -80,9 +80,9 @@ class SequenceReader:
         return outputs
 
     def _run_spans(self, spans: Mapping[int, _Span]) -> dict[int, torch.Tensor]:
-        """Runs the body once over a span of ids of each sequence. Takes spans and returns outputs [L, D] by row.
+        """Runs the body once over one span of ids of each sequence. spans: by row. Returns outputs [L, D] by row.
 
-        Shorter spans are padded. Sequences in rows between these stay unchanged.
+        Shorter spans are padded. Rows without a span stay unchanged.
         """
         model, device, first = self._model, self._model.device, min(spans)
         shape = max(spans) + 1 - first, max(end - begin for _, begin, end in spans.values())

@@ -1,4 +1,4 @@
-"""`CudaCaches`: how a store of sessions handles a batch's rows; a session keeps a `Snapshot` on the host.
+"""`CudaCaches`: saves rows of a batch for the store of sessions; a session keeps a `Snapshot` on the host.
 
 A session's file holds the ids that were read, what the codebook began with, and the keys and values in the model's
 dtype. Hyper rows are not in the file; they are made again when a request continues the session.
@@ -42,9 +42,9 @@ FREQUENCY_SET_FACT = "which"  # name of the fact that holds the set of rotary fr
 
 
 class CudaCaches:
-    """The `SessionCaches` of one model's batch (`mlx_zip.engine.sessions.session`).
+    """The `SessionCaches` (`mlx_zip.engine.sessions.session`) of one model's batch.
 
-    A snapshot never changes: a request that continues a session gets a copy of its snapshot on the device.
+    A snapshot never changes: a request that continues a session gets a copy of the session's snapshot on the device.
     """
 
     def __init__(self, model: CudaModel, tokenizer: Any, row_handles: RowHandles) -> None:
@@ -138,12 +138,11 @@ def _held_ids(book: Codebook) -> tuple[Ids, Ids]:
 
 
 def _start_as_json(begin: SequenceStart) -> str:
-    """Returns what a sequence began with as JSON: its entries, and the fingerprint of the rows tuned for them."""
     return json.dumps([begin.params.start, tuned_fingerprint(begin.pack)])
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a NumPy view of a host tensor, of bfloat16 as uint16, because NumPy has no bfloat16."""
+    """Returns a NumPy view of a host tensor; bfloat16 becomes uint16, because NumPy has no bfloat16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 

@@ -16,11 +16,11 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host
-    return host.pin_memory().to(device, non_blocking=True)  # PyTorch keeps the pinned memory until it has been read
+    return host.pin_memory().to(device, non_blocking=True)  # PyTorch keeps the pinned memory until the copy is done
 
 
 def ids_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Returns an array of integers as int64 on a device, as `to_device` does."""
+    """Returns an array of integers as an int64 tensor on a device; copies as `to_device` does."""
     return to_device(np.asarray(array).astype(np.int64), device)
 
 
@@ -75,7 +75,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_to_device(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies a tensor on the host to one of its shape and dtype on a device, in stream order."""
+    """Copies a host tensor into `target`, of the same shape and dtype on a device, in stream order."""
     if target.device.type != "cuda":
         target.copy_(source)
     else:
@@ -83,16 +83,16 @@ def copy_to_device(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class StagingBuffers:
-    """Two pinned buffers through which a tensor is copied in pieces, so that neither side needs a second whole copy.
+    """Two pinned buffers through which a tensor is copied in pieces, so that no second whole copy is needed.
 
-    While the device copies one piece, the host copies the other. size: bytes of the tensor.
+    While the device copies to or from one buffer, the host copies to or from the other. size: bytes of the tensor.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._buffers = [_PinnedBuffer(device, min(size, PIECE_BYTES)) for _ in range(2)]
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor of the device on the host."""
+        """Returns a copy, on the host, of a tensor on the device."""
         host, last = torch.empty(source.shape, dtype=source.dtype), None
         for piece, target, buffer in zip(
             _split_in_pieces(source), _split_in_pieces(host), cycle(self._buffers), strict=False
@@ -107,7 +107,7 @@ class StagingBuffers:
         return host
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies a tensor of the host to one on the device. Does not wait for the last two pieces."""
+        """Copies a host tensor into `target` on the device. Does not wait for the last two pieces."""
         for piece, place, buffer in zip(
             _split_in_pieces(source), _split_in_pieces(target), cycle(self._buffers), strict=False
         ):
@@ -117,7 +117,7 @@ class StagingBuffers:
 
 
 class _PinnedBuffer:
-    """Pinned memory, and an event that is done when the device has read or written the memory."""
+    """Pinned memory, and an event that completes when the device has read or written the memory."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -128,7 +128,7 @@ class _PinnedBuffer:
         return self._memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
 
     def record_use(self) -> None:
-        """Records the event behind the device work queued so far, such as a copy from or to the memory."""
+        """Records the event after the device work queued so far, such as a copy from or to the memory."""
         self._done.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:

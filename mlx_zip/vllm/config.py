@@ -1,4 +1,4 @@
-"""`Zip2ZipConfig`: config.json of a model with hypertokens as transformers and vLLM read it; and the plugin itself."""
+"""`Zip2ZipConfig`: config.json of a model with hypertokens as transformers and vLLM read it. `register`: the plugin."""
 
 # pyright: reportMissingImports=false
 
@@ -17,30 +17,30 @@ from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME
 from mlx_zip.text.tokenizers import load_tokenizer
 
 ENCODERS = "zip2zip_encoders.safetensors"  # of an exported checkpoint
-ARCHITECTURE = "Zip2ZipForCausalLM"  # what vLLM calls our model
-DECODERS = {  # what vLLM calls the decoders that config.json names by model_type
+ARCHITECTURE = "Zip2ZipForCausalLM"  # vLLM's name for our model
+DECODERS = {  # vLLM's name for each decoder, by model_type
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_PACKING = ("quantization", "quantization_config")  # MLX's own, which vLLM would take for one of its methods
+_PACKING = ("quantization", "quantization_config")  # keys of MLX's quantization, which vLLM would take for its own
 _NOT_THE_DECODERS = (*_PACKING, "model_type", "name_or_path", "_name_or_path", "mlx_zip")
 
 
 class Zip2ZipConfig(PretrainedConfig):
     """The decoder's config with a wider vocabulary: base ids, hypertokens, the base tail, and `broken_id`.
 
-    section: the `zip2zip` section of config.json. decoder_keys: the other keys, without those of MLX's quantization.
-    packing: MLX's quantization settings, {} for none. encoder_file: the file of an exported checkpoint's encoders, ""
-    for a converted folder.
+    section: the `zip2zip` section of config.json. decoder_keys: its other keys, except those of MLX's quantization.
+    packing: MLX's quantization settings, {} for none. encoder_file: the file with the encoders of an exported
+    checkpoint, "" for a converted folder.
     """
 
     model_type = MODEL_TYPE
 
     def __init__(self, **kwargs: Any) -> None:
-        """Takes the keys of config.json, or those that `to_dict` gives. Raises `ConfigError`."""
+        """Takes the keys of config.json or of `to_dict`. Raises `ConfigError` if a key has a wrong type."""
         self.section: dict[str, Any] = kwargs.pop("zip2zip", None) or kwargs.pop("section", {})
         decoder: dict[str, Any] | None = kwargs.pop("decoder_keys", None)
         packing = kwargs.pop("packing", None) or {}
@@ -60,30 +60,30 @@ class Zip2ZipConfig(PretrainedConfig):
 
     @property
     def zip_config(self) -> ZipConfig:
-        """The settings of codec and encoders in the section. Raises `ConfigError`."""
+        """The settings of codec and encoders in the section. Raises `ConfigError` if the section is invalid."""
         return parse_zip_section(self.section)
 
     @property
     def layout(self) -> Layout:
-        """The columns of the logits. Raises `ConfigError`."""
+        """The columns of the logits. Raises `ConfigError` if the section is invalid."""
         config = self.zip_config
         return Layout(config.vocab_size, config.codebook_size, self.decoder_keys["vocab_size"])
 
     @property
     def broken_id(self) -> int:
-        """The id after all others; a worker ends a request of this project with it if it could not read its ids."""
+        """The id after all others. A worker ends a request with `broken_id` if it could not read the request's ids."""
         return self.layout.width
 
     @property
     def decoder_name(self) -> str:
-        """vLLM's name for the decoder. Raises `ConfigError` for a decoder that is not supported."""
+        """vLLM's name for the decoder. Raises `ConfigError` if the decoder is not supported."""
         kind = self.section.get("base_model_type")
         if kind not in DECODERS:
             raise ConfigError(f"base_model_type {kind!r} is not supported on vLLM; supported: {', '.join(DECODERS)}")
         return DECODERS[kind]
 
     def decoder_config(self) -> PretrainedConfig:
-        """Returns the decoder's own config. Raises `ConfigError` for a decoder that is not supported."""
+        """Returns the decoder's own config. Raises `ConfigError` if the decoder is not supported."""
         name = self.decoder_name
         made = AutoConfig.for_model(self.section["base_model_type"], **self.decoder_keys)
         made.architectures = [name]
@@ -91,7 +91,7 @@ class Zip2ZipConfig(PretrainedConfig):
 
 
 def register() -> None:
-    """Registers our config with transformers and our model with vLLM, which calls this in each of its processes."""
+    """Registers our config with transformers and our model with vLLM. vLLM calls this in each of its processes."""
     from vllm import ModelRegistry
 
     AutoConfig.register(MODEL_TYPE, Zip2ZipConfig, exist_ok=True)
@@ -101,7 +101,7 @@ def register() -> None:
 def config_of_export(folder: Path) -> dict[str, Any] | None:
     """Returns config.json of an exported checkpoint as a converted folder would have it; None for any other folder.
 
-    Raises `ConfigError` for files that cannot be read and for a checkpoint whose decoder is not in the folder.
+    Raises `ConfigError` if a file cannot be read or the folder does not hold the checkpoint's decoder.
     """
     if not (folder / UPSTREAM_CONFIG_NAME).is_file():
         return None

@@ -1,8 +1,8 @@
 """`VllmEngine`: an engine (`mlx_zip.engine.interface.Engine`) whose model and scheduler are vLLM's.
 
-Prompts are compressed and requests are checked here, before vLLM sees them, because a worker cannot refuse a request.
-The ids of ended requests are kept, so that a chat continues with the same ids; their keys and values stay in vLLM's
-prefix cache as long as it has room.
+This process compresses prompts and checks requests before vLLM sees them, because a worker cannot refuse a request. It
+keeps the ids of ended requests, so that a chat continues with the same ids. The keys and values of these ids stay in
+vLLM's prefix cache as long as the cache has room.
 """
 
 # pyright: reportMissingImports=false
@@ -52,14 +52,14 @@ from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export, register
 from mlx_zip.vllm.packs import HYPERTOKENS, TELL_BROKEN, pack_arguments
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-MOST_LOGPROBS = 20  # of the likeliest ids per step, OpenAI's number
+MOST_LOGPROBS = 20  # maximum number of likeliest ids per step, as in OpenAI's API
 MAX_RUNNING = 256  # requests at a time, vLLM's own default
-_SESSIONS_BYTES = 256 << 20  # of kept ids
-RETRY_S = 0.05  # after which vLLM is asked again to empty its prefix cache
+_SESSIONS_BYTES = 256 << 20  # maximum size of the kept ids
+RETRY_S = 0.05  # wait until vLLM is asked again to empty its prefix cache
 
 
 class VllmEngine(ThreadedEngine):
-    """An engine on vLLM. load: `load_on_vllm` with its arguments."""
+    """An engine on vLLM. load: calls `load_on_vllm`. Other arguments: see `ThreadedEngine`."""
 
     _llm: LLMEngine | None = None  # None until it is loaded
     _purge_due = False  # whether vLLM's prefix cache is to be emptied once no request uses it
@@ -80,7 +80,7 @@ class VllmEngine(ThreadedEngine):
         raise GenerationError("vLLM does not tell how likely the ids of a prompt are; --engine mlx and torch do")
 
     def check(self, submission: Submission) -> None:
-        """Raises `GenerationError` for a submission that cannot be met."""
+        """Raises `GenerationError` if the submission cannot be served."""
         self._make_request(submission, lambda event: None)
 
     def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
@@ -91,14 +91,14 @@ class VllmEngine(ThreadedEngine):
         return request
 
     def purge_sessions(self) -> int:
-        """See `Engine`. vLLM's prefix cache is emptied too, as soon as no request uses it."""
+        """See `Engine`. Also empties vLLM's prefix cache, as soon as no request uses it."""
         count = super().purge_sessions()
         self._purge_due = True
         self._inbox.ask(self._free_when_idle)
         return count
 
     def _free_when_idle(self) -> float | None:
-        """Empties the prefix cache if due; vLLM refuses while a request has blocks. Returns seconds until a retry."""
+        """Empties vLLM's prefix cache if due. Returns seconds until a retry if a request uses the cache, else None."""
         if self._purge_due and self._llm is not None:
             self._purge_due = not self._llm.reset_prefix_cache()
         return RETRY_S if self._purge_due else None
@@ -139,9 +139,9 @@ def open_vllm_engine(
 
     model_name: a folder, converted or exported, a bundled model's name or a hub id. dtype: "float32", "float16" or
     "bfloat16", None for vLLM's default. pack: the pack of requests that name none; None for the model's own. canonical,
-    codebook_size: None for config.json's. tokenizer_config: `chat_template` only. vllm_args: further arguments of
-    vLLM's `EngineArgs`, for example {"tensor_parallel_size": 2}. Raises `ConfigError`, `ModelError`, `DataError`, and
-    what vLLM raises.
+    codebook_size: None for the values in config.json. tokenizer_config: may hold `chat_template` only. vllm_args:
+    further arguments of vLLM's `EngineArgs`, for example {"tensor_parallel_size": 2}. Raises `ConfigError`,
+    `ModelError` or `DataError` if model, pack or an option is invalid, and what vLLM raises.
     """
     load = partial(
         load_on_vllm,
@@ -167,10 +167,10 @@ def open_vllm_engine(
 def load_on_vllm(
     model_name: str, args: Mapping[str, Any], pack: Any, changes: Mapping[str, Any], chat_template: str | None
 ) -> VllmServed:
-    """Loads a model. args: of vLLM's `EngineArgs`; `trust_remote_code` must be given, and holds for the tokenizer too.
+    """Loads a model on vLLM. Other arguments and errors: see `open_vllm_engine`.
 
-    changes: new values for fields of `ZipConfig`; None leaves a field as it is. Other arguments, and what is raised, as
-    in `open_vllm_engine`.
+    args: arguments of vLLM's `EngineArgs`; must include `trust_remote_code`, which also applies to the tokenizer.
+    changes: new values for fields of `ZipConfig`; None keeps a field.
     """
     register()
     export = config_of_export(resolve_model_name(model_name))
@@ -214,7 +214,7 @@ def load_on_vllm(
 
 @contextmanager
 def _wrong_arguments() -> Iterator[None]:
-    """Raises `ConfigError` for arguments that vLLM does not know or take."""
+    """Context manager: raises `ConfigError` if vLLM refuses its arguments in the block."""
     try:
         yield
     except TypeError as error:
@@ -226,7 +226,7 @@ def _wrong_arguments() -> Iterator[None]:
 
 
 def _with_changes(config: Zip2ZipConfig, changes: Mapping[str, Any]) -> Zip2ZipConfig:
-    """Returns a config whose section has these values of `ZipConfig`; None changes nothing. Raises `ConfigError`."""
+    """Returns `config` with new values for fields of `ZipConfig`; None keeps a field. Raises `ConfigError`."""
     chosen = {name: value for name, value in changes.items() if value is not None}
     section = {**config.section, **replace(config.zip_config, **chosen).to_dict()} if chosen else config.section
     return Zip2ZipConfig(section=section, decoder_keys=config.decoder_keys, packing=config.packing,
@@ -238,9 +238,9 @@ def _replaced_by(made: Zip2ZipConfig, _found: Any) -> Zip2ZipConfig:
 
 
 class VllmServed:
-    """A model that vLLM has loaded. In this process, requests have codebooks only.
+    """A model that vLLM has loaded. In this process, a request has a codebook only.
 
-    The names are those of `mlx_zip.engine.parts.Served`. made: the model's config, None for a plain model. pack: the
+    The methods are those of `mlx_zip.engine.parts.Served`. made: the model's config, None for a plain model. pack: the
     pack of requests that name none, None for the model's own. tied: whether the head is the embedding. fingerprint: of
     the weights. broken_id: see `Zip2ZipConfig`, None for a plain model.
     """
@@ -290,19 +290,19 @@ class VllmServed:
         self._names = itertools.count()
 
     def new_cache(self, start: Any) -> IdLog:
-        """Returns the codebook of a new request. start: what it begins with, None for the model's own."""
+        """Returns the cache of a new request, which begins with the pack `start`, None for the model's own pack."""
         return IdLog(self.params, start)
 
     def state_of(self, cache: IdLog) -> IdLog | None:
-        """Returns the cache, which has the codebook; None for a plain model."""
+        """Returns `cache`, which holds the codebook; None for a plain model."""
         return cache if cache.books else None
 
     def make_draws(self, options: Sampling, state: Any) -> NoDraws:
-        """Returns a placeholder for a sampler: vLLM draws the ids."""
+        """Returns a placeholder for a sampler: vLLM chooses the ids."""
         return NoDraws(options.temp == 0)
 
     def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
-        """Returns no penalties: requests with penalties are refused."""
+        """Returns an empty list: requests with penalties are refused."""
         return []
 
     def make_drafter(self, text: Any, prediction: Any) -> None:
@@ -317,7 +317,7 @@ class VllmServed:
     forget_text = free_unused = settle
 
     def submit(self, request: Request) -> Running:
-        """Gives a request to vLLM. Raises what vLLM raises for one that it refuses."""
+        """Submits a request to vLLM. Raises `GenerationError` if vLLM refuses the request."""
         book, name = request.book, str(next(self._names))
         before = request.held_base_ids() if book is None else book.ids.tolist()
         prompt: dict[str, Any] = {"prompt_token_ids": [*before, *request.prompt_ids.tolist()]}
@@ -335,21 +335,21 @@ class VllmServed:
 
 @dataclass(frozen=True)
 class NoDraws:
-    """A placeholder for a request's sampler, which is in vLLM. greedy: whether the best id is always chosen."""
+    """A placeholder for a request's sampler: vLLM chooses the ids. greedy: whether the best id is always chosen."""
 
     greedy: bool
     state: None = None
 
 
 class IdLog:
-    """A request's cache in this process: a codebook, whose log is what vLLM has read; empty for a plain model."""
+    """A request's cache in this process: a codebook that logs the ids vLLM has read; none for a plain model."""
 
     def __init__(self, params: CodecParams | None, start: Pack | None) -> None:
         self.books = [] if params is None else [Codebook(params.with_start(start))]
 
 
 class IdCaches:
-    """`SessionCaches` (without the methods for files) that keep only the ids of ended requests."""
+    """A `SessionCaches` that keeps only the ids of ended requests. Has no methods for files."""
 
     own_pack_key = ""
 
@@ -441,7 +441,7 @@ class VllmScheduler(Scheduler):
             self._end_running(running)
 
     def _count_cached(self, request: Request, ids: int) -> None:
-        """Counts base tokens of the first `ids` ids, found in vLLM's prefix cache, in place of a kept session's."""
+        """Sets a request's cached tokens: base tokens of its first `ids` ids, found in vLLM's prefix cache."""
         book, before = request.book, request.cached_tokens
         request.cached_tokens = ids if book is None else int(book.logged(0, ids)[1].sum())
         self.totals.cached_tokens += request.cached_tokens - before
@@ -465,10 +465,11 @@ class VllmScheduler(Scheduler):
 
 
 def sampling_params(request: Request, broken_id: int | None, most: int, own_pack: Pack | None = None) -> SamplingParams:
-    """Returns a request's options as vLLM's. Raises `GenerationError`, and what vLLM raises.
+    """Returns a request's options as `SamplingParams` of vLLM.
 
     broken_id: see `Zip2ZipConfig`, None for a plain model. most: maximum ids of the answer, -1 for the context's limit.
-    own_pack: the pack of requests that name none, None for the model's own.
+    own_pack: the pack of requests that name none, None for the model's own. Raises `GenerationError` if the pack cannot
+    be sent to workers, and what vLLM raises.
     """
     submission, options = request.submission, request.checked.sampling
     pack = own_pack if request.checked.start is None else request.checked.start
@@ -491,7 +492,7 @@ def sampling_params(request: Request, broken_id: int | None, most: int, own_pack
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises `GenerationError` for what vLLM refuses."""
+    """Context manager: raises `GenerationError` if vLLM refuses a request in the block."""
     try:
         yield
     except (ValueError, VLLMError) as error:
@@ -512,7 +513,7 @@ def _raise_when_core_dies(core: Any) -> None:
 
 
 def _chosen(request: Request, one: int, found: Mapping[int, Any]) -> Chosen:
-    """Returns a chosen id. found: vLLM's log-probabilities of the likeliest ids and the chosen one, by id."""
+    """Returns an id with log-probabilities. found: vLLM's, by id, of the likeliest ids and the chosen id, or empty."""
     if not found:
         return Chosen(one)
     top = request.submission.top_logprobs or 0
@@ -521,7 +522,7 @@ def _chosen(request: Request, one: int, found: Mapping[int, Any]) -> Chosen:
 
 
 def _raise_if_unsupported(request: Request) -> None:
-    """Raises `GenerationError` for options that vLLM lacks or treats differently from this project."""
+    """Raises `GenerationError` if an option is one that vLLM lacks or treats differently from this project."""
     options, submission = request.checked.sampling, request.submission
     wrong = {
         "a grammar or JSON schema": submission.constraint is not None,

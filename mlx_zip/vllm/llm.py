@@ -16,7 +16,10 @@ from mlx_zip.vllm.engine import open_vllm_engine
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer. base_ids: of the text. reason: "stop" at an end of text, or "length". counts: see `Counts`."""
+    """A model's answer. counts: see `Counts`.
+
+    base_ids: base ids of the text. reason: "stop" if the text ended, "length" if a limit was reached.
+    """
 
     text: str
     base_ids: tuple[int, ...]
@@ -28,7 +31,7 @@ class LLM:
     """A model on vLLM for prompts that are all known in advance. Use it in a `with` statement, or call `close`."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """Loads a model. Arguments, and what is raised, as in `mlx_zip.vllm.engine.open_vllm_engine`."""
+        """Loads a model. Arguments and errors: see `mlx_zip.vllm.engine.open_vllm_engine`."""
         self.engine = open_vllm_engine(model, max_waiting=1 << 31, keep_sessions=False, **options)
 
     def __enter__(self) -> LLM:
@@ -44,11 +47,12 @@ class LLM:
     def generate(
         self, prompts: str | Sequence[str], max_tokens: int = 256, pack: Any = None, **sampling: Any
     ) -> list[Answer]:
-        """Returns the answer to each prompt, in their order; vLLM runs them together.
+        """Returns the answers to prompts, in the order of the prompts; vLLM runs the prompts together.
 
-        max_tokens: base tokens of an answer. pack: what codebooks begin with, None for the model's own. sampling:
-        fields of `mlx_zip.sampling.options.Sampling`, for example `temp`. Raises `GenerationError` for a request that
-        cannot be met, before any is submitted to vLLM, and the error of the first one that fails.
+        max_tokens: maximum base tokens of an answer. pack: the pack that codebooks begin with, None for the model's
+        own. sampling: fields of `mlx_zip.sampling.options.Sampling`, for example `temp`. Raises `GenerationError` if a
+        request cannot be served, before any request is submitted to vLLM, and the error of the first request that
+        fails.
         """
         tokenizer, arrived = self.engine.tokenizer, queue.SimpleQueue[tuple[int, Any]]()
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -66,7 +70,7 @@ class LLM:
                 self.engine.cancel(ticket)
 
     def _take_answers(self, arrived: queue.SimpleQueue[tuple[int, Any]], count: int) -> list[Answer]:
-        """Returns the answers of `count` requests. arrived: their events with the request's number."""
+        """Waits for the answers of `count` requests. arrived: pairs (number of the request, event)."""
         base_ids: list[list[int]] = [[] for _ in range(count)]
         answers = dict[int, Answer]()
         while len(answers) < count:

@@ -1,4 +1,4 @@
-"""`Zip2ZipForCausalLM`: one of vLLM's decoders with hyper-encoders beside it. Its state is in `mlx_zip.vllm.state`."""
+"""`Zip2ZipForCausalLM`: a decoder of vLLM with hyper-encoders. `mlx_zip.vllm.state` holds the state of its requests."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -30,11 +30,11 @@ WEIGHTS = "model*.safetensors"
 
 
 class Zip2ZipForCausalLM(nn.Module, SupportsPP):
-    """A model with hypertokens. layout: the columns of its logits.
+    """A model with hypertokens. All layers are vLLM's.
 
-    Embeddings of ids come from `Zip2ZipState`, which also adds the logits of hypertokens; all layers are vLLM's.
-    outputs [N, D]: the body's outputs that `compute_logits` was called with last. Raises `ConfigError` for what vLLM
-    cannot do together with hypertokens.
+    `Zip2ZipState` makes the embeddings of ids and adds the logits of hypertokens. layout: the columns of the logits.
+    outputs [N, D]: the body's outputs that were last passed to `compute_logits`. Raises `ConfigError` if an option of
+    vLLM does not work with hypertokens.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -51,7 +51,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
             )
         self.make_empty_intermediate_tensors = self.decoder.make_empty_intermediate_tensors
         self.outputs: torch.Tensor | None = None
-        self.allow_patterns_overrides = [WEIGHTS]  # vLLM's loader would read a draft head too
+        self.allow_patterns_overrides = [WEIGHTS]  # so that vLLM's loader does not read a draft head
         self._folder, revision = Path(vllm_config.model_config.model), vllm_config.model_config.revision
         files = [config.encoder_file] if config.encoder_file else []
         self.secondary_weights = [
@@ -78,7 +78,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         return self.decoder(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Returns logits [N, W + 1], -inf but for base ids; `Zip2ZipState` adds hypertokens' logits per request."""
+        """Returns logits [N, W + 1], -inf except for base ids; `Zip2ZipState` adds hypertokens' logits per request."""
         low = self.decoder.compute_logits(hidden_states)
         self.outputs = hidden_states
         if low is None:
@@ -92,7 +92,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads the tensors of a converted folder or an exported checkpoint; returns the names that were loaded.
 
-        Raises `ModelError` naming a tensor that is missing or no part of the model.
+        Raises `ModelError` naming the tensor if one is missing or is not part of the model.
         """
         self._encoder_tensors: dict[str, torch.Tensor] = {}
         loaded = self.decoder.load_weights(self._without_encoders(self._dense(weights)))
@@ -100,7 +100,6 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         return {f"decoder.{name}" for name in loaded}
 
     def _without_encoders(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the decoder's tensors; those of the encoders are put aside."""
         tied = self.decoder.config.tie_word_embeddings
         for name, tensor in weights:
             if name.startswith(SIDES):
@@ -109,7 +108,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
                 yield name, tensor
 
     def _dense(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields tensors; a matrix that MLX has packed is unpacked as soon as its three tensors are there."""
+        """Yields tensors; unpacks a matrix that MLX has packed as soon as its three tensors have been read."""
         if not self.hf_config.packing:
             yield from weights
             return
@@ -124,7 +123,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
             if len(parts) == 3:
                 yield f"{module}.weight", unpack(self._packed(module, waiting.pop(module)), self.dtype)
         for module, parts in waiting.items():
-            self._packed(module, parts)  # raises, because one is missing
+            self._packed(module, parts)  # raises, because a part is missing
 
     def _packed(self, module: str, parts: dict[str, torch.Tensor]) -> Packed:
         name = f"{module}.weight"
@@ -159,26 +158,26 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.decoder.parameters()).device
 
     @cached_property
     def one_row(self) -> bool:
-        """Whether an entry's input row is its output row."""
+        """Whether an entry has one row for input and output."""
         return self.config.encoder.tie_encoders and self.decoder.config.tie_word_embeddings
 
     @cached_property
     def sides(self) -> tuple[str, ...]:
-        """The sides whose rows this worker needs: inputs where ids are embedded, outputs where logits are made."""
+        """The sides whose rows this worker needs: input if it embeds ids, output if it computes logits."""
         group = get_pp_group()
         if self.one_row:
             return SIDES[:1] if group.is_first_rank or group.is_last_rank else ()
         return SIDES[:1] * group.is_first_rank + SIDES[1:] * group.is_last_rank
 
     def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-        """Returns rows [N, D] per side of entries [N, S] int64, padded with the pad id, lengths [N] int64.
+        """Returns rows [N, D] per side of entries [N, S] int64, padded with the pad id; lengths [N] int64.
 
-        With tensor parallelism every worker must call it with the same entries.
+        With tensor parallelism every worker must call `encode` with the same entries.
         """
         places = torch.arange(entries.numel(), device=entries.device).view(entries.shape)
         return [
@@ -187,7 +186,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         ]
 
     def _table(self, side: str) -> VocabParallelEmbedding:
-        """Returns the matrix, embedding or head, from whose rows the encoder makes a side's hyper rows."""
+        """Returns the matrix, embedding or head, whose rows the encoder of a side takes."""
         inputs = side == SIDES[0] and get_pp_group().is_first_rank
         return self.decoder.model.embed_tokens if inputs else self.decoder.lm_head
 
@@ -198,7 +197,7 @@ def _base_rows(table: VocabParallelEmbedding, ids: torch.Tensor) -> torch.Tensor
 
 
 def _refuse_what_is_unsupported(config: VllmConfig) -> None:
-    """Raises `ConfigError` for options of vLLM that do not work with hypertokens, or were never tried with them."""
+    """Raises `ConfigError` if an option of vLLM does not work, or was never tried, with hypertokens."""
     wrong = {
         "its first model runner, which would give wrong output (VLLM_USE_V2_MODEL_RUNNER=0, or Triton is missing)":
             not config.use_v2_model_runner,

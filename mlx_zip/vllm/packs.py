@@ -1,4 +1,4 @@
-"""How a request names its pack to a worker, and how the worker reads it."""
+"""How a request names its pack to a worker, and how the worker reads that pack."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ MAX_KEPT_PACKS = 16
 
 
 def pack_arguments(pack: Pack | None) -> dict[str, Any]:
-    """Returns the `extra_args` that name a request's pack, {} for None, the model's own. Raises `GenerationError`.
+    """Returns the `extra_args` that name a request's pack; {} if `pack` is None, which means the model's own pack.
 
     Tuned rows are not sent: workers read them from the pack's file, which must have the same path on every machine.
+    Raises `GenerationError` if a pack with tuned rows is not a file.
     """
     if pack is None:
         return {}
@@ -38,9 +39,9 @@ def pack_arguments(pack: Pack | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StartRows:
-    """What codebooks begin with. params: the codec. keys: names of the start entries in a worker's table of rows.
+    """What codebooks begin with. params: the codec. keys: keys of the start entries in a worker's `RowTable`.
 
-    tuned: rows [P, D] of the entries, per side of the worker, None if they are encoded like any other.
+    tuned: tuned rows [P, D] of the start entries, per side of the worker; None if the entries are to be encoded.
     """
 
     params: CodecParams
@@ -49,7 +50,7 @@ class StartRows:
 
 
 class WorkerPacks:
-    """A worker's packs: the model's own, and those that requests named last, at most `MAX_KEPT_PACKS`.
+    """A worker's packs: the model's own pack, and up to `MAX_KEPT_PACKS` packs that requests have named last.
 
     model: our `Zip2ZipForCausalLM`, loaded from `folder`.
     """
@@ -64,7 +65,7 @@ class WorkerPacks:
     def find(self, asked: Any) -> StartRows:
         """Returns what a request begins with. asked: what `pack_arguments` wrote, None for the model's own pack.
 
-        Raises `MlxZipError` for what is no pack of this model.
+        Raises `MlxZipError` if `asked` is not a pack for this model.
         """
         if asked is None:
             return self.own
@@ -87,7 +88,7 @@ class WorkerPacks:
 
 
 def _read_pack(asked: tuple[Any, ...]) -> Pack:
-    """Returns a pack. asked: its entries, or the path of its file and the fingerprint that the file must have."""
+    """Returns a pack. asked: entries, or the path of a pack's file and the fingerprint that the file must have."""
     if not (len(asked) == 2 and all(isinstance(one, str) for one in asked)):
         return resolve_pack(asked)
     path, fingerprint = asked

@@ -11,9 +11,9 @@ import torch
 class RowTable:
     """Rows of entries on the device: one tensor [places, D] per side that this worker needs.
 
-    sides: 0 to 2. places: initial number of places. An entry that requests have installed stays; of the others, the
-    least recently used is evicted. If requests need more places than there are, the tensors grow by half; their
-    addresses may change, because they are read outside of vLLM's graphs. Place 0 holds no entry.
+    sides: 0 to 2. places: initial number of places. An entry with users is never evicted; of the other entries, the
+    least recently used is evicted first. If more places are needed, the tensors grow by half; their addresses may
+    change, because the tensors are read outside of vLLM's graphs. Place 0 holds no entry.
     """
 
     def __init__(self, sides: int, places: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -34,9 +34,9 @@ class RowTable:
         return sum(self._users) - 1
 
     def acquire(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
-        """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
+        """Returns the place of each entry, and the indices of the entries whose rows the caller must write there.
 
-        Adds one user to each entry, until `release`. keys: the names of the entries in this table.
+        Adds one user to each entry, until `release`. keys: the entries' keys in this table.
         """
         places, missing = list[int](), list[int]()
         for index, key in enumerate(keys):

@@ -1,7 +1,7 @@
-"""`Zip2ZipState`: what a worker knows of each running request: its codebook, and where the rows of its entries are.
+"""`Zip2ZipState`: a worker's state of each running request: its codebook, and the places of its entries' rows.
 
 The ids of a sequence determine its codebook, so only ids are sent between processes. If a request resumes after
-preemption, or its beginning is in the prefix cache, the worker replays its ids into a new codebook.
+preemption, or its beginning is in the prefix cache, the worker replays the request's ids into a new codebook.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -33,16 +33,17 @@ from mlx_zip.vllm.packs import HYPERTOKENS, PACK, TELL_BROKEN, StartRows, Worker
 from mlx_zip.vllm.rows import RowTable
 
 log = logging.getLogger("mlx_zip")
-MOST_ROWS = 32_768  # maximum initial places of the table of rows, which grows if requests need more
+MOST_ROWS = 32_768  # maximum initial places of the table of rows; the table grows if requests need more
 
 
 class RunningRequest:
-    """A running request. index: its index among vLLM's requests. ids: those that were known when it was added.
+    """A running request. index: its index among vLLM's requests. ids: the ids known when the request was added.
 
-    emits: whether it may choose hypertokens; if not, its codebook serves only to read them. keeps_entries: whether its
+    emits: whether the request may choose hypertokens; if not, its codebook only reads them. keeps_entries: whether the
     codebook never evicts. places: by slot of the codebook, the place of the entry's row in the table, 0 for none.
-    excluded: ids that canonical decoding forbids next. broken: whether it has failed, for example at an illegal id;
-    then only an id that ends it can be chosen. tells_broken: whether that id is `broken_id`, else an end of text.
+    excluded: ids that canonical decoding forbids next. broken: whether the request has failed, for example at an
+    illegal id; then only an id that ends it can be chosen. tells_broken: whether that id is `broken_id`, else an end of
+    text.
     """
 
     def __init__(self, index: int, data: NewRequestData, start: StartRows, emits: bool, canonical: bool) -> None:
@@ -79,25 +80,28 @@ class RunningRequest:
         return new.slots.tolist(), entry_keys(new.base_ids, new.lengths)
 
     def hypertokens(self, ids: Sequence[int]) -> list[int]:
-        """Returns the indices of the hypertokens among ids."""
+        """Returns the indices of the hypertokens among `ids`."""
         first = self._first_id
         return [n for n, one in enumerate(ids) if one >= first]
 
     def places_of(self, ids: Sequence[int]) -> list[int]:
-        """Returns the places of hypertokens' rows. Only for a codebook that never evicts."""
+        """Returns the places of the rows of `ids`, which are hypertokens. Only if the codebook never evicts."""
         return [self.places[one - self._first_id] for one in ids]
 
     def keys_read(self, ids: Sequence[int], at: Sequence[int]) -> list[bytes]:
-        """Returns keys of the entries that hypertokens stood for when read. ids: read last; at: indices in `ids`."""
+        """Returns keys of the entries that hypertokens stood for when read.
+
+        ids: read last; at: hypertokens' indices.
+        """
         own, slots = self.start.keys, [ids[n] - self._first_id for n in at]
         base_ids, lengths = self.book.logged(self.book.mark() - len(ids))
         keys = entry_keys(base_ids[at], lengths[at])
         return [own[slot] if slot < len(own) else key for slot, key in zip(slots, keys, strict=True)]
 
     def read_up_to_bad(self, ids: Sequence[int], read: int) -> int:
-        """Reads the ids before the first illegal one, after `RunningRequest.read` has refused all; returns how many.
+        """Reads the ids before the first illegal one, after `read` has refused `ids`; returns how many were read.
 
-        What the model computes for these ids is right, and vLLM's prefix cache keeps it. read: number of ids that the
+        The model's results for these ids are right, and vLLM's prefix cache keeps them. read: number of ids that the
         codebook had read before.
         """
         self.book.rewind(read)
@@ -117,11 +121,11 @@ class RunningRequest:
 
 
 class Zip2ZipState(DefaultModelState):
-    """The requests of one worker, their codebooks, and the table of rows that they share.
+    """The requests of one worker, their codebooks, and the table of rows that the requests share.
 
-    A request emits hypertokens only if its sender says that it can expand them (`mlx_zip.vllm.packs.HYPERTOKENS`).
-    model: our `Zip2ZipForCausalLM`. slots [requests, slots]: on the device, the place in the table of each entry that a
-    request may choose, 0 for none.
+    A request emits hypertokens only if its sender can expand them (`mlx_zip.vllm.packs.HYPERTOKENS`). model: our
+    `Zip2ZipForCausalLM`. slots [requests, slots]: on the device, the place in the table of each entry that a request
+    may choose, 0 for none.
     """
 
     supports_prompt_embeds = False
@@ -137,7 +141,7 @@ class Zip2ZipState(DefaultModelState):
         self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
         self.slots = torch.zeros((self.max_num_reqs, slots), dtype=torch.int64, device=device)
         self.requests: dict[str, RunningRequest] = {}
-        # places whose rows are still to be written: an entry's key, to be encoded, or its tuned rows [D] per side
+        # by place, rows still to be written: the key of an entry to encode, or an entry's tuned rows [D] per side
         self._unwritten: dict[int, bytes | list[torch.Tensor]] = {}
         self._changed: dict[int, int] = {}  # values that are still to be written to `slots`, by flat index
         self._held: list[int] = []  # places that only the ids of the last step need
@@ -172,7 +176,7 @@ class Zip2ZipState(DefaultModelState):
     # ---- ids are read
 
     def _read_ids(self, name: str, request: RunningRequest, ids: Sequence[int]) -> int:
-        """Reads ids into a request's codebook; returns how many were read. An illegal id breaks this request only."""
+        """Reads ids into a request's codebook; returns how many. An illegal id ends this request only."""
         if not ids:
             return 0
         read = request.book.mark()
@@ -196,7 +200,7 @@ class Zip2ZipState(DefaultModelState):
         keys: Sequence[bytes],
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Gives entries, named by keys, places in the table and slots of a request. tuned: rows [N, D] per side."""
+        """Installs entries in places of the table and in `slots` of a request. tuned: their rows [N, D] per side."""
         places, missing = self.rows.acquire(keys)
         self._note_missing(places, missing, keys, tuned)
         for slot, place in zip(slots, places, strict=True):
@@ -214,12 +218,12 @@ class Zip2ZipState(DefaultModelState):
         keys: Sequence[bytes],
         tuned: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Notes that the rows at indices `missing` must be written, in place of rows still to be written there."""
+        """Notes that the rows at indices `missing` must be written; replaces earlier notes for their places."""
         for index in missing:
             self._unwritten[places[index]] = keys[index] if tuned is None else [rows[index] for rows in tuned]
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Reads the step's ids into the codebooks, makes the rows of new entries, and returns the ids' embeddings."""
+        """Reads the step's ids into the codebooks, makes rows of new entries, and returns inputs with embeddings."""
         inputs, padded = super().prepare_inputs(input_batch, req_states), input_batch.num_tokens_after_padding
         if any(name in self.requests for name in input_batch.req_ids):  # a dummy batch has none of these requests
             self.rows.release(self._held)
@@ -243,7 +247,7 @@ class Zip2ZipState(DefaultModelState):
     def _read_step(self, batch: InputBatch) -> tuple[list[int], list[int]]:
         """Reads the ids of a batch into the codebooks of their requests.
 
-        Returns which of the batch's ids are hypertokens, and the places of their rows.
+        Returns the indices of the hypertokens among the batch's ids, and the places of their rows.
         """
         at, places, chosen = list[int](), list[int](), None
         positions = np.zeros(batch.num_tokens, np.int64)
@@ -253,7 +257,7 @@ class Zip2ZipState(DefaultModelState):
             if request is None:
                 continue
             ids = request.ids[computed[row] : computed[row] + end - begin]
-            if len(ids) < end - begin:  # chosen by the model, so the device has them
+            if len(ids) < end - begin:  # the rest was chosen by the model and is on the device
                 chosen = batch.input_ids.tolist() if chosen is None else chosen
                 ids = [*ids, *chosen[begin + len(ids) : end]]
             if request.book.mark() != computed[row]:
@@ -277,17 +281,17 @@ class Zip2ZipState(DefaultModelState):
         return at, places
 
     def _places_read(self, request: RunningRequest, ids: Sequence[int], hyper: Sequence[int]) -> list[int]:
-        """Returns the places of hypertokens' rows. ids: just read by the request. hyper: indices in `ids`."""
+        """Returns the places of hypertokens' rows. ids: those just read. hyper: indices of hypertokens in `ids`."""
         if request.keeps_entries and request.emits and not request.broken:
             return request.places_of([ids[n] for n in hyper])
         keys = request.keys_read(ids, hyper)
-        places, missing = self.rows.acquire(keys)  # an entry may have been evicted since, by a later id
+        places, missing = self.rows.acquire(keys)  # a later id may have evicted an entry since
         self._note_missing(places, missing, keys)
         self._held += places
         return places
 
     def _write_rows(self) -> None:
-        """Makes the rows that the table lacks, and tells the device which entries requests may choose."""
+        """Makes the rows that the table lacks, and writes to `slots` which entries requests may choose."""
         if tuned := {place: rows for place, rows in self._unwritten.items() if not isinstance(rows, bytes)}:
             sides = [torch.stack(rows).to(self.device) for rows in zip(*tuned.values(), strict=True)]
             self.rows.write(ids_to_device(np.array(list(tuned)), self.device), sides)
@@ -322,7 +326,10 @@ class Zip2ZipState(DefaultModelState):
         return HyperSampler(sampler, self), None
 
     def add_hyper_logits(self, logits: torch.Tensor, batch: InputBatch) -> None:
-        """Writes hypertokens' logits into logits [B, W + 1], then excludes ids and leaves broken requests an end id."""
+        """Writes hypertokens' logits into logits [B, W + 1], then sets excluded ids to -inf.
+
+        A broken request keeps only the id that ends it.
+        """
         most, excluded, broken = 0, list[Sequence[int]](), list[tuple[int, int]]()
         for row, name in enumerate(batch.req_ids):
             request = self.requests.get(name)
@@ -343,8 +350,8 @@ class Zip2ZipState(DefaultModelState):
     def _row_logits(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the products [B, C] of each request's output with the rows at the places `slots` [B, C].
 
-        Gathers the rows if they are under a third of the used places; else multiplies with all places and gathers the
-        products.
+        Gathers the rows if their number is under a third of the used places; else multiplies with all places and
+        gathers the products.
         """
         h, table = self._model.outputs, self.rows.tensors[-1]
         assert h is not None
@@ -370,7 +377,8 @@ class HyperSampler:
 def _may_emit(params: SamplingParams | None, asked: Mapping[str, Any]) -> bool:
     """Returns whether a request may choose hypertokens.
 
-    Its sender must be able to expand them, and ask neither for a grammar nor for log-probabilities of its prompt.
+    The sender must be able to expand hypertokens, and ask neither for a grammar nor for log-probabilities of the
+    prompt.
     """
     if params is None or asked.get(HYPERTOKENS) not in (True, 1):
         return False

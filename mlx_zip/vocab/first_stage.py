@@ -6,13 +6,13 @@
     "ranks"      NAME.tiktoken                            ranks                     by rank      not said
     "hex"        any other .json: a list of tokens        places in the list        none         not said
 
-Each file may be compressed (.gz), and the name of a bundled model stands for its folder. Tokens are byte strings; the
-first two kinds spell them in letters, one per byte (`BYTE_OF`).
+Each file may be compressed (.gz); the name of a bundled model means its folder. Tokens are byte strings; files of the
+first two kinds spell each byte of a token as one letter (`BYTE_OF`).
 
 There are two fingerprints. `tokenizer_fingerprint` covers everything that decides which ids a text gets, and needs a
-tokenizer that transformers has loaded; packs, MultiTok's dictionaries of ids and prepared data hold it.
-`tokens_fingerprint` covers only the bytes of each id; patch tables hold it. (Adapted vocabularies hold
-`MergeList.fingerprint`, over the merges of their base.)
+tokenizer that transformers has loaded; packs, MultiTok's dictionaries of ids and prepared data record it.
+`tokens_fingerprint` covers only the bytes of each id; patch tables record it. (Adapted vocabularies record
+`MergeList.fingerprint`, which covers the merges of their base.)
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 
 def spelled_to_bytes(text: str) -> bytes:
-    """Returns the bytes of a token that is spelled in letters, one per byte. Raises `KeyError` for other characters."""
+    """Returns the bytes of a token that is spelled with one letter per byte. Raises `KeyError` for other characters."""
     return bytes([BYTE_OF[char] for char in text])
 
 
 def bytes_to_spelled(token: bytes) -> str:
-    """Returns a token's bytes spelled in letters, one per byte, as byte-level vocabularies do."""
+    """Returns a token's bytes spelled with one letter per byte, as in byte-level vocabularies."""
     return "".join([CHAR_OF[byte] for byte in token])
 
 
@@ -64,9 +64,10 @@ def bytes_to_spelled(token: bytes) -> str:
 class AddedToken:
     """A token that is looked for in a text before the text is split.
 
-    content: the token's text. special: whether it controls the model and stands for no text. lstrip, rstrip: whether
-    white space to its left or right is part of it. normalized: True looks for it in the normalized text, False in the
-    text as given. Raises `DataError` for a field of a wrong type, an empty text and an id outside 0..2^31-1.
+    content: the token's text. special: whether the token controls the model and stands for no text. lstrip, rstrip:
+    whether white space to its left or right is part of it. normalized: True looks for the token in the normalized text,
+    False in the text as given. Raises `DataError` if a field has a wrong type, the text is empty or the id is outside
+    0..2^31-1.
     """
 
     content: str
@@ -96,8 +97,8 @@ class AddedToken:
 class TokenizerFile:
     """The content of a tokenizer's file, not parsed yet. kind: see the module. data: its bytes, uncompressed.
 
-    Raises `DataError` for an empty file. Every method raises `DataError` naming the file if the content that it parses
-    is wrong.
+    Raises `DataError` if the file is empty. Every method raises `DataError`, naming the file, if the content that the
+    method parses is invalid.
     """
 
     path: Path
@@ -110,7 +111,7 @@ class TokenizerFile:
 
     @property
     def name(self) -> str:
-        """A name to show: the file's name without endings such as tokenizer.json, or if that is empty, the folder's."""
+        """A name to show: the file's name without endings such as tokenizer.json, else the folder's name."""
         plain = name_without_gz(self.path).removesuffix(".tiktoken")
         for ending in ("tokenizer.json", *IDS_FILE_OF):
             plain = plain.removesuffix(ending)
@@ -118,7 +119,7 @@ class TokenizerFile:
 
     @cached_property
     def json(self) -> Any:
-        """The parsed content of a file that is JSON: of the kinds "tokenizer" and "hex"."""
+        """The parsed content of a JSON file, which the kinds "tokenizer" and "hex" are."""
         try:
             return json.loads(self.data)
         except (ValueError, RecursionError) as error:
@@ -175,9 +176,9 @@ class TokenizerFile:
         return ranks
 
     def tokens(self) -> list[bytes]:
-        """Returns the bytes of each id; b"" for a special token and for an id without a token.
+        """Returns the bytes of each id; b"" for a special token or an id without a token.
 
-        A merge list gets GPT-2's ids, even if a file with other ids is next to it.
+        A merge list gets GPT-2's ids, even if a file with other ids lies next to it.
         """
         found = {
             "tokenizer": self._tokens_of_tokenizer,
@@ -228,8 +229,8 @@ class TokenizerFile:
     def build_tokenizer(self, vocabulary: Mapping[str, int] | None = None) -> Any:
         """Returns the `tokenizers.Tokenizer` of a tokenizer.json or a merge list, without truncation and padding.
 
-        vocabulary: the ids of a merge list, by spelled token; None: GPT-2's. Raises `DataError` for the other kinds,
-        which do not say how text is split.
+        vocabulary: the ids of a merge list, by spelled token; None for GPT-2's. Raises `DataError` if the file is of
+        another kind, because other kinds do not say how text is split.
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -257,9 +258,9 @@ class TokenizerFile:
 
 
 def open_tokenizer(name: str | Path) -> TokenizerFile:
-    """Reads the tokenizer in a file, a folder or a bundled model; the file's name says its kind.
+    """Reads the tokenizer in a file, a folder or a bundled model; the file's name decides its kind.
 
-    Raises `DataError` naming a file that cannot be read or is of no known kind.
+    Raises `DataError` naming the file if it cannot be read or its kind is unknown.
     """
     path = resolve_model_name(name)
     path = path / "tokenizer.json" if path.is_dir() else path
@@ -274,7 +275,7 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
 
 
 def read_uncompressed(path: Path) -> bytes:
-    """Returns the bytes of a file, uncompressed if its name ends with .gz. Raises `DataError` naming the file."""
+    """Returns the bytes of a file, uncompressed if its name ends with .gz. Raises `DataError` if it cannot be read."""
     check_regular_file(path)
     try:
         stored = path.read_bytes()
@@ -286,7 +287,7 @@ def read_uncompressed(path: Path) -> bytes:
 def parse_merges(merges: Iterable[Any]) -> list[Pair]:
     """Returns merges as pairs of byte strings. merges: spelled "a b" or ["a", "b"], as in tokenizer files.
 
-    Raises `DataError` naming a merge that is not two byte-level tokens.
+    Raises `DataError` naming the merge if one is not two byte-level tokens.
     """
     pairs = []
     for number, merge in enumerate(merges):
@@ -325,7 +326,6 @@ def _merge_lines(path: Path, data: bytes) -> list[str]:
 
 
 def _parse_added_token(token: Any) -> AddedToken:
-    """Returns one of the `added_tokens` of a tokenizer.json. Raises `DataError` if it has no content or id."""
     if not isinstance(token, dict) or not isinstance(token.get("content"), str) or type(token.get("id")) is not int:
         raise DataError(f"{token!r:.80} has no content or no id")
     flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "normalized")}
@@ -345,7 +345,7 @@ def _is_byte_level(state: Any) -> bool:
 
 
 def tokens_fingerprint(tokens: Sequence[bytes]) -> str:
-    """Returns the sha256 in hex of all tokens by id, each preceded by its length: equal for equal vocabularies."""
+    """Returns the sha256 in hex of all tokens in the order of ids, each preceded by its length."""
     digest = sha256(len(tokens).to_bytes(8, "little"))
     for token in tokens:
         digest.update(len(token).to_bytes(8, "little") + token)
@@ -355,7 +355,7 @@ def tokens_fingerprint(tokens: Sequence[bytes]) -> str:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Returns the sha256 in hex of a tokenizer's vocabulary, its special ids and its ids for a probe text.
 
-    Equal tokenizers have equal fingerprints. tokenizer: one of transformers, or mlx-lm's wrapper of it.
+    Equal tokenizers have equal fingerprints. tokenizer: a tokenizer of transformers, or mlx-lm's wrapper of one.
     """
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     facts = [sorted(tokenizer.get_vocab().items()), special, tokenizer.encode(PROBE, add_special_tokens=False)]

@@ -6,7 +6,7 @@ pairs of neighbouring emitted ids are tried as entries, and the pack is pruned a
 shorter. The idea is that of MultiTok (arXiv 2410.21548), whose dictionary is pruned by use; MultiTok's own trainer is
 `mlx_zip.vocab.multitok`.
 
-Entries are removed by uses alone, not by uses times length: when an entry is removed, shorter ones take over. With a
+Entries are ranked by uses alone, not by uses times length: when an entry is removed, shorter entries take over. With a
 head cost, each entry's row in the head makes every step longer, by the row's share of the bytes that a step reads. The
 search then removes entries in fine steps around the best size, and leaves single entries out at the end. On small
 cases, the result costs no more than the best of all subsets of the pack (tests).
@@ -28,12 +28,12 @@ from mlx_zip.errors import DataError
 
 WINDOW = 256  # base ids that are compressed together: few, because packs help short texts
 POOL = 12  # candidates per wanted entry
-KEPT = 0.75  # share of the entries that one pruning keeps
-REFINED = 0.9  # like KEPT, after pairs were added to a pack
+KEPT = 0.75  # share of the entries that each pruning step keeps
+REFINED = 0.9  # like KEPT, but after pairs were added to a pack
 ROUNDS = 12
 LEAST = 2  # minimum occurrences of a candidate
-TRIMS = (0.95, 0.995)  # share of the entries kept from one size to the next with a head cost, coarse and fine
-DROP_TRIALS = 16  # number of least used entries among which the one that saves least is searched
+TRIMS = (0.95, 0.995)  # with a head cost: share of the entries kept at each step, coarse and fine
+DROP_TRIALS = 16  # number of least used entries that are tried for removal
 
 Entry = tuple[int, ...]
 Int64s = NDArray[np.int64]
@@ -43,8 +43,8 @@ Int64s = NDArray[np.int64]
 class LearnedPack:
     """A pack and its effect on a corpus.
 
-    entries: most used first. ids: number of ids that the corpus is compressed to with the pack. ids_without: the same
-    without a pack. base_ids: length of the corpus. uses: how often each entry was emitted.
+    entries: most used first. ids: number of ids that the corpus is compressed to with the pack. ids_without: number of
+    ids that it is compressed to without a pack. base_ids: length of the corpus. uses: how often each entry was emitted.
     """
 
     entries: tuple[Entry, ...]
@@ -70,12 +70,12 @@ def learn_pack(
     """Learns up to `size` entries that shorten sequences of base ids most, when the codec adds its own entries as well.
 
     params: the codec of the pack; its start entries are ignored, and its codebook_size limits the pack and the codec's
-    own entries together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed
+    own entries together. sequences: sequences of base ids, see `as_ids`. window: maximum base ids that are compressed
     together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.loading`);
     entries that cost more than they save are left out. progress is called with (stage, number of entries, ids of the
     compressed corpus or -1 if not counted). The pack is smaller than `size` if not enough runs recur. Raises
-    `DataError` for an empty corpus, a size beyond the codebook, a window below 1 and a negative cost, `CodecError` for
-    ids that are not base ids.
+    `DataError` if the corpus is empty, the size exceeds the codebook, the window is below 1 or the cost is negative;
+    `CodecError` if an id is not a base id.
     """
     if window < 1:
         raise DataError(f"a window must have at least 1 base id, got {window}")
@@ -103,7 +103,7 @@ def measure_pack(
 ) -> LearnedPack:
     """Returns the effect of a given pack on sequences, for example of held-out text.
 
-    entries: the pack. The other arguments, and errors, are those of `learn_pack`.
+    entries: the pack. Other arguments and errors: see `learn_pack`.
     """
     return _Corpus(params, sequences, window).measure_pack(entries)
 
@@ -155,7 +155,7 @@ class _Corpus:
         """Returns the `size` most used entries, most used first, when the corpus is compressed with all of `entries`.
 
         Entries used less than `LEAST` times are left out. Only uses count, not lengths: when an entry is removed,
-        shorter ones replace it almost everywhere.
+        shorter entries replace it almost everywhere.
         """
         _, uses, _ = self._compress_windows(entries)
         chosen = np.argsort(-uses, kind="stable")[:size]
@@ -175,7 +175,7 @@ class _Corpus:
     def trim_pack(self, pack: LearnedPack, head_cost: float, progress: Callable[[str, int, int], None]) -> LearnedPack:
         """Returns the part of a pack with the lowest cost: tries smaller sizes, then finer steps around the best one.
 
-        head_cost, progress: as of `learn_pack`.
+        head_cost, progress: see `learn_pack`.
         """
         for factor in TRIMS:
             path = [pack, *self._shrinking_packs(pack, factor)]
@@ -187,10 +187,10 @@ class _Corpus:
         return self.measure_pack([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
 
     def _shrinking_packs(self, pack: LearnedPack, factor: float) -> Iterator[LearnedPack]:
-        """Yields smaller and smaller packs, down to an empty one.
+        """Yields smaller and smaller packs, down to an empty pack.
 
-        A large pack keeps the share `factor` of its entries, the most used; one of at most `DROP_TRIALS` entries loses
-        the entry that saves least.
+        A pack of more than `DROP_TRIALS` entries keeps the share `factor` of its entries, the most used; a smaller pack
+        loses the entry that saves least.
         """
         while pack.entries:
             if len(pack.entries) <= DROP_TRIALS:
@@ -201,14 +201,14 @@ class _Corpus:
             yield pack
 
     def _without_one(self, pack: LearnedPack) -> LearnedPack:
-        """Returns the pack without one entry: of its `DROP_TRIALS` least used, the one whose loss costs fewest ids."""
+        """Returns the pack without one of its `DROP_TRIALS` least used entries: the one whose loss adds fewest ids."""
         least = np.argsort(pack.uses, kind="stable")[:DROP_TRIALS].tolist()
         return min(
             (self.measure_pack(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids
         )
 
     def refine_entries(self, entries: Sequence[Entry], size: int) -> list[Entry]:
-        """Returns at most `size` entries: the most used of a pack and of the runs that pairs of its ids stand for."""
+        """Returns at most `size` entries: the most used of `entries` and of the runs in pairs of emitted ids."""
         _, _, pairs = self._compress_windows(entries, pairs=True)
         there = set(entries)
         new = [pair for pair, _ in sorted(pairs.items(), key=lambda item: (-item[1], item[0])) if pair not in there]
@@ -220,7 +220,7 @@ class _Corpus:
     def _compress_windows(self, entries: Sequence[Entry], pairs: bool = False) -> tuple[int, Int64s, dict[Entry, int]]:
         """Compresses the corpus with a pack -> (number of ids, uses of each entry, run of base ids -> its count).
 
-        pairs: whether to count runs: those that two neighbouring emitted ids stand for; see `_pair_runs`.
+        pairs: whether to count the runs that two neighbouring emitted ids stand for; see `_pair_runs`.
         """
         grown = replace(self.params, codebook_size=max(self.params.codebook_size, len(entries)), start=entries or None)
         vocab, uses, length = grown.vocab_size, np.zeros(len(entries), np.int64), 0
@@ -238,8 +238,8 @@ class _Corpus:
     def _pair_runs(self, entries: Sequence[Entry], together: dict[tuple[int, int], int]) -> dict[Entry, int]:
         """Returns the runs of base ids that pairs of emitted ids stand for, with their counts.
 
-        together: counts of the pairs. Left out are pairs that occur less than `LEAST` times, pairs with a disabled id
-        or an entry that is not in the pack, and runs longer than merge_size.
+        together: counts of the pairs. Leaves out pairs that occur less than `LEAST` times, pairs with a disabled id or
+        an entry that is not in the pack, and runs longer than merge_size.
         """
         vocab, disabled, out = self.params.vocab_size, set(self.params.disabled_ids), dict[Entry, int]()
         for pair, count in together.items():
@@ -254,9 +254,9 @@ class _Corpus:
 def recurring_runs(
     ids: Int64s, can_merge: NDArray[np.bool_], longest: int, least: int = LEAST
 ) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Yields, for n = 2..longest: the first place of each distinct run of n ids, how often it occurs, and `runs`.
+    """Yields, for n = 2..longest: the first place of each distinct run of n ids, how often the run occurs, and `runs`.
 
-    runs [len(ids)]: number of the distinct run that begins at each place, -1 for none that is listed. can_merge:
+    runs [len(ids)]: number of the distinct run that begins at each place, -1 if no listed run begins there. can_merge:
     whether each id may be in a run. Only runs that occur at least `least` times are listed. A run is looked for only
     where both runs of n - 1 ids that it contains are listed.
     """

@@ -1,4 +1,4 @@
-"""What a decoder does with activations between its products: the RMS norm of rows, and silu(gate) * up."""
+"""A decoder's operations on activations between its matrix products: the RMS norm of rows, and silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_t
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None, impl: str | None = None
 ) -> torch.Tensor:
-    """Returns the RMS norm of each row of x [N, D], times weight [D], in x's dtype; means are float32.
+    """Returns the RMS norm of each row of x [N, D], times weight [D], in x's dtype; means are computed in float32.
 
     out [N, D]: where the result is written, None for new memory.
     """

@@ -1,4 +1,4 @@
-"""Attention of one query per sequence over static caches, whose lengths are on the device.
+"""Attention of one query per sequence over KV caches of fixed size, with the number of keys per sequence on the device.
 
 The Triton kernel divides the keys of a sequence among programs, in `part_count` parts.
 """
@@ -11,8 +11,8 @@ import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 
-KEYS = 64  # keys per iteration of a program; parts have at least so many
-PROGRAMS = 1024  # maximum programs if there are fewer pairs: several for each multiprocessor of a large GPU
+KEYS = 64  # keys per iteration of a program; also the minimum size of a part
+PROGRAMS = 1024  # maximum pairs times parts, unless the pairs alone are more: several per multiprocessor of a large GPU
 MOST_PARTS = 64  # per sequence and key head
 
 
@@ -28,8 +28,9 @@ def decode_attention(
     """Returns softmax(scale q k') v [B, H, E] in q's dtype; sums are float32.
 
     q [B, H, E], H a multiple of K; keys, values [B, K, S, E]; lengths [B] int64: number of keys of each sequence, the
-    newest included, clamped to 0..S; a sequence without keys gives 0. window: number of last keys that are seen, None
-    for all. scale: None for 1 / sqrt(E). Nothing is read on the host, and launches depend on shapes alone.
+    newest included, clamped to 0..S. The result is 0 for a sequence without keys. window: only the last `window` keys
+    are seen, None for all. scale: None for 1 / sqrt(E). Nothing is read on the host, and launches depend on shapes
+    alone.
     """
     check_shape("q", q, None, None, None)
     check_shape("keys", keys, q.shape[0], None, None, q.shape[2])
@@ -51,7 +52,7 @@ def decode_attention(
 
 
 def part_count(pairs: int, keys: int) -> int:
-    """Returns the number of parts of each pair's keys. pairs: sequences times key heads. keys: maximum per pair."""
+    """Returns how many parts each pair's keys are divided into. pairs: sequences times key heads. keys: per pair."""
     return max(1, min(-(-keys // KEYS), PROGRAMS // max(1, pairs), MOST_PARTS))
 
 

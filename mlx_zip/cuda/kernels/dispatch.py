@@ -17,7 +17,7 @@ _FORCED: ContextVar[str | None] = ContextVar("_FORCED", default=None)
 
 @contextmanager
 def force_implementation(impl: str) -> Iterator[None]:
-    """Makes dispatchers that are called with impl None use "triton" or "reference" within the block."""
+    """Context manager: dispatchers that are called with `impl` None use this `impl`, "triton" or "reference"."""
     before = _FORCED.set(impl)
     try:
         yield
@@ -32,10 +32,10 @@ def has_triton() -> bool:
 
 
 def use_triton(impl: str | None, *tensors: torch.Tensor | None) -> bool:
-    """Returns whether to launch the Triton kernel for these tensors, else the reference is to run.
+    """Returns True to launch the Triton kernel for these tensors, False to run the reference.
 
-    impl: "triton" or "reference" forces one; None takes what `force_implementation` says, else Triton for CUDA tensors.
-    Raises ValueError for another name, for tensors on several devices, and for "triton" where it cannot run.
+    impl: "triton" or "reference" forces one; None follows `force_implementation` if in use, else takes Triton for CUDA
+    tensors. Raises ValueError if `impl` is another name, the tensors are on several devices, or Triton cannot run.
     """
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) != 1:

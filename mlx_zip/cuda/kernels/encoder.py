@@ -1,6 +1,6 @@
 """Pieces of the hyper-encoders for entries of at most 16 base ids: input rows, attention, pooling.
 
-Large matrix products between these pieces are left to the caller. N entries, S places, D width.
+The caller does the large matrix products between these pieces. Shapes: N entries, S places, D width.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ POOLS = ("all", "real", "last")  # which places are pooled
 def embed_entries(
     entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None, impl: str | None = None
 ) -> torch.Tensor:
-    """Returns matrix[entries] + places [N, S, D] in the matrix's dtype, that of the scales for a packed one.
+    """Returns matrix[entries] + places [N, S, D] in the matrix's dtype; for a packed matrix, in that of its scales.
 
-    entries [N, S] int64, padded with the pad id; matrix [R, D] or `Packed`; places [S or more, D], or None for no
-    positions. An id outside 0..R-1 gives a row of NaN.
+    entries [N, S] int64, padded with the pad id; matrix [R, D] or `Packed`; places [S or more, D]: position embeddings,
+    or None. An id outside 0..R-1 gives a row of NaN.
     """
     check_shape("entries", entries, None, None)
     parts = check_matrix("matrix", matrix)
@@ -51,8 +51,8 @@ def attend_in_entries(
 ) -> torch.Tensor:
     """Returns softmax(q k' / sqrt(head width)) v [N, S, D]; qkv [N, S, 3D] holds queries, keys, values.
 
-    lengths [N]: real places, 1 to S. mask "both": real queries see real keys, padding queries give 0; "keys": all
-    queries see real keys; "causal": all queries see real keys up to their own place. S is at most 16.
+    lengths [N]: number of real places, 1 to S; S is at most 16. mask "both": real queries see real keys, padding
+    queries give 0; "keys": all queries see real keys; "causal": all queries see real keys up to their own place.
     """
     check_shape("qkv", qkv, None, None, None)
     check_shape("lengths", lengths, qkv.shape[0])
@@ -86,9 +86,10 @@ def reference_attend_in_entries(qkv: torch.Tensor, lengths: torch.Tensor, heads:
 
 
 def pool_places(x: torch.Tensor, lengths: torch.Tensor, kind: str, impl: str | None = None) -> torch.Tensor:
-    """Returns [N, D] of x [N, S, D]: the mean over all S places ("all") or the real ones ("real"), or the last real.
+    """Returns x [N, S, D] pooled over places, [N, D]; means are computed in float32.
 
-    lengths [N]: real places, 1 to S. Means are float32.
+    kind: the mean over all S places ("all"), the mean over the real places ("real"), or the last real place ("last").
+    lengths [N]: number of real places, 1 to S.
     """
     check_shape("x", x, None, None, None)
     check_shape("lengths", lengths, x.shape[0])

@@ -13,7 +13,7 @@ from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
 class HeadOutput(NamedTuple):
     """A head's output: best ids [B] int64, log-sum-exps lse [B] float32, logits [B, W] float32.
 
-    logits is None if not asked for, and lse may be None then.
+    logits is None if not asked for; in that case lse may be None too.
     """
 
     best: torch.Tensor
@@ -30,12 +30,12 @@ def joint_head(
     logits: bool = False,
     impl: str | None = None,
 ) -> HeadOutput:
-    """Returns the best id, the log-sum-exp and, if asked for, the logits [base 0..V-1 | hyper | tail] of each row.
+    """Returns the best id, the log-sum-exp and, if `logits` is True, the logits of each row of x.
 
-    x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. Logits have
-    W = R + C columns. The columns of slots that are not installed and the R - V tail columns are -inf; the kernel does
-    not read the rows of these columns. Among equal logits the lowest id is best. Sums are float32; for several rows of
-    x, unpacked weights are rounded to x's dtype first.
+    x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. Logits have W = R + C
+    columns, [base 0..V-1 | hyper | tail]. The columns of slots that are not installed and the R - V tail columns are
+    -inf; the kernel does not read the rows of these columns. Among equal logits the lowest id is best. Sums are
+    float32; if x has several rows, the kernel rounds weights to x's dtype first.
     """
     height, width = base.shape
     check_shape("x", x, None, width)

@@ -1,9 +1,9 @@
 """Hyper rows as kernels read and write them: embeddings of ids among base rows, and rows of new entries in tables.
 
 The look-up of ids does not make rows of new entries. The head gives an entry's slot -inf until the entry's rows are in
-the tables. An id that is read before that (LZW's KwKwK) is read a second time, alone, after its rows were made. Making
-rows during the look-up would save no launch: `encoder.embed_entries` gathers the base rows of an entry, and the encoder
-needs all of them to make the one hyper row.
+the tables. An id that is read before its row exists (LZW's KwKwK) is read a second time, alone, after the row was made.
+Making rows during the look-up would save no launch: `encoder.embed_entries` gathers the base rows of an entry, and the
+encoder needs all of them to make the one hyper row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, rows_of
 def hyper_embedding(
     ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int, impl: str | None = None
 ) -> torch.Tensor:
-    """Returns embeddings [B, L, D] in the base table's dtype, that of the scales for a packed table.
+    """Returns embeddings [B, L, D] in the base table's dtype; for a packed table, in the dtype of its scales.
 
     ids [B, L] int64; base [R, D] or `Packed`; rows [B, C, D], the hyper rows of each sequence. Ids from `boundary` on
     are hypertokens: id - boundary is the slot in `rows`. An id below 0 or from boundary + C on gives a row of NaN.
@@ -58,11 +58,11 @@ def install_rows(
     spans: torch.Tensor,
     impl: str | None = None,
 ) -> None:
-    """Writes the rows of N entries into one or two tables [B, C, D], marks their slots, and notes their spans.
+    """Writes the rows of N entries into one or two tables [B, C, D], and marks their slots as installed, in place.
 
-    new [4, N] int64: of each entry the sequence, the slot, the place in pool [P, sides, D], and the span, how many base
-    ids it stands for. installed [B, C] bool; spans [B, S] int64, whose last C columns are those of the slots. All
-    numbers must lie within these sizes; a slot that is named twice must get the same values both times.
+    new [4, N] int64: each entry's sequence, slot, place in pool [P, sides, D], and span, the number of base ids.
+    installed [B, C] bool; spans [B, S] int64: the spans are written to the last C columns, one per slot. All indices
+    must be valid; a slot that is given twice must get the same values both times.
     """
     check_shape("new", new, 4, None)
     check_shape("pool", pool, None, len(tables), None)

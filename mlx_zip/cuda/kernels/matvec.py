@@ -21,13 +21,13 @@ def matvec(
     gate: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Returns norm(x) W' + bias [B, R], gated if asked for, plus the residual; in x's dtype, rounded once.
+    """Returns norm(x) W' + bias [B, R], gated if `gate` is True, plus the residual; in x's dtype, rounded once.
 
-    x [B, D], B up to 16; weight W [R, D] or `Packed`; bias [R]. norm: weight [D] and eps of an RMS norm of x. gate: W
-    has the rows of a gate, then of the values, and the product becomes silu(gate) * values [B, R / 2]. residual: of the
-    result's shape. Sums are float32. For several vectors, the matrix units multiply unpacked weights with x times the
-    norm's weights, both in x's dtype (in TF32 for float16, whose range such products may exceed); the factor 1 / rms is
-    applied to the sums.
+    x [B, D], B up to 16; weight W [R, D] or `Packed`; bias [R]. norm: weight [D] and eps of an RMS norm of x. gate: the
+    first half of W's rows gives a gate, the second half values, and the product becomes silu(gate) * values [B, R / 2].
+    residual: added to the result, of the same shape. Sums are float32. If B > 1, the matrix units multiply W with x
+    times the norm's weights, both in x's dtype (in TF32 for float16, whose range x times the weights may exceed); the
+    factor 1 / rms is applied to the sums.
     """
     rows, width = weight.shape
     check_shape("x", x, None, width)

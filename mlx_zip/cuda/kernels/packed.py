@@ -1,4 +1,4 @@
-"""Matrices in MLX's affine packing: 4 or 8 bits a weight, a scale and a bias per group of columns; unpacking them."""
+"""Matrices in MLX's affine packing (4 or 8 bits per weight, a scale and a bias per group of columns), and unpacking."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Matrix = torch.Tensor | Packed  # [R, D], dense or packed
 
 
 def check_matrix(name: str, matrix: Matrix) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of a matrix, dense or packed. Raises ValueError if they do not fit together."""
+    """Returns the tensors of a dense or packed matrix. Raises ValueError if the matrix is malformed."""
     if isinstance(matrix, Packed):
         matrix.check()
         return matrix.words, matrix.scales, matrix.biases
@@ -71,12 +71,12 @@ def unpack(packed: Packed, dtype: torch.dtype, impl: str | None = None) -> torch
 
 
 def reference_unpack(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Returns what `unpack` returns, in plain PyTorch; float64 scales are computed with in float64."""
+    """Returns what `unpack` returns, in plain PyTorch; computes in float64 if the scales are float64."""
     return dequantize(packed).to(dtype)
 
 
 def dequantize(packed: Packed) -> torch.Tensor:
-    """Returns the matrix [R, D] by PyTorch's own operations: float64 if the scales are, else float32."""
+    """Returns the matrix [R, D], unpacked in plain PyTorch: float64 if the scales are float64, else float32."""
     exact = torch.promote_types(packed.scales.dtype, torch.float32)
     grouped = unpack_levels(packed).view(*packed.scales.shape, packed.group_size).to(exact)
     scales, biases = packed.scales[..., None].to(exact), packed.biases[..., None].to(exact)
@@ -84,7 +84,7 @@ def dequantize(packed: Packed) -> torch.Tensor:
 
 
 def unpack_levels(packed: Packed) -> torch.Tensor:
-    """Returns the levels [R, D], uint8."""
+    """Returns the quantized levels [R, D], uint8."""
     levels = packed.words.view(torch.uint8)
     if packed.bits == 4:  # the low half of a byte is the earlier column
         levels = torch.stack([levels & 15, levels >> 4], dim=-1)
@@ -92,12 +92,12 @@ def unpack_levels(packed: Packed) -> torch.Tensor:
 
 
 def as_dense(matrix: Matrix) -> torch.Tensor:
-    """Returns the matrix [R, D], unpacked as `dequantize` does if it is packed."""
+    """Returns the matrix [R, D]; `dequantize` unpacks a packed one."""
     return dequantize(matrix) if isinstance(matrix, Packed) else matrix
 
 
 def value_dtype(matrix: Matrix) -> torch.dtype:
-    """Returns the dtype of the matrix's values, that of the scales if it is packed."""
+    """Returns the dtype of the matrix's values, or of its scales if the matrix is packed."""
     return matrix.scales.dtype if isinstance(matrix, Packed) else matrix.dtype
 
 

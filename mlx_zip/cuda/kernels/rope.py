@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, after their norms, and the write of keys and values to a static cache."""
+"""Rotates queries and keys by their positions, after optional norms, and writes keys and values to a KV cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_t
 class Rotation(NamedTuple):
     """How queries and keys are normed and rotated.
 
-    frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head are rotated (column i with
-    column i + R/2) and multiplied by `scale`. frequency_set [B] int64: index of each sequence's set, None for the first
-    set. q_norm, k_norm: weights [E] of an RMS norm of each head before it is rotated, with `eps`; both or none.
+    frequencies [N, R/2] float32: N sets of frequencies, in radians per position. The first R columns of a head are
+    rotated (column i with column i + R/2) and multiplied by `scale`. frequency_set [B] int64: index of each sequence's
+    set, None for the first set. q_norm, k_norm: weights [E] of an RMS norm, with `eps`, of each head before the
+    rotation; give both or neither.
     """
 
     frequencies: torch.Tensor
@@ -35,10 +36,11 @@ def rope_and_cache(
     values: torch.Tensor,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Returns rotated queries [B, L, H, E] and writes rotated keys and plain values into the caches, in place.
+    """Returns rotated queries [B, L, H, E] and writes rotated keys and unrotated values into the caches, in place.
 
-    qkv [B, L, (H + 2K) E]: queries, keys, values. positions, slots [B, L] int64: angle and cache place of each id.
-    keys, values [B, K, S, E]. A slot outside 0..S-1 is not written. A `frequency_set` outside 0..N-1 gives NaN.
+    qkv [B, L, (H + 2K) E]: queries, keys, values. positions [B, L] int64: position of each id, for the rotation. slots
+    [B, L] int64: place of each id in keys, values [B, K, S, E]. A slot outside 0..S-1 is not written. A `frequency_set`
+    outside 0..N-1 gives NaN.
     """
     batch, length, columns = qkv.shape
     check_shape("qkv", qkv, None, None, None)
@@ -93,7 +95,7 @@ def reference_rope_and_cache(
 
 
 def _normalize_heads(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Returns the RMS norm of each head, or x itself without a weight, in the dtype of references."""
+    """Returns the RMS norm of each head, x itself if `weight` is None; in the dtype of `to_reference_dtype`."""
     exact = to_reference_dtype(x)
     return exact if weight is None else normalize_rms(exact, eps) * weight.to(exact.dtype)
 

@@ -1,4 +1,4 @@
-"""A model's folder, dense or packed by MLX: its tensors on a device by name, and its fingerprint.
+"""Reads a model's folder, dense or packed by MLX: its tensors by name, on a device, and its fingerprint.
 
 A model takes its weights out of a `Folder`. The rest of the module reads the safetensors files and assembles packed
 matrices.
@@ -40,10 +40,11 @@ _FINAL_NORM = "model.norm.weight"  # the dtype of this tensor counts as the fold
 class Folder:
     """A model's folder with its tensors on a device.
 
-    config: config.json. zip: its zip2zip section, None for a plain model. tensors: by checkpoint name; the name of a
-    packed matrix ends in ".weight" too. files: by tensor, the file that it came from. kernels: True runs the model by
-    kernels, or by their references where there is no card; False by PyTorch's own operations on a CPU. dtype: of all
-    floating-point tensors; without kernels, of activations, and matrices may keep the dtype of their file.
+    config: contents of config.json. zip: the zip2zip section of config.json, None for a plain model. tensors: by
+    checkpoint name; the name of a packed matrix ends in ".weight" too. files: by tensor name, the file of the tensor.
+    kernels: True runs the model by kernels, or by their references on a CPU; False by PyTorch's own operations on a
+    CPU. dtype: of all floating-point tensors; if `kernels` is False, of activations, and matrices may keep the dtype of
+    their file.
     """
 
     path: Path
@@ -68,7 +69,7 @@ class Folder:
         return value
 
     def take_dense(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns what `take` returns, which must not be packed. Raises `ModelError`."""
+        """Removes and returns a tensor as `take` does; also raises `ModelError` if the tensor is packed."""
         value = self.take(name, *shape)
         if isinstance(value, Packed):
             raise ModelError(
@@ -77,7 +78,7 @@ class Folder:
         return value
 
     def as_table(self, value: Weight) -> Weight:
-        """Returns a matrix for row lookups, with values (or scales and biases, if packed) in the model's dtype."""
+        """Returns a matrix for row look-ups, whose values (if packed: scales and biases) have the model's dtype."""
         if isinstance(value, Packed):
             return value._replace(scales=value.scales.to(self.dtype), biases=value.biases.to(self.dtype))
         return value.to(self.dtype)
@@ -92,11 +93,11 @@ def read_folder(
 ) -> Folder:
     """Returns a model's folder with its tensors on a device.
 
-    path: a folder, a bundled model's name or a hub id. device: None takes the first CUDA card, else the CPU. dtype:
+    path: a folder, a bundled model's name or a hub id. device: None takes the current GPU, else the CPU. dtype:
     bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. skipped_prefixes: name
     prefixes of tensors that are not read. kernels: see `Folder`; without kernels, dtype None means float32 activations
-    and matrices in the dtype of their file. Raises `ModelError` naming file and tensor, or needed and free bytes;
-    `ConfigError`.
+    and matrices in the dtype of their file. Raises `ModelError` naming file and tensor if a tensor is invalid,
+    `ModelError` naming needed and free bytes if memory is too small, `ConfigError` if the config is not supported.
     """
     where, folder = find_device(device), find_model_folder(path)
     config = read_model_config(folder)
@@ -128,7 +129,7 @@ def _parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _stored_dtype(folder: Path, entries: Mapping[str, _TensorHeader]) -> torch.dtype:
-    """Returns the dtype of the final norm, which stands for the folder's. Raises `ModelError`."""
+    """Returns the folder's dtype, that of the final norm. Raises `ModelError` if it is missing or not supported."""
     if _FINAL_NORM not in entries:
         raise ModelError(f"{folder}: the tensor {_FINAL_NORM} is missing")
     entry = entries[_FINAL_NORM]
@@ -144,7 +145,7 @@ def _raise_if_weights_too_large(
 ) -> None:
     """Raises `ModelError` if the device has too little memory for the weights.
 
-    One layer counts twice, because its matrices are joined while their parts are still there.
+    One layer counts twice: while its matrices are joined, the parts and the joined matrices are both in memory.
     """
     layers = sum(entry.bytes_in(dtype) for name, entry in entries.items() if name.startswith("model.layers."))
     needed = sum(entry.bytes_in(dtype) for entry in entries.values()) + layers // decoder.layers
@@ -156,7 +157,7 @@ def _raise_if_weights_too_large(
 
 @dataclass(frozen=True)
 class _TensorHeader:
-    """What a file's header says of one tensor. dtype: safetensors' name."""
+    """The facts about one tensor from its file's header. dtype: safetensors' name."""
 
     file: str
     dtype: str
@@ -168,7 +169,7 @@ class _TensorHeader:
 
 
 def _list_tensors(folder: Path) -> dict[str, _TensorHeader]:
-    """Returns every tensor of a folder's model*.safetensors by name. Raises `ModelError` naming the file at fault."""
+    """Returns the headers of all tensors in model*.safetensors, by name. Raises `ModelError` naming the bad file."""
     files = sorted(folder.glob("model*.safetensors"))
     _raise_if_shards_missing(folder, {file.name for file in files})
     found: dict[str, _TensorHeader] = {}
@@ -216,8 +217,8 @@ def _read_tensors(
 ) -> dict[str, Weight]:
     """Returns the tensors of `entries` on a device, floating-point ones in `dtype`, packed ones as `Packed`.
 
-    as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file.
-    Raises `ModelError` naming file and tensor for dtypes and quantizations that are not supported.
+    as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file. Raises `ModelError`, naming
+    file and tensor, if a dtype or quantization is not supported.
     """
     settings = {
         name: read_packing(config.get("quantization"), name, folder / entry.file)
@@ -238,16 +239,17 @@ def _read_tensors(
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor on the device: words as int32, all else in `dtype`."""
+    """Returns a tensor on the device: words of packed matrices as int32, all others in `dtype`."""
     if tensor.dtype == torch.uint32:
         return tensor.view(torch.int32).to(device)
     return tensor.to(device, dtype)
 
 
 def read_packing(record: Any, name: str, where: Path) -> tuple[int, int]:
-    """Returns bits and group size of a packed matrix: its own settings, else the model's. Raises `ModelError`.
+    """Returns bits and group size of a packed matrix: the matrix's own settings, else the model's.
 
-    record: the quantization section of config.json. name: of the tensor that holds the packed words. where: its file.
+    record: the quantization section of config.json. name: the tensor with the packed words. where: the tensor's file.
+    Raises `ModelError` if the settings are not supported.
     """
     module = name.removesuffix(".weight")
     if not isinstance(record, Mapping):
@@ -281,7 +283,10 @@ def _assemble_packed(
 
 
 def packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: int, name: str, where: Path) -> Packed:
-    """Returns a packed matrix. parts: words, scales and biases, None for one that is missing. Raises `ModelError`."""
+    """Returns a packed matrix. parts: words, scales and biases, None for a missing part.
+
+    Raises `ModelError` if a part is missing or the parts do not fit together.
+    """
     words, scales, biases = parts
     if words is None or scales is None or biases is None:
         missing = "words" if words is None else "scales or biases"
@@ -294,10 +299,11 @@ def packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: int, n
     return packed
 
 
-# ---- the fingerprint of a folder, equal to the one that MLX computes of the loaded model
+# ---- the fingerprint of a folder, equal to the fingerprint that MLX computes from the loaded model
 #
-# Packs with tuned rows name their model by it (`mlx_zip.models.rows.fingerprints`): each tensor's name, type and shape,
-# and a few of its values. It is computed from the files, so it does not depend on the dtype that this engine runs in.
+# Packs with tuned rows identify their model by its fingerprint (`mlx_zip.models.rows.fingerprints`), a hash of each
+# tensor's name, dtype, shape and a few values. These are read from the files, so that the fingerprint does not depend
+# on the dtype that this engine runs in.
 
 _SAMPLES = 64  # as in mlx_zip.models.rows.row_store
 _HEAD = "lm_head."
@@ -311,7 +317,7 @@ def folder_fingerprint(folder: Path, tied: bool) -> str:
 
 
 def _fingerprint_facts(folder: Path) -> Iterable[_FingerprintFact]:
-    """Yields the facts of every tensor that MLX would hold as a parameter. Only samples of the values are read."""
+    """Yields the facts of every tensor that MLX would hold as a parameter; samples the values."""
     names: dict[str, list[str]] = {}
     for name, entry in _list_tensors(folder).items():
         if "rotary_emb.inv_freq" not in name:

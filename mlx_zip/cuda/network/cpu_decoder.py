@@ -52,7 +52,7 @@ class CpuDecoder(Decoder):
         active: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Decoder.step`. Rows of `out` for sequences that take no part stay unchanged."""
+        """See `Decoder.step`. Rows of `out` for sequences that are not active stay unchanged."""
         out = torch.empty_like(h) if out is None else out
         rows = list(range(len(h))) if active is None else active.nonzero()[:, 0].tolist()
         if len(rows) == 1:
@@ -112,7 +112,7 @@ class CpuDecoder(Decoder):
         return _rms_norm(h, self.norm, eps)
 
     def _rotation_factors(self, positions: torch.Tensor, frequency_set: torch.Tensor) -> RotationFactors:
-        """Returns the rotation of N ids at these positions [N]; frequency_set [N]: their sets of rotary frequencies."""
+        """Returns cosines and signed sines of N ids at `positions` [N] by their frequency sets [N]."""
         rates = self.rope.frequencies[0 if self.rope.long_from is None else frequency_set]
         angles = positions[:, None].float() * rates
         cos, sin = (part.mul_(self.rope.magnitude).to(self.dtype) for part in (angles.cos(), angles.sin()))
@@ -137,7 +137,7 @@ class CpuDecoder(Decoder):
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Returns the RMS norm of x [..., D] by few operations. eps: scalar float32."""
+    """Returns the RMS norm of x [..., D] in few PyTorch operations. eps: scalar float32."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     factor = torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
     return factor.mul(x).to(x.dtype).mul_(weight)
@@ -148,13 +148,13 @@ def cpu_head(
 ) -> HeadOutput:
     """Returns what `joint_head` returns, with weights prepared for a CPU; log-sum-exps only if `logits` is True.
 
-    scores: the product with the head's matrix. Only the rows up to the last installed one are read.
+    scores: the product with the head's matrix. Only the rows up to the last installed row are read.
     """
     low, filled = scores(h).float(), installed.any(0).nonzero()
     end = int(filled[-1]) + 1 if len(filled) else 0
     high = torch.bmm(rows[:, :end], h[:, :, None])[..., 0].float()
     if not installed[:, :end].all():
-        high.masked_fill_(~installed[:, :end], -torch.inf)  # it also hides NaN in rows that are not installed
+        high.masked_fill_(~installed[:, :end], -torch.inf)  # also hides NaN in rows that are not installed
     if not logits:
         return HeadOutput(torch.cat([low[:, :boundary], high], 1).argmax(1), None, None)
     closed = rows.shape[1] - end + low.shape[1] - boundary  # columns of empty slots and of the tail

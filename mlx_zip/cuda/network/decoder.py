@@ -1,8 +1,9 @@
-"""The decoder: its layers' weights, its attention, and its passes: many ids for prompts, one per sequence for steps.
+"""The decoder: weights, attention, and two passes, `prefill` for prompts and `step` for one id per sequence.
 
-A layer of a step is seven kernel launches: joined q, k, v with the norm before them; rotation, head norms and cache
-write; attention in two; output projection and residual; gate and up with norm and activation; down and residual.
-Prompts run the same layers through cuBLAS and PyTorch's attention, with packed weights unpacked for each product.
+A layer of a step is seven kernel launches: (1) norm and the joined q, k, v product; (2) rotation, head norms and cache
+write; (3, 4) attention; (5) output projection and residual; (6) norm, gate and up products, and activation; (7) down
+product and residual. Prompts run the same layers through cuBLAS and PyTorch's attention, and unpack packed weights for
+each product.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mlx_zip.errors import ModelError
 class DecoderLayer:
     """The weights of one layer.
 
-    norm, mlp_norm [D]. qkv: D -> (H + 2K) E, queries, keys, values. q_norm, k_norm [E], None without. output: H E -> D.
+    norm, mlp_norm [D]. qkv: D -> (H + 2K) E, queries, keys, values. q_norm, k_norm [E], or None. output: H E -> D.
     gate_up: D -> 2F, gate, then up. down: F -> D. window: sliding window in ids, or None.
     """
 
@@ -82,7 +83,7 @@ def _take_qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
 
 
 def _join_for_device(folder: Folder, *parts: Linear) -> Linear:
-    """Returns one product with the rows of all parts, prepared for a CPU if the folder runs without kernels."""
+    """Returns one product with the rows of all `parts`, prepared for a CPU if the folder runs without kernels."""
     whole = join_by_rows(parts)
     return whole if folder.kernels else whole.prepared_for_cpu(folder.dtype)
 
@@ -92,13 +93,13 @@ def _take_linear(folder: Folder, name: str, rows: int, columns: int, biased: boo
     return Linear(folder.take(f"{name}.weight", rows, columns), bias)
 
 
-# ---- attention of many queries over static caches, by PyTorch's own operation
+# ---- attention of many queries over KV caches of fixed size, by PyTorch's own operation
 
 
 class VisibleKeys:
-    """Which keys each query of one call sees: those of its own slot and of earlier ones, within a layer's window.
+    """Which keys each query of a call sees: keys in its own slot and in earlier slots, within a layer's window.
 
-    slots [B, L] int64: the slot of each query, -1 for padding, whose results mean nothing.
+    slots [B, L] int64: the slot of each query, -1 for padding, whose results are meaningless.
     """
 
     def __init__(self, slots: torch.Tensor, end: int | None = None) -> None:
@@ -111,7 +112,7 @@ class VisibleKeys:
         self.masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Returns which keys each query sees, [B, 1, L, end] bool; None for PyTorch's plain causal mask.
+        """Returns which keys each query sees, [B, 1, L, end] bool; None if PyTorch's plain causal mask is right.
 
         window: maximum number of keys that a query sees, its own included; None for no limit.
         """
@@ -132,7 +133,8 @@ def attend_to_cache(
     if mask is None:
         order = causal_lower_right(q.shape[2], seen.end)
         return scaled_dot_product_attention(q, keys, values, attn_mask=order, enable_gqa=True).transpose(1, 2)
-    # with a mask, PyTorch's fused attention needs one key head per query head: repeated per sequence, to save memory
+    # with a mask, PyTorch's fused attention needs as many key heads as query heads; heads are repeated for one sequence
+    # at a time, to save memory
     copies = q.shape[1] // keys.shape[1]
     rows = [
         scaled_dot_product_attention(
@@ -144,7 +146,7 @@ def attend_to_cache(
 
 
 def visible_key_mask(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
-    """Returns which of `end` keys each query sees, [B, 1, L, end] bool. A query of padding sees the first key."""
+    """Returns which of `end` keys each query sees, [B, 1, L, end] bool. A padding query sees the first key."""
     key, own = torch.arange(end, device=slots.device), slots.clamp(min=0)[:, None, :, None]
     seen = key <= own
     return seen if window is None else seen & (key > own - window)
@@ -156,7 +158,7 @@ Attention = Callable[[int, DecoderLayer, torch.Tensor], torch.Tensor]  # index, 
 
 
 class Decoder:
-    """The body of a model, from embeddings to the output that the head takes. Holds weights only.
+    """The body of a model: from embeddings to the outputs that the head takes. Holds weights only.
 
     takes_rows_of_any_length: whether `prefill` takes sequences that end at different slots.
     """
@@ -164,24 +166,24 @@ class Decoder:
     takes_rows_of_any_length = True
 
     def __init__(self, folder: Folder) -> None:
-        """Takes the layers and the final norm out of a folder. Raises `ModelError` naming file and tensor."""
+        """Takes the layers and the final norm out of a folder. Raises `ModelError` if a tensor is missing or wrong."""
         self.config, self.dtype, self.device = folder.decoder, folder.dtype, folder.device
         self.layers = _take_layers(folder)
         self.norm = folder.take_dense("model.norm.weight", self.config.width)
         self.rope = self.config.rope.to(self.device)
 
     def make_kv_cache(self, batch: int, capacity: int) -> KVCache:
-        """Returns empty caches of `batch` sequences of up to `capacity` ids. Raises `ModelError` if they do not fit."""
+        """Returns empty caches for `batch` sequences of `capacity` ids. Raises `ModelError` if memory is too small."""
         return make_kv_cache(self.config, batch, capacity, self.dtype, self.device)
 
     def prefill(
         self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KVCache, end: int | None = None
     ) -> torch.Tensor:
-        """Returns the output [B, L, D] of embeddings h [B, L, D] and writes their keys and values into the caches.
+        """Returns the output [B, L, D] for embeddings h [B, L, D] and writes keys and values into the caches.
 
         positions [B, L] int64: for the rotation. slots [B, L] int64: the cache slot of each id, rising from the
-        sequence's length in `kv.lengths`, which the call updates; -1 for padding at the end. end: the slot after the
-        last one, if all sequences end at the same slot; None makes the host wait for the slots.
+        sequence's length in `kv.lengths`; -1 for padding at the end. The call updates `kv.lengths`. end: the slot after
+        the last one, if all sequences end at the same slot; None makes the host wait for the slots.
         """
         batch, length, width = h.shape
         seen = VisibleKeys(slots, end)
@@ -206,7 +208,8 @@ class Decoder:
 
         positions [B] int64. active [B] int64: added to `kv.lengths`, 0 for a sequence that takes no part and whose
         output is meaningless; None for 1 everywhere. out [B, D]: where the output is written, None for new memory. The
-        call reads nothing on the host and allocates by shapes alone, so that a CUDA graph can hold it.
+        call reads nothing on the host, and the sizes of its allocations depend on shapes alone, so that a CUDA graph
+        can hold it.
         """
         slots, seen = kv.lengths[:, None], kv.lengths + 1
 
@@ -237,7 +240,7 @@ class Decoder:
         slots: torch.Tensor,
         kv: KVCache,
     ) -> torch.Tensor:
-        """Returns rotated queries [B, L, H, E] of qkv [B, L, (H + 2K) E]; keys and values go into the caches."""
+        """Returns rotated queries [B, L, H, E] of qkv [B, L, (H + 2K) E]; writes keys and values into the caches."""
         rope = self.rope
         frequency_set = None if rope.long_from is None else kv.frequency_set
         rotation = Rotation(

@@ -23,13 +23,13 @@ from mlx_zip.models.decoder_options import (
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What the layers of a decoder are made of.
+    """Sizes and options of a decoder.
 
-    layers, heads, kv_heads: counts. width: D of the residual stream. head_width: E. inner: width F of the MLP. rows: of
-    the embedding. eps: of RMS norms. qkv_bias, output_bias, mlp_bias: which products have biases. qk_norm: whether
-    queries and keys are normed. joined: whether the checkpoint stores q, k, v, and gate and up, as one matrix each.
-    windows: per layer, the sliding window in ids, or None. tied: whether the head is the embedding. rope: rotation.
-    positions: number of positions that the model was made for.
+    layers, heads, kv_heads: counts. width: D of the residual stream. head_width: E. inner: width F of the MLP. rows:
+    rows of the embedding. eps: of RMS norms. qkv_bias, output_bias, mlp_bias: which products have biases. qk_norm:
+    whether queries and keys are normed. joined: whether the checkpoint stores q, k and v as one matrix, and gate and up
+    as one matrix. windows: per layer, the sliding window in ids, or None. tied: whether the head is the embedding.
+    rope: rotation of queries and keys. positions: number of positions that the model was made for.
     """
 
     kind: str
@@ -53,9 +53,9 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Returns the options of config.json, of a converted model or of a plain one.
+        """Reads the contents of config.json, of a converted or a plain model.
 
-        Raises `ConfigError` naming the architecture or option that is not supported.
+        Raises `ConfigError` naming the architecture or option if it is not supported.
         """
         config = _base_model_config(config)
         kind = config.get("model_type")
@@ -97,7 +97,7 @@ class DecoderConfig:
 
     @property
     def key_columns(self) -> int:
-        """Columns of all keys, and of all values: K E."""
+        """Columns of all keys, which are also the columns of all values: K E."""
         return self.kv_heads * self.head_width
 
 

@@ -1,7 +1,7 @@
 """The hyper-encoders in PyTorch, which make one hyper row of each entry (`mlx_zip.models.rows.encoders` in MLX).
 
-An encoder is a function of entries [N, S] int64, padded with the pad id, of lengths [N] int64 (real ids of each), and
-of a matrix [R, D], dense or `Packed`: the embedding on the input side, the head on the output side. It returns rows
+An encoder is a function of entries [N, S] int64, padded with the pad id; lengths [N] int64, the base ids of each entry;
+and a matrix [R, D], dense or `Packed`: the embedding on the input side, the head on the output side. It returns rows
 [N, D] in the matrix's dtype. Small pieces are kernels; products with weights are `Linear`.
 """
 
@@ -26,8 +26,9 @@ Encoder = Callable[[torch.Tensor, torch.Tensor, Matrix], torch.Tensor]
 class EncoderWeights:
     """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
 
-    take: called with a tensor's whole name and shape, as `Folder.take`. prefix: "input_encoder." or "output_encoder.".
-    cpu_dtype: dtype of the vectors that products on a CPU take (`Linear.prepared_for_cpu`); None for kernels.
+    take: called with a tensor's whole name and its shape, like `Folder.take`. prefix: "input_encoder." or
+    "output_encoder.". cpu_dtype: dtype of the vectors in products on a CPU (`Linear.prepared_for_cpu`); None to use
+    kernels.
     """
 
     def __init__(self, take: Callable[..., Matrix], prefix: str, cpu_dtype: torch.dtype | None = None) -> None:
@@ -39,26 +40,29 @@ class EncoderWeights:
         return self._prefix
 
     def take_product(self, names: str | Sequence[str], rows: int, columns: int) -> Linear:
-        """Returns the product with the matrix NAME.weight [rows, columns], or with several, joined by their rows.
+        """Returns the product with the matrix NAME.weight [rows, columns]; several matrices are joined by their rows.
 
-        Raises `ModelError`.
+        Raises `ModelError` if a matrix is missing or has another shape.
         """
         names = [names] if isinstance(names, str) else names
         whole = join_by_rows([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
         return whole if self._cpu_dtype is None else whole.prepared_for_cpu(self._cpu_dtype)
 
     def take_dense(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""
+        """Returns a tensor, unpacked if it is packed. Raises `ModelError` if it is missing or has another shape."""
         value = self._take(self._prefix + name, *shape)
         return unpack(value, value.scales.dtype) if isinstance(value, Packed) else value
 
     def take_norm(self, name: str, width: int) -> LayerNorm:
-        """Returns the layer norm `name`. Raises `ModelError`."""
+        """Returns the layer norm `name`. Raises `ModelError` if a tensor is missing or has another shape."""
         return LayerNorm(self.take_dense(f"{name}.weight", width), self.take_dense(f"{name}.bias", width))
 
 
 def make_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
-    """Returns the encoder `config.kind` for entries of up to `merge_size` ids. Raises `ConfigError`, `ModelError`."""
+    """Returns the encoder `config.kind` for entries of up to `merge_size` ids.
+
+    Raises `ConfigError` if the kind is unknown, `ModelError` if a tensor is missing or has another shape.
+    """
     kinds = {
         "averaging": _averaging_encoder,
         "attention": _attention_encoder,
@@ -75,7 +79,7 @@ def _averaging_encoder(config: EncoderConfig, merge_size: int, weights: EncoderW
 
 
 def _attention_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
-    """Returns the encoder of one attention layer, whose rows are the mean over all S places."""
+    """Returns the encoder of one attention layer; a row is the mean over all S places, padding included."""
     places = weights.take_dense("pos_embed.weight", merge_size, config.hidden_size)
     attend = _attention_of_projections(config, weights, "attention.", "both")
 
@@ -86,7 +90,7 @@ def _attention_encoder(config: EncoderConfig, merge_size: int, weights: EncoderW
 
 
 def _transformer_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
-    """Returns the post-norm transformer, whose rows are the mean over all S places, padding included."""
+    """Returns the post-norm transformer; a row is the mean over all S places, padding included."""
     width = config.hidden_size
     places = weights.take_dense("pos_embed.weight", merge_size, width) if config.has_positions else None
     layers = [_post_norm_layer(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
@@ -126,7 +130,7 @@ def _res_latent_encoder(config: EncoderConfig, merge_size: int, weights: Encoder
 
 
 def _residual_row(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns the residual [N, D] of entries' rows: the first of their base rows x [N, S, D], or x pooled by `kind`."""
+    """Returns the residual [N, D] of base rows x [N, S, D]: the first row of each entry, or x pooled by `kind`."""
     return x[:, 0].contiguous() if kind == "first" else pool_places(x, lengths, kind)
 
 
@@ -143,11 +147,11 @@ class LayerNorm:
 
 
 ApplyLayer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H], lengths [N] -> [N, S, H]
-ApplyAttention = Callable[..., torch.Tensor]  # x, lengths and what is added to the result, or None -> [N, S, H]
+ApplyAttention = Callable[..., torch.Tensor]  # x, lengths, residual to add or None -> [N, S, H]
 
 
 def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
-    """Returns x = LN(x + attention(x)), x = LN(x + MLP(x))."""
+    """Returns the layer x = LN(x + attention(x)), x = LN(x + MLP(x))."""
     width, inner = config.hidden_size, config.intermediate_size
     attend = _attention_of_projections(config, weights, f"{at}attention.", "both")
     up, down = weights.take_product(f"{at}mlp.fc1", inner, width), weights.take_product(f"{at}mlp.fc2", width, inner)
@@ -163,7 +167,7 @@ def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) ->
 
 
 def _pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
-    """Returns x = x + attention(LN(x)), x = x + MLP(LN(x))."""
+    """Returns the layer x = x + attention(LN(x)), x = x + MLP(LN(x))."""
     width, inner = config.hidden_size, config.intermediate_size
     attend = _make_attention(
         config, weights, [f"{at}w{name}" for name in "qkvo"], "causal" if config.causal else "keys"
@@ -183,7 +187,6 @@ def _attention_of_projections(config: EncoderConfig, weights: EncoderWeights, at
 
 
 def _make_attention(config: EncoderConfig, weights: EncoderWeights, names: list[str], mask: str) -> ApplyAttention:
-    """Returns multi-head attention; names: of the matrices of queries, keys, values and output."""
     width = config.hidden_size
     enter, leave = weights.take_product(names[:3], width, width), weights.take_product(names[3], width, width)
     heads = config.num_heads
@@ -195,6 +198,6 @@ def _make_attention(config: EncoderConfig, weights: EncoderWeights, names: list[
 
 
 def multiply_places(x: torch.Tensor, linear: Linear, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns x W' [N, S, R], plus the residual, for x [N, S, D]."""
+    """Returns x W' [N, S, R] for x [N, S, D], plus the residual if given."""
     added = None if residual is None else residual.reshape(-1, residual.shape[-1])
     return fused_product(x.reshape(-1, x.shape[-1]), linear, residual=added).view(*x.shape[:-1], -1)

@@ -20,9 +20,9 @@ SHORT, LONG = 0, 1  # rows of `Rope.frequencies`
 class Rope:
     """The rotation of one decoder's queries and keys.
 
-    frequencies [2, R / 2] float32: radians per position, LongRoPE's short set and its long set; equal without LongRoPE.
-    magnitude: factor on the R rotated columns. long_from: a sequence that has this position uses the long set for all
-    its positions; None if there is no long set.
+    frequencies [2, R / 2] float32: radians per position, LongRoPE's short set and its long set; without LongRoPE both
+    are equal. magnitude: factor on the R rotated columns. long_from: the position from which LongRoPE uses the long
+    set; a sequence that reaches this position uses the long set for all its positions. None without LongRoPE.
     """
 
     frequencies: torch.Tensor
@@ -30,7 +30,7 @@ class Rope:
     long_from: int | None
 
     def frequency_set(self, last: int) -> int:
-        """Returns the set, SHORT or LONG, of a sequence whose last id has position `last`."""
+        """Returns SHORT or LONG: the set of frequencies for a sequence whose last id has position `last`."""
         return LONG if self.long_from is not None and last >= self.long_from else SHORT
 
     def to(self, device: torch.device) -> Rope:
@@ -39,10 +39,10 @@ class Rope:
 
 
 def make_rope(parameters: Mapping[str, Any], head_width: int, config: Mapping[str, Any]) -> Rope:
-    """Returns the rotation that rope parameters (`mlx_zip.models.decoder_options.layer_rope_parameters`) describe.
-    Raises `ConfigError`.
+    """Returns the rotation for `parameters`, a result of `mlx_zip.models.decoder_options.layer_rope_parameters`.
 
-    Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
+    Raises `ConfigError` if the parameters are invalid. Source of the formulas: transformers 5 `modeling_rope_utils`;
+    LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
     with rope_errors_as_config_errors(kind):
@@ -57,7 +57,7 @@ FrequencySets = tuple[tuple[np.ndarray, np.ndarray], float]  # short and long fr
 
 
 def _default_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
-    """Returns frequencies without scaling. Here and below, plain [R / 2] are the unscaled frequencies."""
+    """Returns frequencies without scaling. plain [R / 2], here and below: the unscaled frequencies."""
     return (plain, plain), 1.0
 
 
@@ -70,7 +70,7 @@ def _llama3_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config
     """Returns Llama 3's frequencies: low ones are divided by `factor`, high ones stay, with a smooth transition."""
     factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    turns = context * plain / (2 * math.pi)  # within the original context
+    turns = context * plain / (2 * math.pi)  # full turns within the original context
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     scaled = plain * ((1 - smooth) / factor + smooth)
     return (scaled, scaled), 1.0
@@ -91,7 +91,7 @@ def _yarn_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: 
 
 
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    """Returns YaRN's factor on rotated columns: `attention_factor` if given, else computed from `factor`."""
+    """Returns YaRN's factor on rotated columns: `attention_factor` if given, else a value computed from `factor`."""
     if parameters.get("attention_factor") is not None:
         return parameters["attention_factor"]
     stretch = math.log(factor) if factor > 1 else 0.0
@@ -102,7 +102,6 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
-    """Returns LongRoPE's short and long frequencies, each divided by a factor of its own."""
     context = pretraining_context(parameters, config)
     for name in ("short_factor", "long_factor"):
         if len(parameters[name]) != len(plain):

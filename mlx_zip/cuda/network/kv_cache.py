@@ -1,4 +1,4 @@
-"""The static key-value caches of a batch: allocated once, at fixed addresses, so that CUDA graphs can be replayed."""
+"""The key-value caches of a batch: allocated once, at fixed addresses, so that CUDA graphs can be replayed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlx_zip.cuda.transfers import copy_to_device, to_host
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer, and how many of them each sequence has.
+    """Keys and values of every layer, and their number for each sequence. All fields are on the device.
 
-    whole [layers, 2, B, K, S, E]: keys, then values. lengths [B] int64: ids in the cache of each sequence; the next id
-    goes to that slot. frequency_set [B] int64: the rotary frequencies that each sequence's keys were written with,
-    `SHORT` or `LONG`. All three are on the device.
+    whole [layers, 2, B, K, S, E]: keys, then values. lengths [B] int64: number of ids in each sequence's cache, and so
+    the slot of its next id. frequency_set [B] int64: the rotary frequencies that each sequence's keys were rotated
+    with, `SHORT` or `LONG`.
     """
 
     whole: torch.Tensor
@@ -28,7 +28,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Slots S of a sequence."""
+        """Number of slots S per sequence."""
         return self.whole.shape[4]
 
     def keys(self, layer: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ class KVCache:
         return KVCache(self.whole[:, :, begin:end], self.lengths[begin:end], self.frequency_set[begin:end])
 
     def trim_row(self, row: int, length: int) -> None:
-        """Makes a sequence hold its first `length` ids only."""
+        """Trims a sequence to its first `length` ids."""
         self.lengths[row].clamp_(max=length)
 
     def copy_row(self, source: int, target: int) -> None:
@@ -57,7 +57,7 @@ class KVCache:
         return to_host(self.whole[:, :, row, :, :length]), int(self.frequency_set[row])
 
     def load_row(self, row: int, saved: torch.Tensor, frequency_set: int) -> None:
-        """Makes a sequence hold what `save_row` returned."""
+        """Fills a sequence's cache with what `save_row` returned."""
         length = saved.shape[3]
         copy_to_device(self.whole[:, :, row, :, :length], saved)
         self.lengths[row], self.frequency_set[row] = length, frequency_set
@@ -71,7 +71,7 @@ def kv_cache_bytes(config: DecoderConfig, batch: int, capacity: int, dtype: torc
 def make_kv_cache(
     config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """Returns empty caches. Raises `ModelError` with both sizes if the device has too little free memory."""
+    """Returns empty caches. Raises `ModelError`, naming needed and free bytes, if memory is too small."""
     raise_if_no_room(f"KV caches of {batch} x {capacity} ids", kv_cache_bytes(config, batch, capacity, dtype), device)
     shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
     # zeros, because the values of masked slots are multiplied by 0, and 0 x NaN is NaN

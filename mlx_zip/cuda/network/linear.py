@@ -1,7 +1,7 @@
 """Matrix products with dense and packed weights, fused with norm, gate and residual; matrices joined by their rows.
 
-Joining loses no precision. Parts that MLX packed with different bits or group sizes get the most bits and the smallest
-group size among them, which hold the same values. If only some parts are packed, the joined matrix is dense.
+Joining loses no precision. Packed parts of different bits or group sizes are repacked with the most bits and the
+smallest group size among them, which hold the same values. If only some parts are packed, the joined matrix is dense.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack, unpack_levels
 
 @dataclass(frozen=True)
 class Linear:
-    """x [N, D] -> x W' + bias [N, R] in x's dtype; weight [R, D] dense, `Packed` or `HalfMatrix`; bias [R] or None.
+    """The product x [N, D] -> x W' + bias [N, R] in x's dtype.
 
-    for_cpu: whether the weight was prepared for PyTorch's own products on a CPU; no kernel takes such a weight.
+    weight: W [R, D], dense, `Packed` or `HalfMatrix`; bias [R] or None. for_cpu: whether the weight was prepared for
+    PyTorch's own products on a CPU; no kernel takes such a weight.
     """
 
     weight: Matrix | HalfMatrix
@@ -30,7 +31,7 @@ class Linear:
     for_cpu: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product by PyTorch's matrix product; a packed matrix is unpacked for the call."""
+        """Returns the product, computed by PyTorch; a packed matrix is unpacked for the call."""
         if isinstance(self.weight, HalfMatrix):
             return self.weight(x)
         weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
@@ -49,11 +50,11 @@ def fused_product(
     residual: torch.Tensor | None = None,
     gate: bool = False,
 ) -> torch.Tensor:
-    """Returns norm(x) W' + bias [N, R], gated if asked for, plus the residual; in x's dtype.
+    """Returns norm(x) W' + bias [N, R], gated if `gate` is True, plus the residual; in x's dtype.
 
-    x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: W has the rows of a gate, then of the values, and the
-    product becomes silu(gate) * values [N, R / 2]. residual: of the result's shape. With kernels, up to `MAX_VECTORS`
-    rows of x take one launch.
+    x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: the first half of W's rows gives a gate, the second
+    half values, and the product becomes silu(gate) * values [N, R / 2]. residual: added to the result, of the same
+    shape. With kernels, up to `MAX_VECTORS` rows of x take one launch.
     """
     if x.shape[0] <= MAX_VECTORS and not linear.for_cpu:
         assert not isinstance(linear.weight, HalfMatrix)
@@ -69,7 +70,7 @@ def fused_product(
 def join_by_rows(parts: Sequence[Linear]) -> Linear:
     """Returns one product whose rows are those of all parts, in order.
 
-    Packed parts of different packings become one packing without loss. Where only some are packed, all become dense.
+    Packed parts get the same packing without loss of precision. If only some parts are packed, all become dense.
     """
     if len(parts) == 1:
         return parts[0]
@@ -83,7 +84,7 @@ def join_by_rows(parts: Sequence[Linear]) -> Linear:
 
 
 def _join_biases(parts: Sequence[Linear]) -> torch.Tensor | None:
-    """Returns the biases of all parts, zeros for a part without; None if no part has any."""
+    """Returns the biases of all parts, zeros for a part without bias; None if no part has a bias."""
     some = next((part.bias for part in parts if part.bias is not None), None)
     if some is None:
         return None
@@ -121,16 +122,16 @@ def _narrow_groups(packed: Packed, group: int) -> Packed:
 
 # ---- on a CPU: weights are unpacked once, when a model is loaded
 #
-# A step multiplies each weight once, so it lasts as long as it takes to read the weights from memory. A matrix that its
-# folder stores in 16 bits or fewer is kept in float16, which halves that time; vectors and sums stay float32. A matrix
-# stored in float32 is kept as it is, unless 16 bits hold its values too.
+# A step multiplies each weight once, so the step takes as long as reading the weights from memory. A matrix stored in
+# 16 bits or fewer is kept in float16, which halves that time; vectors and sums stay float32. A matrix stored in float32
+# is kept in float32, unless float16 holds its values too.
 
 HALF_ROUNDING = 2.0**-25  # maximum error when a number below float16's normal range is rounded
 HALF_LARGEST = 65504.0  # the largest finite float16
 
 
 class HalfMatrix:
-    """A matrix [R, D] kept in float16, and a bias [R]: x [N, D] float32 -> x W' + bias [N, R] float32."""
+    """The product with a matrix [R, D] kept in float16: x [N, D] float32 -> x W' + bias [N, R] float32."""
 
     def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
         """matrix [R, D] float32: rounded to float16."""
@@ -139,7 +140,7 @@ class HalfMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product of few vectors reads."""
+        """Bytes of the matrix that a product reads."""
         return 2 * self.shape[0] * self.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +151,7 @@ class HalfMatrix:
 def cpu_weight(
     weight: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | HalfMatrix, torch.Tensor | None]:
-    """Returns a matrix [R, D] in the form for products with vectors of `dtype`, and the bias that is still to add."""
+    """Returns a matrix [R, D] prepared for products with vectors of `dtype`, and the bias unless it is included."""
     short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
     dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
     if dtype == torch.float32 and has_half_products() and _fits_half(dense, short):
@@ -159,7 +160,7 @@ def cpu_weight(
 
 
 def _fits_half(matrix: torch.Tensor, short: bool) -> bool:
-    """Returns whether to keep a matrix in float16. short: whether its folder has it in 16 bits or fewer."""
+    """Returns whether to keep a matrix in float16. short: whether its file stores it in 16 bits or fewer."""
     if not matrix.numel() or matrix.abs().max() > HALF_LARGEST:
         return False
     return short or bool((matrix.half().float() - matrix).abs().max() <= HALF_ROUNDING)
@@ -173,6 +174,6 @@ def has_half_products() -> bool:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Returns whether the processor has units for products in bfloat16, which are slower than float32 without them."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # which older versions lack
+    """Returns whether the processor has bfloat16 units; without them, bfloat16 is slower than float32."""
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # older versions lack it
     return bool(found.get("amx_bf16") or found.get("avx512_bf16"))

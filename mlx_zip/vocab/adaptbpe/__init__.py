@@ -1,1 +1,1 @@
-"""AdaptBPE: cuts a tokenizer's merge list down and adapts it to texts; the tokens that are kept keep their ids."""
+"""AdaptBPE: shortens a tokenizer's merge list and adapts it to texts; kept tokens get new ids in the old order."""

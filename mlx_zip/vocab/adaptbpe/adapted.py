@@ -1,19 +1,20 @@
-"""An adapted tokenizer: encodes and decodes text, maps its ids to those of its base, reads and writes its file.
+"""An adapted tokenizer: encodes and decodes text, maps ids from and to its base tokenizer, reads and writes its file.
 
 The file is JSON and holds all that is needed to encode and decode:
 
     format, version    "mlx_zip adapted vocabulary", 1
-    base               name, fingerprint (of the merge list), merges and ids (how many there were)
+    base               of the base tokenizer: name, fingerprint of the merge list, number of merges, number of ids
     method, settings   how the merges were chosen
     rule               "replay" or "final": when virtual tokens are split in a new text (see `AdaptedVocabulary`)
     front              how text becomes pieces: pieces, added (tokens), normalizer, pre_tokenizer
     merges             "left right" in the spelling of byte-level vocabularies: letters, the first n, the promoted
     ranks              ranks of these merges in the base list
-    first, virtual     number of letters plus n; places in `merges` of the merges that became virtual, in order
+    first              number of letters plus n
+    virtual            places in `merges` of the merges that became virtual, in order
     token_ids          base ids of the 256 bytes and of each merge's token; 2^32-1 for a token without an id
     letters            number of leading merges that make characters of bytes (byte fallback); not counted in n
     ids                base id of each id, rising: bytes, added tokens, tokens of merges that are not virtual
-    sha256             in hex, of the JSON text of all other fields (keys sorted, no blanks, ASCII)
+    sha256             sha256 in hex of the JSON text of all other fields (keys sorted, no blanks, ASCII)
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ _BASE_TYPES = {"name": str, "fingerprint": str, "merges": int, "ids": int}
 
 @dataclass(frozen=True, eq=False)
 class AdaptedVocabulary:
-    """A merge list in which some merges are actual, which means in the vocabulary, and the others virtual.
+    """A merge list whose merges are either actual, with their tokens in the vocabulary, or virtual.
 
     merges: the first `first` merges of the base list, letters included, then the promoted merges in order. ranks: their
     ranks in the base list. virtual: places in `merges` of the merges that left the vocabulary. rule: "replay" repeats
-    the swaps on a text (virtual[i] is split, then promoted merge i applied); "final" applies all merges and splits
+    the swaps on a text (splits virtual[i], then applies promoted merge i); "final" applies all merges and splits
     virtual tokens at the end. token_ids uint32 [256 + len(merges)]: base ids, 2^32-1 for an unfinished character.
-    Raises `DataError` if these contradict each other.
+    Raises `DataError` if the fields contradict each other.
     """
 
     name: str
@@ -138,7 +139,7 @@ class AdaptedVocabulary:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The times at which each merge is applied and its tokens are split, as `rule` says."""
+        """The times at which merges are applied and their tokens are split, according to `rule`."""
         promoted = range(self.first, len(self.merges))
         form = Schedule.replay if self.rule == "replay" else Schedule.final
         return form(len(self.merges), self.first, self.virtual, promoted)
@@ -156,11 +157,11 @@ class AdaptedVocabulary:
         return table
 
     def encode(self, text: str) -> Uint32s:
-        """Encodes a text -> uint32 ids, without special tokens. Raises `DataError` for lone surrogates."""
+        """Returns a text's ids, uint32, without special tokens. Raises `DataError` if it has a lone surrogate."""
         return self._id_of[encode_with_added_tokens(self.encoder, self.front, text, self.token_ids)]
 
     def ids_of(self, base_ids: Any) -> Uint32s:
-        """Returns the adapted ids of base ids, uint32. Raises `DataError` naming a base id that was not kept."""
+        """Returns the adapted ids of base ids, uint32. Raises `DataError` naming the base id if one was not kept."""
         base_ids = as_ids(base_ids)
         places = np.searchsorted(self.ids, base_ids)
         lost = np.flatnonzero(self.ids[np.minimum(places, len(self.ids) - 1)] != base_ids)
@@ -169,7 +170,7 @@ class AdaptedVocabulary:
         return places.astype(np.uint32)
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the bytes that adapted ids stand for, added tokens included. Raises `DataError` for an unknown id."""
+        """Returns the bytes of adapted ids, added tokens included. Raises `DataError` if an id is unknown."""
         ids = as_ids(ids)
         if len(ids) and int(ids.max()) >= len(self):
             raise DataError(f"id {int(ids.max())} is not below {len(self)}, the size of the adapted vocabulary")
@@ -183,7 +184,7 @@ class AdaptedVocabulary:
         return [of[i] for i in self.ids.tolist()]
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; one that exists is replaced only by a complete one. Raises `OSError`."""
+        """Writes the file; an existing file is replaced only by a complete one. Raises `OSError` if writing fails."""
         tokens = list(map(bytes_to_spelled, self.merges.tokens))
         record = {
             "format": FORMAT,
@@ -234,10 +235,11 @@ def adapt_vocabulary(
 ) -> AdaptedVocabulary:
     """Adapts a tokenizer to texts: returns the vocabulary with n of its merges, chosen by `method`.
 
-    words: the pieces of the texts and how often each occurs (see `count_words`). n: letters are kept besides. method:
-    "adapt" begins with the first n merges and swaps some (`settings` as in `learn.adapt`); "first-k" keeps the first n;
-    "top-k" keeps the n whose tokens occur most often when all merges are applied, always with the rule "final".
-    progress is called after each swap. Raises `DataError` for an unknown method or settings out of range.
+    words: the pieces of the texts and how often each occurs (see `count_words`). n: merges to keep; letters are kept in
+    addition. method: "adapt" begins with the first n merges and swaps some (`settings`: see `learn.adapt`); "first-k"
+    keeps the first n; "top-k" keeps the n whose tokens occur most often when all merges are applied, always with the
+    rule "final". progress is called after each swap. Raises `DataError` if the method is unknown or a setting is out of
+    range.
     """
     kept_merges = base.merges.letters + n
     if method not in METHODS:
@@ -279,7 +281,7 @@ def count_words(front: Front, texts: Iterable[str]) -> Counter[bytes]:
 
 
 def _select_merges(merges: MergeList, ranks: Sequence[int]) -> MergeList:
-    """Returns a merge list with only the merges of these ranks, in this order; `ranks` begins with the letters."""
+    """Returns a merge list of the merges with these ranks, in this order; `ranks` begins with the letters."""
     new = np.zeros(BYTES + len(merges), np.uint32)
     new[:BYTES] = np.arange(BYTES)
     new[BYTES + np.array(ranks, np.intp)] = BYTES + np.arange(len(ranks))
@@ -299,7 +301,7 @@ def read_adapted(path: str | Path) -> AdaptedVocabulary:
 
 
 def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
-    """Returns the vocabulary in a parsed file. Raises `DataError` and other errors, which `read_adapted` catches."""
+    """Returns the vocabulary in a parsed file. Raises `DataError` and other errors, which `read_adapted` converts."""
     if record.get("format") != FORMAT:
         raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
     if record.get("version") != VERSION:
@@ -332,12 +334,11 @@ def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
 
 
 def _check_field_types(record: Mapping[str, Any], types: Mapping[str, type], inside: str = "") -> None:
-    """Raises `DataError` for a field that is not of its type in `types`. inside: prefix of its name in the message."""
+    """Raises `DataError` if a field does not have its type in `types`. inside: prefix of the names in messages."""
     for name, kind in types.items():
         if type(record[name]) is not kind:
             raise DataError(f"{inside}{name} is {record[name]!r:.80}, not of the type {kind.__name__}")
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Returns the sha256 in hex of a record's JSON text, with keys sorted and without blanks."""
     return sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

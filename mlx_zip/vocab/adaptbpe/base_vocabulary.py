@@ -1,13 +1,13 @@
 """Reads tokenizers to adapt: tokenizer.json, merges.txt or vocab.bpe, tiktoken ranks.
 
 All are byte pair encoding on bytes, except a tokenizer.json with byte fallback. A vocabulary may hold tokens that are
-no byte, no added token and the result of no merge. They can never be emitted; they are counted as `unreachable`.
+neither a byte, nor an added token, nor the result of a merge. Such tokens are never emitted; `unreachable` counts them.
 
 Tokenizers with byte fallback (such as Llama 2's, from SentencePiece) are expressed as byte-level merges. Their base
 symbols are characters. A character of several bytes that is a token is called a letter: extra merges at the front of
-the list make it from its bytes, and they do not count as merges. A character that is no token stays as bytes, which all
-are tokens. A letter of three bytes needs a merge of its first two; if only these two occur, they are split again at the
-end.
+the list make each letter from its bytes, and they do not count as merges. A character that is not a token stays as
+bytes, which are all tokens. A letter of three bytes needs a merge of its first two; if only these two occur, they are
+split again at the end.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class BaseVocabulary:
     """A tokenizer before it is adapted.
 
     ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: splits text
-    into pieces. unreachable: number of tokens that no merge makes. source: the content of its tokenizer.json, None for
+    into pieces. unreachable: number of tokens that no merge makes. source: the content of the tokenizer.json, None for
     other files. ignore_merges: whether the tokenizer turns a piece that is a token into that token without using
-    merges; `encode` here always uses the merges.
+    merges; `BaseVocabulary.encode` always uses the merges.
     """
 
     name: str
@@ -77,7 +77,7 @@ class BaseVocabulary:
     def encode(self, text: str, encoder: Encoder | None = None) -> Uint32s:
         """Returns the ids of a text, uint32, without special tokens.
 
-        encoder: a result of `encoder()`, which makes repeated calls faster; None: a new one.
+        encoder: a result of `encoder()`, which makes repeated calls faster; None makes a new one.
         """
         return encode_with_added_tokens(encoder or self.encoder(), self.front, text, self.ids)
 
@@ -85,8 +85,8 @@ class BaseVocabulary:
 def encode_with_added_tokens(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
     """Returns the ids of a text, uint32.
 
-    Added tokens keep the id that `front` gives them; a token of the encoder becomes `ids[token]`. Between added tokens
-    the encoder splits the text itself where it knows the tokenizer's splitting rule; otherwise `front` splits it.
+    Added tokens get their ids in `front`; a token of the encoder becomes `ids[token]`. Between added tokens, the
+    encoder splits the text if it knows the tokenizer's splitting rule; otherwise `front` splits the text.
     """
     found = [np.empty(0, np.uint32)]
     for part in front.parts(text):
@@ -100,10 +100,10 @@ def encode_with_added_tokens(encoder: Encoder, front: Front, text: str, ids: Uin
 
 
 def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> BaseVocabulary:
-    """Reads a tokenizer to adapt; the name of its file says the format.
+    """Reads a tokenizer to adapt; the name of its file decides the format.
 
-    pieces: how text is split, a key of `PIECES`, for files that do not say so; None: a default for the format. Raises
-    `DataError` naming the file, and the wrong merge or line.
+    pieces: how text is split, a key of `PIECES`, for files that do not say so; None takes the format's default. Raises
+    `DataError`, naming the file and the wrong merge or line, if the file is invalid.
     """
     file = path if isinstance(path, TokenizerFile) else open_tokenizer(path)
     try:
@@ -121,8 +121,8 @@ def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> Ba
 def _from_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     """Returns the base vocabulary of a merge list.
 
-    The ids are those of the vocabulary file next to it, whose remaining tokens become added tokens; without such a
-    file, they are GPT-2's.
+    If a vocabulary file lies next to the merge list, the ids are taken from it, and its remaining tokens become added
+    tokens. Otherwise the ids are GPT-2's.
     """
     merges = MergeList.of_bytes(file.pairs())
     renamed = (file.path.name.replace(*names) for names in IDS_FILE_OF.items() if names[0] in file.path.name)
@@ -136,7 +136,7 @@ def _from_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Reads the file with the ids of a merge list: spelled tokens -> ids. Raises `DataError` naming the file."""
+    """Reads the ids of a merge list from a file: spelled tokens -> ids. Raises `DataError` if the file is invalid."""
     try:
         return checked_vocabulary(json.loads(read_uncompressed(path)))
     except ValueError as error:
@@ -144,7 +144,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _gpt2_ids(merges: MergeList) -> Uint32s:
-    """Returns the ids that GPT-2 gives the tokens of a merge list: printable bytes, other bytes, merges."""
+    """Returns the ids of a merge list's tokens in GPT-2's order: printable bytes, other bytes, merges."""
     ids = np.arange(BYTES + len(merges), dtype=np.uint32)
     ids[list(BYTE_OF.values())] = np.arange(BYTES)
     return ids
@@ -154,7 +154,7 @@ def _gpt2_ids(merges: MergeList) -> Uint32s:
 
 
 def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
-    """Returns the base vocabulary of a tokenizer.json. Raises `DataError` for settings that cannot be adapted."""
+    """Returns the base vocabulary of a tokenizer.json. Raises `DataError` if its settings cannot be adapted."""
     file.merges()
     data, model = file.json, file.model
     for setting in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
@@ -184,8 +184,8 @@ def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
     """Returns whether a tokenizer.json was written for the adapted tokenizer in the same folder.
 
-    path: the tokenizer.json. model: its field `model`. A base tokenizer that has an adapted tokenizer in its folder
-    has more ids and more merges than that one.
+    path: the tokenizer.json. model: its field `model`. A base tokenizer has more ids and more merges than the adapted
+    tokenizer in its folder.
     """
     try:
         adapted = json.loads(path.with_name(FILE).read_text(encoding="utf-8"))
@@ -196,7 +196,7 @@ def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
 
 
 def _ids_of_tokens(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
-    """Returns the id of each token of a merge list, uint32. Raises `DataError` for one that `vocabulary` lacks."""
+    """Returns the ids of a merge list's tokens, uint32. Raises `DataError` if `vocabulary` lacks a token."""
     found = [vocabulary.get(bytes_to_spelled(token)) for token in merges.tokens]
     missing = [token for token, i in zip(merges.tokens, found, strict=True) if i is None]
     if missing:
@@ -231,7 +231,7 @@ def _from_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 def _parent_tokens(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
     """Returns the two tokens that the last merge joins when a token's bytes are merged by rank.
 
-    None: merging by rank does not make the token.
+    Returns None if merging by rank does not make the token.
     """
     parts, own = [token[i : i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
@@ -243,9 +243,9 @@ def _parent_tokens(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
 
 
 def _check_space_handling(data: Mapping[str, Any]) -> None:
-    """Raises `DataError` for a tokenizer.json, here parsed, whose treatment of blanks is not supported.
+    """Raises `DataError` if a parsed tokenizer.json treats blanks in a way that is not supported.
 
-    Its decoder must turn the blank's character into a blank; its pre-tokenizer must treat all places in a text alike.
+    The decoder must turn `BLANK` into a blank; the pre-tokenizer must treat the beginning of a text like other places.
     """
     steps = json.dumps(data.get("decoder"))
     if not any(form in steps for form in _BLANK_DECODERS):
@@ -259,10 +259,10 @@ def _check_space_handling(data: Mapping[str, Any]) -> None:
 def _merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
     """Expresses a vocabulary with byte fallback as merges of bytes -> (merges, the id of each token uint32 [256 + M]).
 
-    The list begins with merges that join the UTF-8 bytes of each one-character token; a partial character on the way
-    has no token of its own and gets the id `NO_ID`. vocabulary: tokens -> ids. merges: in the form of a
-    tokenizer.json. added: names of added tokens, which are left out. Raises `DataError` for a malformed merge and for
-    a complete token that the vocabulary lacks.
+    The list begins with merges that join the UTF-8 bytes of each one-character token. The first bytes of a character
+    that such a merge makes are not a token and get the id `NO_ID`. vocabulary: tokens -> ids. merges: in the form of a
+    tokenizer.json. added: names of added tokens, which are left out. Raises `DataError` if a merge is malformed or the
+    vocabulary lacks a complete token.
     """
     names = vocabulary.keys() - added
     letters: dict[bytes, Pair] = {}
@@ -280,7 +280,7 @@ def _merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set
 
 
 def _merge_as_bytes(merge: Any) -> Pair:
-    """Returns a merge of a tokenizer.json, of two texts, as a pair of byte strings. Raises `DataError`."""
+    """Returns a merge of a tokenizer.json as a pair of byte strings. Raises `DataError` if it is not two tokens."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
         raise DataError(f"merge {merge!r:.80} is not two tokens")

@@ -2,9 +2,9 @@
 
 Source: arXiv 2601.21665, algorithm 1. A list is cut to its first N merges, the actual ones: their tokens may be
 emitted. Then merges are swapped as long as q is more frequent than p. p is the actual merge whose token is rarest in
-the texts. It becomes virtual: its tokens are split into their parents, but later merges can still use it. q is the
-merge outside the list whose parents are neighbours most often. It becomes actual. The paper leaves two things open,
-which are decided here: ties (see `adapt`), and that a virtual merge never becomes actual again.
+the texts. p becomes virtual: its tokens are split into their parents, but later merges can still use p. q is the merge
+outside the list whose parents are neighbours most often. q becomes actual. The paper leaves two points open. Here,
+`adapt` defines how ties are broken, and a virtual merge never becomes actual again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COUNTINGS = ("overlapping", "firing")
 
 @dataclass(frozen=True)
 class Swap:
-    """One swap: ranks and counts of p (now virtual) and q (now actual), and the texts' number of tokens after it."""
+    """One swap: ranks and counts of p (now virtual) and q (now actual), and the number of tokens after the swap."""
 
     p: int
     p_count: int
@@ -50,7 +50,7 @@ class Adaptation:
 
     @property
     def promoted(self) -> list[int]:
-        """Ranks of the merges that became actual, in order of the swaps; one of them may become virtual later."""
+        """Ranks of the merges that became actual, in order of the swaps. A promoted merge may become virtual later."""
         return [swap.q for swap in self.swaps]
 
 
@@ -67,11 +67,12 @@ def adapt(
 ) -> Adaptation:
     """Adapts the first n merges of a list to texts by swapping merges (p leaves, q enters; see the module).
 
-    words: the pieces of the texts and how often each occurs. n: letters included, which are never swapped. margin: q's
-    count must exceed p's by more than this. max_swaps: None for no limit. tie: among equally rare p, "high" takes the
-    one of the highest rank, "low" of the lowest; among equally frequent q, the lowest rank is taken. counting: where a
-    pair of neighbours counts, "overlapping" at every position, "firing" only where it would be merged: in x x x, the
-    pair x x counts twice or once. progress is called after each swap. Raises `DataError` for arguments out of range.
+    words: the pieces of the texts and how often each occurs. n: number of merges, letters included; letters are never
+    swapped. margin: q's count must exceed p's by more than this. max_swaps: None for no limit. tie: "high" takes as p
+    the highest rank among equally rare merges, "low" the lowest; q is always the lowest rank among equally frequent
+    merges. counting: "overlapping" counts a pair of neighbours at every position, "firing" only where it would be
+    merged: in x x x, the pair x x counts twice or once. progress is called after each swap. Raises `DataError` if an
+    argument is out of range.
     """
     _check_kept(merges, n)
     _check_settings(margin, max_swaps, tie, counting)
@@ -92,8 +93,8 @@ def adapt(
 def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
     """Returns the ranks, rising, of the k merges whose tokens occur most often when all merges are applied to texts.
 
-    words: the pieces of the texts and how often each occurs. Of equally frequent merges, those of lowest rank are
-    taken. Letters are always included and count in k.
+    words: the pieces of the texts and how often each occurs. Among equally frequent merges, lower ranks are taken
+    first. Letters are always included and count in k.
     """
     _check_kept(merges, k)
     tokens, ends = Encoder(merges, pieces="whole").encode_pieces(list(words))
@@ -104,14 +105,12 @@ def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
 
 
 def _check_kept(merges: MergeList, n: int) -> None:
-    """Raises `DataError` unless n, the number of merges to keep, is between the number of letters and of all merges."""
     least, most = merges.letters, len(merges)
     if not least <= n <= most:
         raise DataError(f"{n - least} merges to keep are not 0..{most - least}, the number of merges in the list")
 
 
 def _check_settings(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
-    """Raises `DataError` for a setting of `adapt` that is out of range."""
     if margin < 0 or (max_swaps is not None and max_swaps < 0):
         raise DataError("margin and max_swaps must be at least 0")
     if tie not in TIES:
@@ -124,9 +123,10 @@ class _SwapCorpus:
     """The texts while merges are swapped: words as lists of tokens, counts of tokens and pairs, candidates for swaps.
 
     words, weights: the tokens of each distinct word, and how often the word occurs. counts: occurrences of each token.
-    pairs: for each merge outside the vocabulary, by rank, how often its two parents are neighbours. with_token,
-    with_pair: indices of the words that have, or had, a token or such a pair. left_out: pair of tokens -> rank of the
-    merge outside the vocabulary. rare, frequent: heaps of candidates for p and q; outdated items are skipped.
+    pairs: for each merge outside the vocabulary, by rank, how often its two parents are neighbours. with_token: by
+    token, indices of the words that hold or held the token. with_pair: by rank of a merge, indices of the words in
+    which its parents are or were neighbours. left_out: pair of tokens -> rank of the merge outside the vocabulary.
+    rare, frequent: heaps of candidates for p and q; outdated items are skipped.
     """
 
     def __init__(self, merges: MergeList, words: Mapping[bytes, int], n: int, tie: str, counting: str) -> None:
@@ -194,7 +194,6 @@ class _SwapCorpus:
         return self._tokens_after_split(left) + self._tokens_after_split(right)
 
     def _add_counts(self, at: int, word: list[int]) -> list[int]:
-        """Adds the word with index `at` to the counts; returns the ranks of its pairs."""
         weight, ranks = self.weights[at], self.ranks(word)
         for token in word:
             self.counts[token] += weight
@@ -205,7 +204,6 @@ class _SwapCorpus:
         return ranks
 
     def _subtract_counts(self, word: list[int], weight: int) -> list[int]:
-        """Subtracts a word that occurs `weight` times from the counts; returns the ranks of its pairs."""
         ranks = self.ranks(word)
         for token in word:
             self.counts[token] -= weight

@@ -25,7 +25,7 @@ from mlx_zip.vocab.first_stage import Pair
 
 BYTES = 256
 NEVER = (1 << 32) - 1
-NO_ID = (1 << 32) - 1  # id of a byte string that is no token
+NO_ID = (1 << 32) - 1  # id of a byte string that is not a token
 MAX_MERGES: int = lib.MLXZIP_MAX_CODEBOOK
 LONGEST: int = lib.MLXZIP_BPE_LONGEST
 PIECES = {  # ways to cut a text before merges are applied
@@ -34,7 +34,7 @@ PIECES = {  # ways to cut a text before merges are applied
     "cl100k": lib.MLXZIP_PIECE_CL100K,
     "digits": lib.MLXZIP_PIECE_DIGITS,
 }
-_MOST_BYTES = (1 << 32) - 2  # maximum of one piece
+_MOST_BYTES = (1 << 32) - 2  # maximum bytes of one piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ class MergeList:
 
     parts: uint32 [M, 2] tokens; a token below 256 is a byte, and token 256 + m is the result of merge m. letters:
     number of leading merges that make characters of bytes, for vocabularies of characters (byte fallback); they are
-    never removed. Raises `DataError` naming a merge whose part is made later, whose token is made twice, or is too
-    long.
+    never removed. Raises `DataError` naming the merge if one of its parts is made later, or its token is made twice or
+    is too long.
     """
 
     parts: NDArray[np.uint32]
@@ -197,7 +197,7 @@ def drop_dead_merges(pairs: Sequence[Pair]) -> Iterable[Pair]:
 
 
 def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
-    """Returns the rank of the last merge applied when a token's bytes are merged; None if they do not become one."""
+    """Returns the rank of the last merge when a token's bytes are merged; None if they do not become one token."""
     parts, last = [token[i : i + 1] for i in range(len(token))], None
     while len(parts) > 1:
         rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))
@@ -214,9 +214,9 @@ def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
 class Encoder:
     """Encodes text to tokens of a `MergeList` by a `Schedule`; without a schedule, plain byte pair encoding.
 
-    Tokens are uint32: below 256 a byte, 256 + m the result of merge m. pieces: a key of `PIECES`. Pieces are cached, a
-    few MB at most. Threads may share an encoder; its calls run one at a time. Source: arXiv 1508.07909, section 3.2,
-    for merges; AdaptBPE, arXiv 2601.21665, for the schedule.
+    Tokens are uint32: below 256 a byte, 256 + m the result of merge m. pieces: a key of `PIECES`. The encoder caches
+    pieces, in a few MB at most. Threads may share an encoder; its calls run one at a time. Source: arXiv 1508.07909,
+    section 3.2, for merges; AdaptBPE, arXiv 2601.21665, for the schedule.
     """
 
     def __init__(self, merges: MergeList, schedule: Schedule | None = None, pieces: str = "gpt2") -> None:
@@ -229,7 +229,7 @@ class Encoder:
         self._bpe = _new_bpe(merges, self.schedule)
 
     def encode(self, text: bytes) -> Uint32s:
-        """Encodes any bytes to tokens, uint32; `decode` returns the same bytes."""
+        """Returns the tokens of any bytes, uint32; `decode` turns these tokens into the same bytes."""
         data, n_out = ffi.from_buffer("uint8_t[]", text), ffi.new("size_t *")
         tokens = np.empty(len(data), np.uint32)
         with self._lock:
@@ -257,13 +257,13 @@ class Encoder:
         return tokens[: int(id_ends[-1]) if len(pieces) else 0], id_ends.astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """Returns the bytes of tokens, joined."""
+        """Returns the joined bytes of tokens."""
         known = self.merges.tokens
         return b"".join([known[token] for token in tokens])
 
 
 def cut_into_pieces(text: bytes, pieces: str) -> list[bytes]:
-    """Cuts a text into pieces; joined, the pieces are the text. pieces: how, a key of `PIECES`."""
+    """Cuts a text into pieces, which joined are the text. pieces: how to cut, a key of `PIECES`."""
     data, ends = ffi.from_buffer("uint8_t[]", text), np.empty(len(text), np.uintp)
     n = lib.mlxzip_pieces(PIECES[pieces], data, len(data), ffi.from_buffer("size_t[]", ends))
     found, at = [], 0
@@ -274,7 +274,6 @@ def cut_into_pieces(text: bytes, pieces: str) -> list[bytes]:
 
 
 def _new_bpe(merges: MergeList, schedule: Schedule) -> Any:
-    """Returns an encoder of the C library. Raises `DataError` for a schedule that contradicts the merges."""
     arrays = [np.ascontiguousarray(a) for a in (merges.parts, schedule.apply_at, schedule.split_at)]
     spec, out = ffi.new("mlxzip_bpe_spec *"), ffi.new("mlxzip_bpe **")
     spec.n_merges = len(merges)
@@ -284,7 +283,7 @@ def _new_bpe(merges: MergeList, schedule: Schedule) -> Any:
 
 
 def _check_bpe_status(status: int) -> None:
-    """Raises `DataError` for an argument that the C library refused, `MemoryError` where memory ran out."""
+    """Raises `DataError` if the C library refused an argument, `MemoryError` if memory ran out."""
     if status == lib.MLXZIP_E_ARG:
         raise DataError(f"times of merges that contradict each other, or a piece of more than {_MOST_BYTES} bytes")
     raise_for_status(status)

@@ -13,7 +13,7 @@ from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.vocab.adaptbpe.merge_list import PIECES, cut_into_pieces
 from mlx_zip.vocab.first_stage import AddedToken, spelled_to_bytes
 
-CHARACTERS, BLANK = "characters", "\u2581"  # byte fallback; the character that its vocabularies use for a blank
+CHARACTERS, BLANK = "characters", "\u2581"  # `Front.pieces` for byte fallback; what spells a blank in such vocabularies
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -24,16 +24,16 @@ PATTERNS = {  # published patterns; native/pieces.c implements them in C
     "cl100k": _CL100K,
     "digits": _CL100K.replace("{1,3}", ""),
 }
-CUT_BY_NAME = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # tiktoken's files do not say how text is cut
+CUT_BY_NAME = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # .tiktoken files do not say how text is cut
 
 
 @dataclass(frozen=True)
 class Front:
     """How texts become pieces.
 
-    pieces: a key of `PIECES`; or "tokenizers", which runs `pre_tokenizer` (in the form of a tokenizer.json) with that
-    library; or "characters" for byte fallback, with or without a pre_tokenizer. added: added tokens. normalizer: in the
-    form of a tokenizer.json, or None. Raises `DataError` if these contradict each other.
+    pieces: a key of `PIECES`; "tokenizers" to run `pre_tokenizer` (in the form of a tokenizer.json) with the
+    `tokenizers` library; or "characters" for byte fallback, with or without a pre_tokenizer. added: added tokens.
+    normalizer: in the form of a tokenizer.json, or None. Raises `DataError` if the fields contradict each other.
     """
 
     pieces: str = "gpt2"
@@ -49,7 +49,7 @@ class Front:
 
     @property
     def encoder_pieces(self) -> str:
-        """The key of `PIECES` by which the C encoder cuts its input; "whole" if the input is cut already."""
+        """The key of `PIECES` by which the C encoder cuts its input; "whole" if the input is already cut."""
         return self.pieces if self.pieces in PIECES else "whole"
 
     def unspelled(self, token: bytes) -> bytes:
@@ -59,7 +59,7 @@ class Front:
     def parts(self, text: str) -> Iterator[bytes | int]:
         """Yields the normalized parts of a text as UTF-8, and between them the ids of added tokens.
 
-        Raises `DataError` for a lone surrogate.
+        Raises `DataError` if the text has a lone surrogate.
         """
         raw = [added for added in self.added if not added.normalized]
         late = [added for added in self.added if added.normalized]
@@ -102,7 +102,7 @@ class Front:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Front:
-        """Reads what `record` returned. Raises `KeyError` or `TypeError` for anything else."""
+        """Returns the `Front` that `record` described. Raises `KeyError` or `TypeError` for another form."""
         added = tuple(AddedToken(**token) for token in record["added"])
         return cls(record["pieces"], added, record["normalizer"], record["pre_tokenizer"])
 
@@ -110,7 +110,7 @@ class Front:
 def pieces_of(pre_tokenizer: Any) -> str | None:
     """Returns the key of `PIECES` that cuts like this pre_tokenizer, "tokenizers" if none does.
 
-    Returns None for a pre_tokenizer that is not byte-level.
+    Returns None if the pre_tokenizer is not byte-level.
     """
     if not isinstance(pre_tokenizer, dict):
         return None
@@ -130,13 +130,12 @@ def pieces_of(pre_tokenizer: Any) -> str | None:
 
 
 def _splits_by(step: Any, pattern: str) -> bool:
-    """Returns whether a pre_tokenizer's step does nothing but split text by this regular expression."""
     form = ("Split", "Isolated", False, {"Regex": pattern})
     return isinstance(step, dict) and tuple(map(step.get, ("type", "behavior", "invert", "pattern"))) == form
 
 
 def _with_added_tokens(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
-    """Yields the parts of a text and the ids of the added tokens in it; leftmost first, of these the longest."""
+    """Yields the parts of a text and the ids of added tokens in it; of several matches the leftmost, then longest."""
     if not added:
         yield from [text] if text else []
         return
@@ -152,7 +151,7 @@ def _with_added_tokens(text: str, added: Sequence[AddedToken]) -> Iterator[str |
 
 
 def _as_utf8(text: str) -> bytes:
-    """Returns a text in UTF-8, with escaped bytes restored. Raises `DataError` for a lone surrogate."""
+    """Returns a text in UTF-8, with escaped bytes restored. Raises `DataError` if it has a lone surrogate."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:

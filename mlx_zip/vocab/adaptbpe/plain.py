@@ -2,8 +2,8 @@
 
 Plain byte pair encoding cannot split a token again, so a tokenizer.json is exact only if no merge is virtual: after
 first-k, or an adaptation without swaps. Otherwise `tokenizer_json` raises an error. A model folder needs a
-tokenizer.json in any case: `lawful_json` gives ids of the vocabulary that decode to the text, but not always the ids of
-`AdaptedVocabulary.encode`. `make_exact` corrects a tokenizer that was loaded from it.
+tokenizer.json in any case. The one from `lawful_json` gives ids of the vocabulary that decode to the text, but not
+always the ids of `AdaptedVocabulary.encode`. `make_exact` corrects a tokenizer that was loaded from such a file.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def tokenizer_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | No
 
 
 def lawful_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a tokenizer.json whose ids are all in the vocabulary; it is exact if no merge is virtual.
+    """Returns a tokenizer.json whose ids are all in the vocabulary.
 
-    A piece that is a token becomes that token. Other pieces are merged only by merges that are not virtual and have no
-    virtual parts.
+    Its ids are those of `vocabulary.encode` if no merge is virtual. Otherwise, a piece that is a token becomes that
+    token. Other pieces are merged only by merges that are not virtual and have no virtual parts.
     """
     data = _json_of(vocabulary, source)
     data["model"]["ignore_merges"] = bool(vocabulary.virtual)
@@ -50,8 +50,8 @@ def lawful_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None 
 def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
     """Changes a `tokenizers.Tokenizer` loaded from `lawful_json`, so that it gives the ids of `vocabulary.encode`.
 
-    A further pre-tokenizer then cuts every piece into its tokens. It is written in Python, so the tokenizer can no
-    longer be saved or copied.
+    Adds a pre-tokenizer that cuts every piece into its tokens. Because the pre-tokenizer is written in Python, the
+    tokenizer can no longer be saved or copied.
     """
     from tokenizers.pre_tokenizers import PreTokenizer, Sequence
 
@@ -63,8 +63,8 @@ def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
 def follow_folder(tokenizer: Any, folder: Path) -> None:
     """Applies `make_exact` to the tokenizer of a model folder if the folder's model was adapted.
 
-    A base tokenizer that is in one folder with its adapted file has more ids than that file; it is left unchanged.
-    Raises `DataError` if the adapted file cannot be read.
+    If the folder holds the base tokenizer beside the adapted file, the base tokenizer has more ids and is left
+    unchanged. Raises `DataError` if the adapted file cannot be read.
     """
     if (folder / FILE).is_file():
         vocabulary = read_adapted(folder / FILE)
@@ -73,14 +73,14 @@ def follow_folder(tokenizer: Any, folder: Path) -> None:
 
 
 class _Cutter:
-    """Pre-tokenizer that cuts pieces into the tokens of an adapted vocabulary; it never cuts within a character."""
+    """Pre-tokenizer that cuts pieces into the tokens of an adapted vocabulary, but never within a character."""
 
     def __init__(self, vocabulary: AdaptedVocabulary) -> None:
         self.encoder = Encoder(vocabulary.merges, vocabulary.schedule, "whole")
         self.spelled: Callable[[str], bytes] = str.encode if vocabulary.front.pieces == CHARACTERS else spelled_to_bytes
 
     def pre_tokenize(self, text: Any) -> None:
-        """Cuts the pieces of a text; called by the `tokenizers` library with its `PreTokenizedString`."""
+        """Cuts the pieces of `text`, a `PreTokenizedString` of the `tokenizers` library, which calls this method."""
         text.split(self._cut)
 
     def _cut(self, _: int, piece: Any) -> list[Any]:
@@ -92,10 +92,10 @@ class _Cutter:
 
 
 def _json_of(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a tokenizer.json with the vocabulary's tokens, and its merges that neither are nor use a virtual merge.
+    """Returns a tokenizer.json with the vocabulary's tokens, and those of its merges that involve no virtual merge.
 
-    source: the base's tokenizer.json, whose other parts are copied; None: a new tokenizer.json is made. Raises
-    `DataError` if a part of `source` names a token that was not kept.
+    source: the base's tokenizer.json, whose other parts are copied; None makes a new tokenizer.json. Raises `DataError`
+    if a part of `source` names a token that was not kept.
     """
     data = copy.deepcopy(dict(source)) if source is not None else _json_of_merge_list(vocabulary)
     new = {int(old): i for i, old in enumerate(vocabulary.ids)}
@@ -139,7 +139,7 @@ def _new_id(part: str, i: int, new: Mapping[int, int]) -> int:
 
 
 def _json_of_merge_list(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
-    """Returns a tokenizer.json without vocabulary and merges, for a base that had none of its own: a merge list."""
+    """Returns a tokenizer.json without vocabulary and merges, for a base that was a merge list."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pieces, cutter = vocabulary.front.pieces, byte_level
     if pieces == "gpt2":
@@ -175,7 +175,7 @@ def _json_of_merge_list(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
 def _renumbered_processor(processor: Any, new: Mapping[int, int]) -> Any:
     """Returns a tokenizer.json's post_processor with adapted ids for the tokens that it adds.
 
-    new: base ids -> adapted ids. Raises `DataError` for a token that was not kept.
+    new: base ids -> adapted ids. Raises `DataError` if a token was not kept.
     """
     if not isinstance(processor, dict):
         return processor

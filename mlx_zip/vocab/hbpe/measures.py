@@ -1,9 +1,9 @@
 """Measures of hierarchical BPE: FLOPs of a forward pass, fertility, bits per byte.
 
-Source: arXiv 2510.15517, §2.3 and §3.2 (equations 4 and 10 to 12); a transformer's FLOPs are those of Hoffmann et al.,
-arXiv 2203.15556, appendix F, with a free embedding lookup. The feed-forward part counts two matrices, which gives the
-paper's 562 billion FLOPs for plain BPE. The paper's parameter counts need three matrices, so its models cost more FLOPs
-than it says.
+Source: arXiv 2510.15517, §2.3 and §3.2 (equations 4 and 10 to 12). A transformer's FLOPs are those of Hoffmann et al.,
+arXiv 2203.15556, appendix F, but the embedding lookup costs nothing. The feed-forward part counts two matrices, which
+gives the paper's 562 billion FLOPs for plain BPE. The paper's parameter counts need three matrices, so its models cost
+more FLOPs than it says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tower:
 
 
 def read_tower(text: str) -> Tower:
-    """Returns the tower that LAYERS,WIDTH,FFN,HEADS describes. Raises `argparse.ArgumentTypeError` for other text."""
+    """Returns the tower in a text LAYERS,WIDTH,FFN,HEADS. Raises `argparse.ArgumentTypeError` for any other text."""
     try:
         layers, width, ffn, heads = map(int, text.split(","))
     except ValueError:
@@ -36,7 +36,7 @@ FIT_LATENT, FIT_LOCAL = Tower(4, 256, 704, 4), Tower(2, 128, 128, 2)  # defaults
 
 
 def transformer_flops(length: float, tower: Tower, vocabulary: int) -> float:
-    """Returns the FLOPs of a forward pass over `length` positions, with a softmax over `vocabulary` (0: none)."""
+    """Returns the FLOPs of a forward pass over `length` positions, with a softmax over `vocabulary` ids (0: none)."""
     d, n = tower.width, length
     attention = 2 * n * 3 * d * d + 2 * n * n * d + 3 * tower.heads * n * n + 2 * n * n * d + 2 * n * d * d
     ffn = 2 * n * 2 * d * tower.ffn
@@ -49,7 +49,7 @@ def hierarchical_flops(
     """Returns the FLOPs of local encoder, local decoder and latent model on `n_bytes` bytes (equations 10 to 12).
 
     symbols: V', the size of the local decoder's softmax. patch_length: symbols per patch that the local models read;
-    None takes the bytes per patch, as the paper does.
+    None takes `bytes_per_patch`, as the paper does.
     """
     patches, length = n_bytes / bytes_per_patch, bytes_per_patch if patch_length is None else patch_length
     local_flops = transformer_flops(length, local, 0) + transformer_flops(length, local, symbols)

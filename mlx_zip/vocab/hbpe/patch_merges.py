@@ -1,6 +1,6 @@
 """Hierarchical BPE, second stage: turns the bytes of a token into a patch of at most S symbols, in C.
 
-Symbols: 0..255 are bytes, 256 is the end mark, which counts in a patch's length, 257 + k is the result of merge k.
+Symbols: 0..255 are bytes; 256 is the end mark, which counts in a patch's length; 257 + k is the result of merge k.
 Merges are learned only from the tokens that do not fit yet. So a token is encoded by applying the merges until it fits
 (mode `stop`); applying all of them (mode `full`) gives shorter patches than the merges were learned for.
 
@@ -34,10 +34,10 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Merges:
-    """The learned merges: patch_size S (2..256) and V' pairs of symbols, in order; immutable.
+    """The learned merges, immutable: patch_size S (2..256) and V' pairs of symbols, in order.
 
-    Raises `CodecError` naming a merge that uses the end mark or a later symbol, repeats a pair, or makes a symbol of
-    more than 65535 bytes.
+    Raises `CodecError` naming the merge if one uses the end mark or a later symbol, repeats a pair, or makes a symbol
+    of more than 65535 bytes.
     """
 
     patch_size: int
@@ -73,14 +73,14 @@ class Merges:
         return tuple(out)
 
     def encode(self, token: bytes, mode: str = "stop") -> list[int]:
-        """Returns the patch of one token, end mark included; it is longer than S if the merges do not suffice."""
+        """Returns the patch of one token, end mark included; more than S symbols if the merges do not suffice."""
         return self.encode_all([token], mode)[0].tolist()
 
     def encode_all(self, tokens: Sequence[bytes], mode: str = "stop") -> list[NDArray[np.uint16]]:
-        """Returns the patch of each token as by `encode`, uint16 [its length].
+        """Returns the patch of each token, uint16 [its length], like `encode`.
 
-        mode: "stop" applies merges until the token fits S symbols, "full" applies all. Raises `CodecError` for any
-        other mode.
+        mode: "stop" applies merges until the token fits S symbols, "full" applies all. Raises `CodecError` if `mode` is
+        another text.
         """
         check_mode(mode)
         data, offsets = _join_tokens(tokens)
@@ -103,9 +103,9 @@ class Merges:
         return [out[at : at + n] for at, n in zip(begins.tolist(), lengths.tolist(), strict=True)]
 
     def decode(self, symbols: Iterable[int]) -> bytes:
-        """Returns the bytes of one patch: of the symbols before its end mark, or of all symbols without one.
+        """Returns the bytes of the symbols before the end mark, or of all symbols if there is no end mark.
 
-        Symbols after the end mark are padding. Raises `CodecError` for an unknown symbol.
+        Symbols after the end mark are padding. Raises `CodecError` if a symbol is unknown.
         """
         spelled, out = self.spelled, []
         for symbol in symbols:
@@ -118,7 +118,6 @@ class Merges:
 
     @cached_property
     def _native(self) -> NDArray[np.uint16]:
-        """The pairs as an array for the C library, uint16 [V', 2]."""
         return np.array(self.pairs, np.uint16).reshape(-1, 2)
 
 
@@ -137,9 +136,9 @@ class LearnedMerges(NamedTuple):
 def learn_merges(tokens: Iterable[bytes], patch_size: int) -> LearnedMerges:
     """Learns merges until every token fits `patch_size` symbols, end mark included.
 
-    tokens: the byte strings of a first-stage tokenizer's tokens, of at most 65535 bytes each; equal ones count once,
-    and their order does not matter. Raises `CodecError` for a size outside 2..256, `DataError` for tokens that are too
-    long or need more than 65279 merges.
+    tokens: the byte strings of a first-stage tokenizer's tokens, of at most 65535 bytes each. Equal tokens count once,
+    and the order does not matter. Raises `CodecError` if the patch size is outside 2..256, `DataError` if tokens are
+    too long or need more than 65279 merges.
     """
     _check_patch_size(patch_size)
     pool = tokens_too_long(tokens, patch_size)
@@ -173,7 +172,7 @@ def tokens_too_long(tokens: Iterable[bytes], patch_size: int) -> list[bytes]:
 
 
 def _check_patch_size(patch_size: Any) -> None:
-    """Raises `CodecError` unless the patch size is an integer in 2..256. (With 1 only the empty token would fit.)"""
+    """Raises `CodecError` unless the patch size is an integer in 2..256. (Only the empty token would fit 1.)"""
     if isinstance(patch_size, bool) or not isinstance(patch_size, int) or not 2 <= patch_size <= MAX_PATCH:
         raise CodecError(f"the patch size must be an integer from 2 to {MAX_PATCH}, got {patch_size!r}")
 
@@ -185,9 +184,9 @@ def check_mode(mode: Any) -> None:
 
 
 def _join_tokens(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.uintp]]:
-    """Returns n tokens joined, uint8, and n + 1 offsets: the beginning of each token, and the end of the last one.
+    """Returns n tokens joined, uint8, and n + 1 offsets: the beginning of each token, and the end of the last token.
 
-    Raises `DataError` for a token of more than `MAX_TOKEN_BYTES` bytes.
+    Raises `DataError` if a token has more than `MAX_TOKEN_BYTES` bytes.
     """
     lengths = np.fromiter(map(len, tokens), np.uintp, len(tokens))
     if len(tokens) and lengths.max() > MAX_TOKEN_BYTES:

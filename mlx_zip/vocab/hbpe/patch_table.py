@@ -1,9 +1,8 @@
-"""The patches of a whole vocabulary as one table: a text's patches are a lookup of its first-stage ids.
+"""The patches of a whole vocabulary as one table, in which a text's patches are looked up by its first-stage ids.
 
-`PatchText` is a first-stage tokenizer with its table. Files of all kinds that `mlx_zip.vocab.first_stage` lists can be
-read.
+`PatchText` is a first-stage tokenizer with its table. `mlx_zip.vocab.first_stage` lists the kinds of tokenizer files.
 
-A table file is a .npz archive without pickle; `version` is checked first, `checksum` covers everything else:
+A table file is a .npz archive without pickle. `version` is checked first; `checksum` covers all other fields:
 
     version      1
     patch_size   S
@@ -42,7 +41,7 @@ Uint16s = NDArray[np.uint16]
 class PatchTable:
     """The patches of V tokens: rows uint16 [V, S], padded with the end mark; lengths int32 [V], end mark included.
 
-    A patch is the symbols up to the first end mark of its row. Raises `CodecError` naming an id whose row is no patch.
+    A patch is the symbols up to the first end mark of its row. Raises `CodecError` if a row is not a patch.
     """
 
     def __init__(self, merges: Merges, rows: Uint16s, mode: str = "stop") -> None:
@@ -64,7 +63,7 @@ class PatchTable:
     def build(cls, merges: Merges, tokens: Sequence[bytes], mode: str = "stop") -> PatchTable:
         """Returns the table of a vocabulary. tokens: the bytes of each id. mode: see `Merges.encode_all`.
 
-        Raises `CodecError` naming a token that takes more than S symbols.
+        Raises `CodecError` naming the token if one takes more than S symbols.
         """
         rows = np.full((len(tokens), merges.patch_size), MARK, np.uint16)
         for i, patch in enumerate(merges.encode_all(tokens, mode)):
@@ -78,9 +77,9 @@ class PatchTable:
 
     @classmethod
     def learn(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
-        """Learns merges from a vocabulary and returns its table. tokens: the bytes of each id.
+        """Learns merges from a vocabulary and returns the vocabulary's table. tokens: the bytes of each id.
 
-        Errors as in `hbpe.learn_merges`.
+        Raises what `learn_merges` raises.
         """
         return cls.build(learn_merges(tokens, patch_size).merges, tokens, mode)
 
@@ -95,7 +94,7 @@ class PatchTable:
     def encode(self, ids: Any) -> Uint16s:
         """Returns the patches of first-stage ids (see `as_ids`), uint16 [n, S].
 
-        Raises `CodecError` for an id that the table does not have.
+        Raises `CodecError` if the table lacks an id.
         """
         ids = as_ids(ids)
         if len(bad := np.flatnonzero(ids >= len(self.rows))):
@@ -105,7 +104,7 @@ class PatchTable:
     def decode(self, patches: Any) -> bytes:
         """Returns the bytes of n patches [n, S]; a patch without end mark has S symbols.
 
-        Errors as in `Merges.decode`.
+        Raises what `Merges.decode` raises.
         """
         return b"".join(self.merges.decode(patch) for patch in np.asarray(patches).tolist())
 
@@ -128,9 +127,9 @@ class PatchTable:
             )
 
     def save(self, path: str | Path) -> None:
-        """Writes the table to a .npz file; a file that exists is replaced only by a complete one.
+        """Writes the table to a .npz file; an existing file is replaced only by a complete one.
 
-        Raises `DataError` for another suffix, and `OSError`.
+        Raises `DataError` if the suffix is not .npz, `OSError` if writing fails.
         """
         path = _checked_path(path)
         fields = {
@@ -162,7 +161,6 @@ class PatchTable:
 
 
 def _checked_path(path: str | Path) -> Path:
-    """Returns the path of a patch table. Raises `DataError` unless its suffix is .npz."""
     path = Path(path)
     if path.suffix != SUFFIX:
         raise DataError(f"{path}: a patch table is a {SUFFIX} file")
@@ -170,7 +168,7 @@ def _checked_path(path: str | Path) -> Path:
 
 
 def _read_fields(path: Path) -> dict[str, NDArray[Any]]:
-    """Reads the fields of a table file, after checks of version and checksum. Raises `DataError` naming the file."""
+    """Returns the fields of a table file after checking version and checksum. Raises `DataError` if they are wrong."""
     fields = read_npz(path, "a patch table")
     version = fields["version"].tolist() if "version" in fields else None
     if version != VERSION:
@@ -185,7 +183,7 @@ def _read_fields(path: Path) -> dict[str, NDArray[Any]]:
 def _checksum(fields: dict[str, NDArray[Any]]) -> str:
     """Returns the sha256 in hex of all fields in order of their names.
 
-    It covers the values of scalars, and dtype, shape and content of arrays.
+    Covers the value of a scalar, and dtype, shape and content of an array.
     """
     digest = sha256()
     for name, array in sorted(fields.items()):
@@ -197,13 +195,13 @@ def _checksum(fields: dict[str, NDArray[Any]]) -> str:
 
 # ---- first-stage tokenizers
 
-END = "<|endofdocument|>"  # added to a tokenizer without a token for the end
+END = "<|endofdocument|>"  # special token added to a tokenizer that has no token for the end
 
 
 def read_tokens(path: str | Path) -> list[bytes]:
     """Reads a tokenizer's file and returns the bytes of each id; b"" for special tokens and ids without a token.
 
-    Raises `DataError` naming the file, and the wrong token or line.
+    Raises `DataError`, naming the file and the wrong token or line, if the file is invalid.
     """
     return open_tokenizer(path).tokens()
 
@@ -211,7 +209,7 @@ def read_tokens(path: str | Path) -> list[bytes]:
 def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
     """Returns a function from text to the ids of the tokenizer in a file, without special tokens.
 
-    Errors as in `read_tokenizer`.
+    Raises what `read_tokenizer` raises.
     """
     return text_to_ids(read_tokenizer(path))
 
@@ -224,7 +222,7 @@ def text_to_ids(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 def read_tokenizer(path: str | Path) -> Any:
     """Reads a tokenizer.json or a merge list -> `tokenizers.Tokenizer`.
 
-    Raises `DataError` for the other kinds of files, which do not say how text is split.
+    Raises `DataError` if the file is of another kind, because other kinds do not say how text is split.
     """
     return open_tokenizer(path).build_tokenizer()
 
@@ -232,7 +230,7 @@ def read_tokenizer(path: str | Path) -> Any:
 def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
     """Learns a byte-level BPE tokenizer of at most `size` tokens, the 256 bytes included -> `tokenizers.Tokenizer`.
 
-    Raises `DataError` for a size below 256.
+    Raises `DataError` if the size is below 256.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -242,7 +240,7 @@ def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     texts = list(texts)
-    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # the trainer allocates so many
+    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # the trainer allocates `size`
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(BYTE_OF), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -6,7 +6,7 @@
     small = prune(dictionary, at_most=1)
     small.encode(words.numbers("some more text".split()))
 
-`docs/reports/multitok.md` reports what it gains; `tests/support/multitok_twin.py` holds the same rules in plain Python.
+`docs/reports/multitok.md` reports results; `tests/support/multitok_twin.py` has the same rules in plain Python.
 """
 
 from mlx_zip.vocab.multitok.dictionary import MATCHINGS, Dictionary

@@ -11,14 +11,14 @@ A dictionary's file:
 The checksum covers the JSON object without its `sha256` (keys sorted, no blanks) and all bytes after line 1. No pickle
 is read.
 
-Version 1 is written for words, version 2 for a tokenizer's ids, with the fingerprint that packs use
-(`first_stage.tokenizer_fingerprint`). Version 1 over ids had another kind of fingerprint, so the tokenizer of such a
-file counts as unknown.
+Dictionaries of words are written as version 1, dictionaries of a tokenizer's ids as version 2, with the fingerprint
+that packs use (`first_stage.tokenizer_fingerprint`). Older dictionaries of ids have version 1 and another kind of
+fingerprint, so their tokenizer counts as unknown.
 
-MultiTok walks through a text as the codec does. But it has millions of phrases of any length, where the codec has at
-most 2^20 entries of at most 16 ids. So `native/phrases.c` keeps a run as its prefix (a node) and one more unit: in 12
-bytes, plus cells of an index. The index is laid out like the codec's (tagged 32-bit cells, linear probing), with as
-many bits for the slot as the table needs. The codec's table keeps its constant width, which makes it fast.
+MultiTok walks through a text as the codec does. But a dictionary has millions of phrases of any length, while the codec
+has at most 2^20 entries of at most 16 ids. So `native/phrases.c` keeps a run as its prefix (a node) and one more unit:
+in 12 bytes, plus cells of an index. The index is laid out like the codec's (tagged 32-bit cells, linear probing), with
+as many bits for the slot as the table needs. The codec's index has a constant width, which makes it fast.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ _NUMBERS = ("window", "first_id", "limit")
 class Dictionary:
     """Units and phrases with their ids, and how often training used each.
 
-    `train` learns; `encode` and `expand` do not change the dictionary; `prune` returns a smaller one that cannot learn.
-    After an error the dictionary is unchanged, except after a `MemoryError` in `train`. `train` is for one thread at a
-    time; everything else may run in several. The C library releases the interpreter lock. Memory: `nbytes`.
+    `train` learns; `encode` and `expand` do not change the dictionary; `prune` returns a smaller dictionary, which
+    cannot learn. After an error the dictionary is unchanged, except after a `MemoryError` in `train`. Only one thread
+    at a time may call `train`; several may call everything else. The C library releases the interpreter lock. Memory:
+    `nbytes`.
     """
 
     settings: Settings
@@ -65,7 +66,7 @@ class Dictionary:
             raise_for_status(lib.mlxzip_phrases_new(self.settings.native(), out))
             self._native = ffi.gc(out[0], lib.mlxzip_phrases_free)
         self.given_ids: Uint32s | None = None  # None: consecutive ids from first_id on
-        self._open = False  # the next call of train continues the last sample
+        self._open = False  # whether the next call of train continues the last sample
 
     @classmethod
     def of(
@@ -74,9 +75,9 @@ class Dictionary:
         """Returns a dictionary made from n runs of units, given as arrays.
 
         rows uint32 [n, 2]: the prefix of each run (a unit, or the number of units + an earlier row) and its last unit.
-        ids uint32 [n]: rising, NO_ID for runs that are no phrases; None: consecutive ids, and the dictionary can learn
-        further. uses uint32 [units + n]: how often training emitted each unit and run; None: never. fields: the other
-        fields of the class. Raises `CodecError` naming a wrong row or an array of another shape.
+        ids uint32 [n]: rising, NO_ID for runs that are not phrases; None for consecutive ids, with which the dictionary
+        can learn further. uses uint32 [units + n]: how often training emitted each unit and run; None: never. fields:
+        the other fields of the class. Raises `CodecError` if a row is wrong or an array has another shape.
         """
         n = len(rows)
         shapes = {"rows": (rows, (n, 2)), "ids": (ids, (n,)), "uses": (uses, (settings.units.size + n,))}
@@ -96,12 +97,12 @@ class Dictionary:
         return self
 
     def with_unk_id(self, unk_id: int | None) -> Dictionary:
-        """Returns a copy in which `unk_id` stands for unknown units; None: they are an error (see `Settings`)."""
+        """Returns a copy in which `unk_id` stands for unknown units; None makes them an error (see `Settings`)."""
         settings = replace(self.settings, unk_id=unk_id)
         totals = replace(self.totals)
         return self.of(settings, self.rows, self.given_ids, self.uses, totals=totals, pruning=self.pruning)
 
-    # ---- what it holds
+    # ---- contents
 
     @property
     def rows(self) -> Uint32s:
@@ -113,12 +114,12 @@ class Dictionary:
 
     @property
     def uses(self) -> Uint32s:
-        """How often training emitted each unit, then each run, uint32 [units + n]; a copy."""
+        """A copy of how often training emitted each unit, then each run, uint32 [units + n]."""
         return _copy_uint32s(lib.mlxzip_phrases_uses(self._native), self.settings.units.size + self.runs)
 
     @property
     def ids(self) -> Uint32s:
-        """The id of each run, uint32 [n]; NO_ID for a run that is no phrase."""
+        """The id of each run, uint32 [n]; NO_ID for a run that is not a phrase."""
         if self.given_ids is not None:
             return self.given_ids
         first = self.settings.first_id + self.settings.units.size
@@ -126,7 +127,7 @@ class Dictionary:
 
     @property
     def lengths(self) -> Uint32s:
-        """Number of units in each unit (1), then in each run, uint32 [units + n]."""
+        """Number of units in each node, uint32 [units + n]: 1 for each unit, then the length of each run."""
         out = np.empty(self.settings.units.size + self.runs, np.uint32)
         lib.mlxzip_phrases_lengths(self._native, _uint32_pointer(out))
         return out
@@ -138,7 +139,7 @@ class Dictionary:
 
     @property
     def runs(self) -> int:
-        """Number of runs: phrases, and prefixes of phrases that are no phrases themselves."""
+        """Number of runs: phrases, and prefixes of phrases that are not phrases themselves."""
         return lib.mlxzip_phrases_size(self._native)
 
     def __len__(self) -> int:
@@ -160,10 +161,9 @@ class Dictionary:
     def train(self, samples: Samples, over: bool = True) -> Samples:
         """Learns from samples of units and returns their ids (the paper's algorithm 1).
 
-        over: whether the last sample ends here; False: the units after the last end are the beginning of a sample that
-        the next call continues. The way in which samples are split into calls does not change phrases and ids, but an
-        id may be returned one call later. Raises `CodecError` for an unknown unit, before anything is learned, and for
-        a pruned dictionary.
+        over: whether the last sample ends here. False: the units after the last end begin a sample that the next call
+        continues. How samples are split into calls does not change phrases and ids, but an id may be returned one call
+        later. Raises `CodecError` if a unit is unknown, before anything is learned, or if the dictionary is pruned.
         """
         if self.given_ids is not None:
             raise CodecError("a pruned dictionary cannot learn: train a new one")
@@ -185,14 +185,14 @@ class Dictionary:
     def encode(self, units: Any, window: int = 0, matching: str = "longest") -> Uint32s:
         """Returns the ids of one sample of units (see `as_ids`), uint32.
 
-        window: maximum units of a phrase; 0: any number. matching: "longest" takes the longest phrase; "walk", as in
-        the published code, stops at the first run that is no phrase. They differ only after pruning. Raises
-        `CodecError` for an unknown unit.
+        window: maximum units of a phrase; 0 for any number. matching: "longest" takes the longest phrase; "walk", as in
+        the published code, stops at the first run that is not a phrase. The two differ only after pruning. Raises
+        `CodecError` if a unit is unknown.
         """
         return self.encode_all(Samples.of([units]), window, matching).ids
 
     def encode_all(self, samples: Samples, window: int = 0, matching: str = "longest") -> Samples:
-        """Returns the ids of each sample of units, as `encode` does for one."""
+        """Returns the ids of each sample of units; see `encode`."""
         if matching not in MATCHINGS:
             raise CodecError(f"matching must be one of {', '.join(MATCHINGS)}, got {matching!r:.40}")
         if not 0 <= window <= NO_ID:
@@ -203,7 +203,7 @@ class Dictionary:
     def _call_on_samples(self, samples: Samples, call: Any, how: tuple[Any, ...], room: int) -> Samples:
         """Returns the ids that a function of the C library writes for samples of units.
 
-        how: further arguments of `call`. room: maximum number of ids. Raises `CodecError` for an unknown unit.
+        how: further arguments of `call`. room: maximum number of ids. Raises `CodecError` if a unit is unknown.
         """
         ids, ends = np.empty(room, np.uint32), np.empty(len(samples), np.uint64)
         counts = ffi.new("size_t[2]")
@@ -218,12 +218,12 @@ class Dictionary:
     def expand(self, ids: Any) -> Uint32s:
         """Returns the units that ids stand for, uint32; `units.size` for an unk_id that is not the id of a unit.
 
-        Raises `CodecError` naming an unknown id.
+        Raises `CodecError` naming the id if one is unknown.
         """
         return self.expand_all(Samples.of([ids])).ids
 
     def expand_all(self, ids: Samples) -> Samples:
-        """Returns the units of each sample of ids, as `expand` does for one."""
+        """Returns the units of each sample of ids; see `expand`."""
         counts, ends = ffi.new("size_t[2]"), np.empty(len(ids), np.uint64)
         native, _buffers = _native_samples(ids)
         out = np.empty(2 * len(ids.ids), np.uint32)
@@ -240,9 +240,9 @@ class Dictionary:
         return Samples(out[: counts[0]], ends)
 
     def number(self, sequences: Iterable[Any]) -> Samples:
-        """Turns samples of words, or of a tokenizer's ids, into numbers of units; `units.size` for an unknown one.
+        """Turns samples of words, or of a tokenizer's ids, into numbers of units; unknown ones become `units.size`.
 
-        Raises `CodecError` naming an unknown word or id if the dictionary has no unk_id.
+        Raises `CodecError` naming the word or id if it is unknown and the dictionary has no unk_id.
         """
         units, sequences = self.settings.units, list(sequences)
         numbered = [units.numbers(sequence) for sequence in sequences]
@@ -257,8 +257,8 @@ class Dictionary:
     def stats(self) -> dict[str, Any]:
         """Returns figures for reports, by name.
 
-        They are totals of the training texts and their ratio (tokens per unit), phrases by use and by length, and bytes
-        of memory.
+        The figures are totals of the training texts and their ratio (tokens per unit), phrases by use and by length,
+        and bytes of memory.
         """
         n_units, phrases = self.settings.units.size, self.ids != NO_ID
         used, lengths = self.uses[n_units:][phrases], self.lengths[n_units:][phrases]
@@ -280,7 +280,7 @@ class Dictionary:
     def saving(self, n: int) -> list[tuple[int, int]]:
         """Returns the n phrases that saved most units in training, best first, as (id, uses).
 
-        Each use of a phrase of k units saves k - 1. Phrases that saved none are left out.
+        Each use of a phrase of k units saves k - 1 units. Phrases that saved none are left out.
         """
         n_units, phrases = self.settings.units.size, self.ids != NO_ID
         used = np.where(phrases, self.uses[n_units:], 0).astype(np.int64)
@@ -289,9 +289,9 @@ class Dictionary:
         return [(int(self.ids[i]), int(used[i])) for i in best if saved[i]]
 
     def save(self, path: str | Path) -> None:
-        """Writes the dictionary's file, as this module describes it; replaces an existing one only by a complete one.
+        """Writes the dictionary's file, see the module; an existing file is replaced only by a complete one.
 
-        Raises `OSError`, and `CodecError` while a sample is open, because its end would be lost.
+        Raises `OSError` if writing fails, `CodecError` if a sample is open, because its end would be lost.
         """
         if self._open:
             raise CodecError("a sample is still open: end it with train(..., over=True) before saving the dictionary")
@@ -336,7 +336,6 @@ def _native_samples(samples: Samples) -> tuple[Any, Any]:
 
 
 def _uint32_pointer(array: NDArray[Any] | None) -> Any:
-    """Returns an array as a uint32 pointer for the C library, NULL for None."""
     return ffi.NULL if array is None else ffi.from_buffer("uint32_t[]", np.ascontiguousarray(array, np.uint32))
 
 
@@ -372,7 +371,6 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _digest(header: dict[str, Any], body: bytes) -> str:
-    """Returns the sha256 in hex of a file's header (without its field `sha256`) and of all bytes after line 1."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode() + b"\n" + body).hexdigest()
 

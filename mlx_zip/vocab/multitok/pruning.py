@@ -1,10 +1,10 @@
 """MultiTok's post-processing: removes phrases that training used rarely, and rewrites samples without them.
 
-Source: arXiv 2410.21548, section III. The modes, `PRUNINGS`:
+Source: arXiv 2410.21548, section III. The modes, `PRUNINGS`, for phrases used at most K times:
 
-    published    as the published code: phrases used 1..K times are replaced by their units; unused phrases are kept
+    published    as in the published code: phrases used 1..K times are replaced by their units; unused phrases are kept
     single       like published, but unused phrases are removed too
-    parent       a phrase is replaced by the longest kept phrase that it begins with, then units
+    parent       a removed phrase is replaced by the longest kept phrase that it begins with, and then by units
     reencode     the samples are encoded again with the kept phrases, longest match; gives the fewest ids
 """
 
@@ -22,10 +22,10 @@ from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples
 
 
 def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> Dictionary:
-    """Returns the dictionary without the phrases that training used at most `at_most` times; it cannot learn.
+    """Returns the dictionary without the phrases that training used at most `at_most` times. The result cannot learn.
 
     Ids do not change; see `renumber_ids`. A removed phrase stays in the table without an id as long as a kept phrase
-    begins with it. Raises `CodecError` naming the argument.
+    begins with it. Raises `CodecError` if an argument is invalid.
     """
     pruning = Pruning(at_most, mode)
     n_units, rows, uses, ids = dictionary.settings.units.size, dictionary.rows, dictionary.uses, dictionary.ids
@@ -40,9 +40,9 @@ def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> D
 
 
 def _kept_or_prefix(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Returns, for each of n runs, whether it is kept or is a prefix of a kept run: bool [n].
+    """Returns, for each of n runs, whether the run is kept or is a prefix of a kept run: bool [n].
 
-    up: prefix of each run, as in `Dictionary.rows`. kept: whether each run is kept, bool [n].
+    up: prefix of each run, numbered as in `Dictionary.rows`. kept: whether each run is kept, bool [n].
     """
     stays, new = kept.copy(), np.flatnonzero(kept)
     while len(new):
@@ -54,14 +54,14 @@ def _kept_or_prefix(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArr
 
 
 def rewrite_ids(dictionary: Dictionary, pruned: Dictionary, ids: Samples) -> Samples:
-    """Returns samples of ids of `dictionary` as ids of `pruned`; to rewrite several times, keep a `Rewriter`."""
+    """Returns samples of ids of `dictionary` as ids of `pruned`. To rewrite several times, use a `Rewriter`."""
     return Rewriter(dictionary, pruned)(ids)
 
 
 class Rewriter:
     """Rewrites samples that `dictionary` encoded to the ids of `pruned = prune(dictionary, ...)`.
 
-    Raises `CodecError` for an unknown id, if `pruned` is not a pruned dictionary, and if `dictionary` is one.
+    Raises `CodecError` if `dictionary` is pruned or `pruned` is not. Calls raise `CodecError` if an id is unknown.
     """
 
     def __init__(self, dictionary: Dictionary, pruned: Dictionary) -> None:
@@ -72,15 +72,15 @@ class Rewriter:
         self._front = _replacements(dictionary, pruned, self.mode == "parent")
 
     def __call__(self, ids: Samples) -> Samples:
-        """Returns the samples with removed phrases replaced as the pruning mode says."""
+        """Returns the samples with removed phrases replaced according to the pruning mode."""
         units = self.dictionary.expand_all(ids)
         if self.mode == "reencode":
             return self.pruned.encode_all(units)
         first = self.dictionary.settings.first_id
-        nodes = np.maximum(ids.ids.astype(np.int64) - first, 0)  # an unk_id below first_id is one unit, as unit 0 is
+        nodes = np.maximum(ids.ids.astype(np.int64) - first, 0)  # an unk_id below first_id is one unit, like unit 0
         front = self._front[nodes]  # by token: the node that replaces its beginning; units replace the rest
-        spans, kept = self._lengths[nodes], self._lengths[front]  # units of each token, and of that node
-        place = np.arange(len(units.ids)) - np.repeat(np.cumsum(spans) - spans, spans)  # of a unit in its token's run
+        spans, kept = self._lengths[nodes], self._lengths[front]  # units of each token, and of its node in `front`
+        place = np.arange(len(units.ids)) - np.repeat(np.cumsum(spans) - spans, spans)  # of units in their runs
         out = units.ids + np.uint32(first)
         out[place == 0] = np.where(front == nodes, ids.ids, (front + first).astype(np.uint32))
         stays = (place == 0) | (place >= np.repeat(kept, spans))
@@ -91,8 +91,8 @@ class Rewriter:
 def _replacements(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArray[np.int64]:
     """Returns the node that replaces the beginning of each node when it is rewritten: int64 [units + runs].
 
-    That is the node itself if it is kept. For a removed phrase it is its longest kept prefix if `phrases`, else its
-    first unit. Nodes are numbered as in `Dictionary.rows`.
+    A kept node replaces itself. A removed phrase is replaced by its longest kept prefix if `phrases` is True, else by
+    its first unit. Nodes are numbered as in `Dictionary.rows`.
     """
     n_units, up = dictionary.settings.units.size, dictionary.rows[:, 0].astype(np.int64)
     left = np.isin(dictionary.ids, pruned.ids)  # kept phrases; `dictionary` has no NO_ID

@@ -1,6 +1,6 @@
 """The units of a dictionary (the words of a list, or the ids of a tokenizer), and samples of units or of ids.
 
-Also a dictionary's settings for training, the totals of what it encoded, and how it was pruned.
+The module also holds a dictionary's settings for training, its totals, and how it was pruned.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Samples:
 
     @classmethod
     def of(cls, sequences: Iterable[Any]) -> Samples:
-        """Returns sequences of ids as samples. The types of a sequence, and errors, are those of `as_ids`."""
+        """Returns sequences of ids as samples. Accepts the types, and raises the errors, of `as_ids`."""
         arrays = [as_ids(sequence) for sequence in sequences]
         ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
         return cls(ids, np.cumsum([len(array) for array in arrays], dtype=np.uint64))
 
     @classmethod
     def join(cls, parts: Iterable[Samples]) -> Samples:
-        """Returns parts joined in order; ids after the last end of a part belong to the first sequence of the next."""
+        """Joins parts in order; ids after the last end of a part belong to the first sequence of the next part."""
         parts = [cls.of([]), *parts]
         starts = np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).astype(np.uint64)
         ends = [part.ends + start for part, start in zip(parts, starts, strict=True)]
@@ -72,7 +72,7 @@ class Samples:
 class Words:
     """Words, numbered in the order of a list. Texts are split into words by Python's `str.split()`.
 
-    Raises `CodecError` for an empty list and for a word that occurs twice.
+    Raises `CodecError` if the list is empty or a word occurs twice.
     """
 
     words: tuple[str, ...]
@@ -119,13 +119,13 @@ class Words:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids 0..size-1 of a tokenizer, with its `first_stage.tokenizer_fingerprint` (empty: unknown)."""
+    """The ids 0..size-1 of a tokenizer. fingerprint: its `first_stage.tokenizer_fingerprint`, "" if unknown."""
 
     size: int
     fingerprint: str = ""
 
     def may_be(self, other: Tokens) -> bool:
-        """Returns whether both can be ids of the same tokenizer; an unknown fingerprint matches any."""
+        """Returns whether `self` and `other` may be the same tokenizer; an unknown fingerprint matches any."""
         known = {self.fingerprint, other.fingerprint} - {""}
         return self.size == other.size and len(known) < 2
 
@@ -134,7 +134,7 @@ class Tokens:
         return as_ids(sample)
 
     def shown(self, numbers: Iterable[int]) -> str:
-        """Returns the ids as text; their tokens are not known here."""
+        """Returns the ids as numbers in a text, because their tokens are not known here."""
         return " ".join(map(str, numbers))
 
     def refusal(self, sample: Sequence[Any], at: int) -> str:
@@ -172,10 +172,10 @@ def units_from_dict(data: Any) -> Units:
 class Settings:
     """The settings that a dictionary is trained with.
 
-    units: `Words` or `Tokens`. window: maximum units of a phrase; 0: any number (the paper's Max). first_id: id of unit
-    0; units take consecutive ids from there, then phrases do. limit: maximum number of phrases. unk_id: id emitted for
-    an unknown unit, which is part of no phrase; it is a unit's id or below first_id. None: an unknown unit is an error.
-    Raises `CodecError` naming the field.
+    units: `Words` or `Tokens`. window: maximum units of a phrase; 0 for any number (the paper's Max). first_id: id of
+    unit 0; units take consecutive ids from there, then phrases do. limit: maximum number of phrases. unk_id: id emitted
+    for an unknown unit, which is part of no phrase; it is a unit's id or below first_id. None: an unknown unit is an
+    error. Raises `CodecError` naming the field if a field is out of range.
     """
 
     units: Units
@@ -215,7 +215,7 @@ class Settings:
 
 @dataclass
 class Totals:
-    """Totals of encoded texts: finished samples, units in them, tokens that these became."""
+    """Totals of encoded texts: number of finished samples, units read, tokens written."""
 
     samples: int = 0
     units: int = 0
@@ -223,11 +223,11 @@ class Totals:
 
     @property
     def ratio(self) -> float:
-        """Tokens per unit, the paper's r (definition 1); 1 without units."""
+        """Tokens per unit, the paper's r (definition 1); 1 if there are no units."""
         return self.tokens / self.units if self.units else 1.0
 
     def add(self, units: Samples, ids: Samples) -> None:
-        """Adds samples of units, and the ids that they were encoded to, to the totals."""
+        """Adds samples of units, and the ids that the samples were encoded to, to the totals."""
         self.samples += len(units)
         self.units += len(units.ids)
         self.tokens += len(ids.ids)
@@ -237,7 +237,7 @@ class Totals:
 class Pruning:
     """How a dictionary was pruned: phrases used at most `at_most` times were removed, in one of the modes `PRUNINGS`.
 
-    Raises `CodecError` naming the field.
+    Raises `CodecError` naming the field if a field is invalid.
     """
 
     at_most: int = 1
@@ -251,7 +251,7 @@ class Pruning:
 
 
 def leading_samples(samples: int, percent: float) -> int:
-    """Returns `percent` percent of `samples`, rounded down. Raises `CodecError` outside 0..100 percent."""
+    """Returns `percent` percent of `samples`, rounded down. Raises `CodecError` if `percent` is outside 0..100."""
     if not 0 <= percent <= 100:
         raise CodecError(f"a fraction must be within 0..100 percent, got {percent}")
     return int(samples * percent / 100)

@@ -1,1 +1,1 @@
-"""The Triton kernels, one file per operation; the dispatchers one level up check their arguments and launch them."""
+"""The Triton kernels, one file per operation; dispatchers in the parent package check arguments and launch them."""

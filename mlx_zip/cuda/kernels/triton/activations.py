@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # columns per program of a gate
+BLOCK = 1024  # columns per program of silu(gate) * up
 
 
 def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None) -> torch.Tensor:

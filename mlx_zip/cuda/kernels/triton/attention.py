@@ -1,7 +1,7 @@
 """The Triton kernels of a step's attention: one over parts of the keys, and one that combines the parts.
 
 Each program of the first kernel serves all query heads of one key head, so that a key is read once. The grid depends on
-the capacity alone; the kernel divides the keys that a sequence has among the sequence's programs. Parts are combined in
+shapes alone; the kernel divides the keys that a sequence has among the sequence's programs. Parts are combined in
 order, so that equal inputs give equal bits.
 """
 

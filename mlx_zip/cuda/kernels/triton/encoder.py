@@ -13,7 +13,7 @@ from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of, value_dtype
 from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 512  # columns per program
-PLACES = 16  # places of an attention program, the smallest side of a matrix product
+PLACES = 16  # places of an attention program: the smallest size that `tl.dot` takes
 
 
 def launch_embed_entries(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _embed_entries_kernel(
     at = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     line = tl.load(entries + at).to(tl.int64)
-    # a limit, because the interpreter refuses a mask made of a vector and a scalar condition
+    # a column limit, because the interpreter refuses a mask made of a vector and a scalar condition
     end = tl.where(line >= 0, tl.where(line < height, width, 0), 0)
     value = row_values(matrix, scales, biases, line, width, column, end, BITS, GROUP)
     if ADD:

@@ -108,7 +108,7 @@ def _hyper_block(
 
 @triton.jit
 def _store_tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
-    """Stores -inf to block `at % tails` of the columns after the hyper rows of row `at // tails`."""
+    """Stores -inf in block `at % tails` of row `at // tails`'s tail columns, which follow the hyper columns."""
     ids = boundary + capacity + (at % tails) * IDS + tl.arange(0, IDS)
     tl.store(
         out + (at // tails).to(tl.int64) * whole + ids, tl.full((IDS,), float("-inf"), tl.float32), mask=ids < whole
@@ -192,7 +192,7 @@ def _join_blocks(found, best, lse, blocks, plane, BLOCK: tl.constexpr):
         both = tl.maximum(top, one)
         shift = tl.where(both == float("-inf"), 0.0, both)
         total = total * tl.exp(top - shift) + part * tl.exp(one - shift)
-        chosen = tl.where(one > top, name, chosen)  # earlier rounds hold lower ids
+        chosen = tl.where(one > top, name, chosen)  # equal: keep the earlier round's id, which is lower
         top = both
     highest = tl.max(top, axis=0)
     tl.store(best + row, tl.min(tl.where(top == highest, chosen, 2147483647), axis=0).to(tl.int64))

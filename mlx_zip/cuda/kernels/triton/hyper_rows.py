@@ -43,7 +43,7 @@ def _hyper_embedding_kernel(
     is_base = (one >= 0) & (one < boundary)
     is_hyper = (one >= boundary) & (one < boundary + capacity)
     slot = (at // length) * capacity + one - boundary
-    # limits, because the interpreter refuses a mask made of a vector and a scalar condition
+    # column limits, because the interpreter refuses a mask made of a vector and a scalar condition
     low = row_values(matrix, scales, biases, one, width, columns, tl.where(is_base, width, 0), BITS, GROUP)
     high = tl.load(rows + slot * width + columns, mask=columns < tl.where(is_hyper, width, 0), other=float("nan"))
     value = tl.where(is_hyper, high.to(tl.float32), low)

@@ -1,7 +1,7 @@
 """The Triton kernel of products with one vector per sequence.
 
 A product reads its matrix once, so memory bandwidth bounds its time. Each program computes a few whole rows, at least
-two: so there are enough programs for every multiprocessor, and no second reduction is needed.
+two. A few rows leave enough programs for every multiprocessor, and whole rows need no second reduction.
 """
 
 # Triton may be missing, and its decorators are not typed.
@@ -63,7 +63,7 @@ def launch_matvec(
 
 @triton.jit
 def _rows_of_program(rows, GATE: tl.constexpr, LINES: tl.constexpr):
-    """Returns this program's rows of the matrix [LINES] int64, -1 beyond the last; gate and value rows alternate."""
+    """Returns this program's rows of the matrix [LINES] int64, -1 after the last; gate and value rows alternate."""
     lane = tl.arange(0, LINES)
     if GATE:
         row = tl.program_id(0) * (LINES // 2) + lane // 2

@@ -21,7 +21,7 @@ def launch_unpack(
     group: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns the matrix [R, D] of this shape; the rest is what `kernel_arguments_of` returns, checked by `unpack`."""
+    """Returns the matrix of `shape` [R, D] in `dtype`; other arguments as `kernel_arguments_of` returns them."""
     out = torch.empty(shape, dtype=dtype, device=words.device)
     if count := words.numel():
         _unpack_kernel[(triton.cdiv(count, WORDS),)](
@@ -50,7 +50,7 @@ def _unpack_kernel(
 
 @triton.jit
 def row_values(matrix, scales, biases, line, width, column, end, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Returns columns of row `line` (int64) in float32, NaN for those from `end` on."""
+    """Returns the values of row `line` (int64) at `column`, float32; NaN for columns from `end` on."""
     inside = column < end
     if BITS == 0:
         value = tl.load(matrix + line * width + column, mask=inside, other=float("nan")).to(tl.float32)

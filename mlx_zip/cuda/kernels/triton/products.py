@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def load_normed(x, norm, columns, inside, NORM: tl.constexpr):
-    """Returns x and x times the norm's weights at these columns, float32; 0 outside."""
+    """Returns x, and x times the norm's weights, at `columns`, float32; 0 where `inside` is false."""
     plain = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
     value = plain
     if NORM:
@@ -24,7 +24,10 @@ def load_normed(x, norm, columns, inside, NORM: tl.constexpr):
 def dense_sums(
     x, norm, matrix, lines, width, NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Returns W x [LINES] of dense rows `lines` (int64) and one vector, and the sum of x's squares."""
+    """Returns the products [LINES] of dense rows `lines` (int64) with one vector, and the sum of x's squares.
+
+    The vector is x, or x times the norm's weights if NORM is set.
+    """
     total = tl.zeros((LINES, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for start in tl.range(0, width, COLUMNS, num_stages=STAGES):
@@ -58,9 +61,9 @@ def packed_sums(
     x, norm, words, scales, biases, lines, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns W x [LINES] of packed rows `lines` (int64) and one vector, and the sum of x's squares.
+    """Returns what `dense_sums` returns, for packed rows `lines`.
 
-    All values have the layout [words, lines] in which the words are loaded, and x is loaded anew for each level of a
+    All values have the layout [words, lines] in which the words are loaded, and x is loaded again for each level of a
     word. So no value moves between threads, and sums are chains of fused multiply-adds. The bits of a level, which
     begin at bit b, are used as a float without a shift: that float is level * 2**(b - 149), and x is scaled to match.
     This takes two operations per weight; shifting and converting each level would take many more.
@@ -105,10 +108,10 @@ def many_sums(
     x, norm, matrix, scales, biases, lines, batch, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns W x [16, LINES] of rows `lines` (int64) and up to 16 vectors, and the sums of their squares [16].
+    """Returns products [16, LINES] and sums of squares [16] as `dense_sums` does, for up to 16 vectors x.
 
-    Operands of the matrix units have x's dtype, or TF32 if x is float16 and multiplied by a norm's weights: such
-    products may exceed float16. UPCAST: whether all operands are made float32, as the interpreter needs.
+    Operands of the matrix units have x's dtype. They are TF32 if x is float16 and multiplied by a norm's weights,
+    because those products may exceed float16. UPCAST: whether all operands are made float32, as the interpreter needs.
     """
     TF32: tl.constexpr = NORM and x.dtype.element_ty == tl.float16
     vector = tl.arange(0, 16)
@@ -144,7 +147,7 @@ def unpacked(
     words, scales, biases, lines, start, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns weights [LINES, COLUMNS] float32 from column `start` on."""
+    """Returns the weights [LINES, COLUMNS] float32 of rows `lines`, from column `start` on."""
     PER: tl.constexpr = 32 // BITS
     TIMES: tl.constexpr = 1 << BITS
     word = start // PER + tl.arange(0, COLUMNS // PER)

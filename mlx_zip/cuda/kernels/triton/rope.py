@@ -26,7 +26,7 @@ def launch_rope_and_cache(
 ) -> torch.Tensor:
     """Returns rotated queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them.
 
-    The last six are those of a `rope.Rotation`.
+    heads: number of query heads. The last six arguments are the fields of a `rope.Rotation`.
     """
     batch, length, _ = qkv.shape
     kv_heads, places, width = keys.shape[1:]
@@ -79,7 +79,7 @@ def _rope_and_cache_kernel(
 
 @triton.jit
 def _cos_sin(positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE: tl.constexpr):
-    """Returns the factors of each column and of its partner, [BLOCK] each: the cosine, and the signed sine."""
+    """Returns cosine and signed sine, [BLOCK] each: a column becomes column * cosine + partner * sine."""
     pair = tl.where(column < half, column, partner)
     end, row = half, at * 0
     if CHOOSE:

@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 log = logging.getLogger(__name__)
 Sizes = tuple[Mapping[str, int], int]  # constants of the kernel, and warps of a program
-# full messages of RuntimeErrors that mean that the compiler failed for a choice; errors of a launch have others
+# full messages of RuntimeErrors raised when compiling a choice fails; errors of a launch have other messages
 COMPILER_GAVE_UP = ("PassManager::run failed", "failed to translate module to LLVM IR")
 ROUNDS = 15  # timed launches of each choice
 FLUSHED = 128 << 20  # bytes that are written before each launch, so that none of its inputs are in the GPU's cache
@@ -41,8 +41,8 @@ def is_interpreted() -> bool:
 class TunedKernel:
     """A jitted kernel that is launched with the fastest of several sizes. The kernel must not read what it writes.
 
-    The first launch for a key times all sizes, which waits for the GPU. While a graph is captured, nothing is timed,
-    and a key that has no sizes yet takes the first of them.
+    The first launch for a key times all sizes, which waits for the GPU. While a graph is captured, nothing is timed: a
+    key that has no chosen sizes yet uses the first of `choices`.
     """
 
     def __init__(self, kernel: Any, choices: Sequence[Sizes]) -> None:
@@ -50,7 +50,7 @@ class TunedKernel:
         self._chosen: dict[Hashable, Sizes] = {}
 
     def launch(self, key: Hashable, grid: Any, *args: Any, **constants: Any) -> None:
-        """Launches the kernel. key: what its speed depends on; grid, args, constants: as Triton takes them."""
+        """Launches the kernel. key: what the best sizes depend on; grid, args, constants: as Triton takes them."""
         sizes = self._chosen.get(key)
         if sizes is None:
             sizes = self._choose(key, grid, *args, **constants)
@@ -85,13 +85,16 @@ def default_sizes(choices: Sequence[Sizes]) -> Sizes:
 
 @contextmanager
 def _compile_in_parallel() -> Any:
-    """Compiles the kernels of the block in parallel; compile errors are raised when a kernel is launched."""
+    """Context manager: kernels warmed up in the block are compiled in parallel.
+
+    A compile error is raised when the kernel is launched.
+    """
     with ThreadPoolExecutor(COMPILERS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         yield
 
 
 def find_fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
-    """Returns the choice with the shortest median time of a launch, among those that run on this GPU.
+    """Returns the choice with the shortest median time of a launch, among the choices that run on this GPU.
 
     A choice that does not compile or needs more resources than the GPU has is left out, with a warning in the log. If
     all are left out, the first choice is returned: launching it raises the reason.
@@ -130,5 +133,5 @@ def _median_times_ms(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) 
             begin.record()
             launch(sizes)
             end.record()
-    end.synchronize()  # a wait for the whole card would break graphs that other threads capture
+    end.synchronize()  # a wait for the whole GPU would break graphs that other threads capture
     return [median(row[at][0].elapsed_time(row[at][1]) for row in marks) for at in range(len(choices))]
