@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def json_report_file(out: Path) -> Path:
-    """Returns the JSON file that belongs to a report."""
+    """Returns the path of the JSON file that is written next to the report `out`."""
     return out.with_suffix(".figures.json" if out.suffix == ".json" else ".json")
 
 
@@ -98,7 +98,7 @@ def markdown_report(checks: list[Check]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Returns the machine and the versions of the libraries, by name."""
+    """Returns facts about the machine, and the libraries' versions, by name."""
     import mlx.core as mx
 
     device = mx.default_device()

@@ -12,7 +12,10 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "numpy")  # libraries
 
 @dataclass(frozen=True)
 class Check:
-    """name: what was checked. passed: None for a measurement, which cannot fail. figure: the result as text."""
+    """The result of one check.
+
+    name: what was checked. passed: None for a measurement, which cannot fail. figure: the result as text.
+    """
 
     name: str
     passed: bool | None
