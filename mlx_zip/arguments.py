@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         return flag[:2] == "--" and flag != "--" and not any(known.startswith(flag) for known in self._flag_names(True))
 
     def _unknown_words_error(self, words: Sequence[str]) -> str:
-        """Returns the error for words that belong to no flag; names the first that begins with -, else the first."""
+        """Returns the error for words that belong to no flag; names the first word with a leading -, or the first."""
         word = next((word for word in words if word[:1] == "-"), words[0])
         flag = word.partition("=")[0]
         if flag[:1] != "-":
@@ -172,7 +172,7 @@ def add_codebook_flags(add: Any) -> None:
 
 
 def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
-    """Parses `text`, a flag's value, as a JSON object; None gives {}. Raises `GenerationError` if it is not one."""
+    """Returns the JSON object in `text`, a flag's value; {} if `text` is None. Raises `GenerationError`."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -78,9 +78,8 @@ class EncoderConfig:
     def residual_base_row(self, side: str) -> str | None:
         """Returns which base row of an entry `res_latent_attn` adds to the hyper row: "first", "last", "mean" or None.
 
-        side: one of `SIDES`. With `residual_by_side`, an input row gets the entry's last base row, because the text
-        continues after that base id, and an output row the mean of all base rows, because it stands for all of them.
-        Otherwise rows of both sides get the first base row.
+        side: one of `SIDES`. None without `residual`. With `residual_by_side`, "last" for input rows, because the text
+        continues after the last base id, and "mean" for output rows, which stand for all base ids. Otherwise "first".
         """
         if not self.residual:
             return None

@@ -25,9 +25,9 @@ _holders: dict[WiredMemory, int] = {}  # owner that holds memory -> MLX's limit 
 def choose_device() -> None:
     """Makes the device named in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default device.
 
-    Does nothing if the variable is not set or MLX is not installed. Call this before `mlx_lm` is imported:
-    `mlx_lm.generate` keeps the device that is the default when it is imported. Raises `ConfigError` for another name,
-    and if this machine or this MLX does not have the device.
+    Does nothing if the variable is not set or MLX is not installed. Call this before `mlx_lm` is imported, because
+    `mlx_lm.generate` reads the default device at import. Raises `ConfigError` for another name, and if this machine or
+    this MLX does not have the device.
     """
     name = os.environ.get(DEVICE_VARIABLE)
     if not name:
@@ -63,11 +63,10 @@ class WiredMemory:
     """Keeps memory wired for a Mac's GPU, so that work after a pause does not wait until the memory is wired again.
 
     MLX has one wired limit per process. The first owner that holds memory sets the limit to what the device recommends;
-    the last owner that frees it restores the previous limit. Each owner has its own `WiredMemory` and uses it in one
-    thread. On a device without a recommended limit, nothing is done.
-
-    keep_s: seconds that an idle owner holds the memory. streams: the streams that the owner computes on; `free` waits
-    for them, because MLX's limit must not change during a computation.
+    the last owner that frees memory restores the previous limit. Each owner has its own `WiredMemory` and uses it in
+    one thread. On a device without a recommended limit, nothing is done. keep_s: seconds that an idle owner holds the
+    memory. streams: the streams that the owner computes on; `free` waits for them, because MLX's limit must not change
+    during a computation.
 
     As a context manager, holds the memory while the block runs.
 
@@ -116,7 +115,7 @@ class WiredMemory:
                     mx.set_wired_limit(before)
 
     def free_if_idle(self) -> float | None:
-        """Frees the memory if the owner has been idle for `keep_s` seconds, counted from the first call after `hold`.
+        """Frees the memory after `keep_s` idle seconds, counted from the first call of this method since `hold`.
 
         Returns the seconds after which to call this again, or None if the owner no longer holds memory.
         """
@@ -135,8 +134,7 @@ def measure_product_bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, lim
     """Measures how many bytes per second MLX's default device reads in matrix-vector products, as in decoding.
 
     products: number of products per evaluation; several hide the launch time. side: side length of the float32 matrix
-    that is read. The fastest of `SPEED_TRIALS` evaluations counts; no further evaluation begins after `limit_s`
-    seconds.
+    that is read. The fastest of `SPEED_TRIALS` evaluations counts; no further one begins after `limit_s` seconds.
     """
     import mlx.core as mx
 

@@ -127,8 +127,7 @@ def remove_unfinished(folder: Path) -> None:
 def try_lock_folder(folder: Path) -> Iterator[bool]:
     """Context manager: locks a folder while the block runs; yields False if another process holds the lock, else True.
 
-    Writes no file. The lock also ends with the process. On a file system without locks, always yields True. Raises
-    `OSError`.
+    Writes no file. If the file system has no locks, always yields True. Raises `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -140,8 +139,8 @@ def try_lock_folder(folder: Path) -> Iterator[bool]:
 def mark_folder_in_use(folder: Path, if_alone: Callable[[], None]) -> int:
     """Marks a folder as used by this process; returns a handle, and closing the handle removes the mark.
 
-    If no other process has marked the folder, calls `if_alone` first. On a file system without locks, never calls it.
-    Raises `OSError`.
+    If no other process has marked the folder, first calls `if_alone`, but never on a file system without locks. Raises
+    `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -253,9 +252,9 @@ def check_writable(path: Path, what: str = "", suffix: str = "") -> None:
 
 
 def check_regular_file(path: Path) -> None:
-    """Raises `DataError` if there is a folder, device or pipe at `path`, because reading it may never end.
+    """Raises `DataError` if there is a folder, device or pipe at `path`; a missing file is not an error here.
 
-    A missing file raises no error here.
+    Reading a device or pipe may never end.
     """
     with contextlib.suppress(OSError):  # for example for a name that is too long; reading the file will raise it again
         if path.exists() and not path.is_file():
@@ -265,7 +264,7 @@ def check_regular_file(path: Path) -> None:
 def read_json_object(
     path: Path, hint: str = "", raises: type[MlxZipError] = DataError, constants: bool = False
 ) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises an error of the class `raises` if there is none or it cannot be read.
+    """Returns the JSON object in a file. Raises an error of the class `raises` if the file cannot be read as one.
 
     hint: end of the error's message. constants: whether NaN and Infinity are accepted; they are not JSON, but some
     models' configs contain them.

@@ -52,7 +52,7 @@ MAX_TOKENS = 400  # base tokens; a story has about 200
 
 
 def bundled_model_folder(name: str) -> Path:
-    """Returns the folder of a bundled model. Raises `ModelError` for an unknown name or a model not installed."""
+    """Returns the folder of a bundled model. Raises `ModelError` if the name is unknown or the model not installed."""
     if name not in BUNDLED:
         raise ModelError(f"{name} is not a bundled model; there are {', '.join(BUNDLED)}")
     folder = FOLDER / name

@@ -210,9 +210,9 @@ class Codebook:
     def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns what n ids of the log stood for when they were read: base ids [n, merge_size], padded; lengths [n].
 
-        first: index in the log of the first of these ids. n: None for all ids from `first` on. Unlike this, `expand`
-        uses the entries that are installed now, which may be others after evictions (policies lru and use-count).
-        Raises `CodecError` if the log is shorter.
+        first: index in the log of the first of these ids. n: None for all ids from `first` on. (`expand` uses the
+        entries that are installed now; these may be others after evictions, under lru and use-count.) Raises
+        `CodecError` if the log is shorter.
         """
         n = self.mark() - first if n is None else n
         if first < 0 or n < 0 or first + n > self.mark():
@@ -313,7 +313,7 @@ def _byte_pointer(array: NDArray[np.uint8]) -> Any:
 def _raise_for_status(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
     """Raises the exception for an error of the C library about the id at `index`.
 
-    book: the codebook that read the ids; None if they were to be compressed, so that hypertokens are no valid input.
+    book: the codebook that read the ids; None if the ids were to be compressed, so that hypertokens are not valid.
     """
     reasons = {
         lib.MLXZIP_E_ID: f"is neither a base id (below {params.vocab_size}) nor a disabled id"

@@ -30,7 +30,7 @@ class Lookup:
             raise MemoryError("no memory for an index of the text")
 
     def match(self) -> int:
-        """Returns how many of the text's last base ids the earlier occurrence repeats, at most 32; 0 if there is none."""
+        """Returns how many of the text's last base ids also precede the proposed ids, at most 32; 0 if none do."""
         return int(lib.mlxzip_lookup_propose(self._index, ffi.NULL, 0))
 
     def propose(self, most: int) -> tuple[Uint32s, int]:

@@ -75,7 +75,7 @@ class Codebook:
         self.entries = {params.vocab_size + slot: run for slot, run in enumerate(params.start or ())}
 
     def push(self, ids: Iterable[int]) -> list[tuple[int, Run, int]]:
-        """Reads ids, all or none -> (hyper id, entry, index of the id that installed it)."""
+        """Reads ids, all or none; returns (hyper id, entry, index of the id that installed it) for each new entry."""
         mark, new = len(self.ids), []
         for index, x in enumerate(ids):
             try:

@@ -48,8 +48,7 @@ def flatten_cache_lists(cache: Sequence[Any]) -> Iterator[Any]:
 def can_batch(kv: Sequence[Any]) -> bool:
     """Returns whether all KV caches of one sequence can be batched.
 
-    A rotating cache that always keeps its first ids (`max_kv_size`) cannot: mlx-lm's batch of such caches loses these
-    ids.
+    A rotating cache that always keeps its first ids (`max_kv_size`) cannot: mlx-lm's batch would lose these ids.
     """
     return all(_entry_can_batch(entry) for entry in flatten_cache_lists(kv))
 
@@ -64,7 +63,7 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
     """Merges caches into the cache of one batch, whose sequences have the order of `caches`.
 
     caches: each is the cache of one sequence, made by this model's `make_cache`, or of a batch. Do not use them
-    afterwards: the batch takes over their codebooks, and logits processors stay bound to these. Raises `ModelError`,
+    afterwards: the batch takes over their codebooks, to which logits processors stay bound. Raises `ModelError`,
     leaving the caches unchanged, if the list is empty, a cache belongs to another model, LongRoPE's factors differ
     between caches, or a KV cache cannot be batched (see `can_batch`).
     """
@@ -79,8 +78,7 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
 def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequence[int]) -> list[Any]:
     """Merges empty caches, one per sequence, into the cache of one batch, for prompts of different lengths.
 
-    left_padding [B]: number of padding ids before the prompt of each sequence. Raises `ModelError` as `merge_caches`
-    does.
+    left_padding [B]: number of padding ids before each prompt. Raises `ModelError` as `merge_caches` does.
     """
     batch = merge_caches(model, caches)
     state = find_zip_state(batch)
@@ -131,10 +129,9 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
 def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
     """Restores the first columns that the last call added to a batch's cache and that `trim` has removed since.
 
-    kept [B]: number of these columns that each sequence keeps, at least 1. The codebooks must have read the ids of the
-    kept columns already (`ZipState.push_to_row`). If a sequence keeps fewer columns than another, its keys and values
-    are shifted and it gets left padding. `LONG_PADDING` or more columns of left padding that all sequences share are
-    removed.
+    kept [B]: number of these columns that each sequence keeps, at least 1. The codebooks must have read the ids of
+    these columns (`ZipState.push_to_row`). A sequence that keeps fewer columns than another gets left padding, and its
+    keys and values are shifted. `LONG_PADDING` or more columns of left padding in all sequences are removed.
     """
     kv, state = _kv_and_state(batch)
     most = max(kept)
@@ -154,8 +151,8 @@ def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
 def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
     """Returns a copy of one sequence of a batch's cache, as the cache of a single request.
 
-    The batch's cache does not change, and logits processors stay bound to its codebook. Raises `ModelError` if `index`
-    is out of range.
+    The batch's cache does not change, and logits processors stay bound to the batch's codebook. Raises `ModelError` if
+    `index` is out of range.
     """
     kv, state = _kv_and_state(batch)
     _raise_unless_indices(kv, [index])
@@ -189,7 +186,7 @@ def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
 
 
 def _kv_and_state(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
-    """Returns a batch's KV caches and `ZipState` (None: plain model). Raises `ModelError` if `batch` is no batch's."""
+    """Returns KV caches and `ZipState` (None: plain model) of a batch. Raises `ModelError` for a single request's."""
     state = find_zip_state(batch)
     kv = batch if state is None else batch[:-1]
     if not kv or not all(isinstance(layer, _BATCH_CACHES) for layer in flatten_cache_lists(kv)):

@@ -78,8 +78,8 @@ def kv_length(cache: Any) -> int:
 def set_plain_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
     """Replaces the offsets that a model call left in a batch's KV caches by new arrays [B] without a graph.
 
-    mlx-lm adds to these offsets lazily and nothing here evaluates them, so their graph would grow by one operation per
-    step. left_padding [B]: number of padding ids per sequence.
+    mlx-lm adds to the offsets lazily and nothing here evaluates them, so the graph of an offset would grow by one
+    operation per step. left_padding [B]: number of padding ids per sequence.
     """
     if kv and hasattr(kv[0], "_idx"):
         offset = mx.array([kv[0]._idx - n for n in left_padding])
@@ -102,10 +102,7 @@ def positions_of_read_ids(state: ZipState, ids: HostIds, mode: str, context: int
 
 
 def positions_of_log(state: ZipState, log: np.ndarray, begin: int, end: int, mode: str, long: bool) -> Positions:
-    """Returns the positions of columns `begin` to `end` - 1 of `log` [B, offset], all ids read.
-
-    long: as in `Positions`.
-    """
+    """Returns the positions of columns `begin` to `end` - 1 of the id log [B, offset]. long: as in `Positions`."""
     if mode == "compressed":
         return replace(_compressed_positions(state, begin, end, None), long=long)
     return Positions(index=mx.array(state.base_positions(log)[:, begin:end]), long=long)
@@ -150,10 +147,7 @@ def positions_of_unread_ids(
 
 @mx.compile
 def _next_positions(last: mx.array, hyper: mx.array, spans: mx.array) -> mx.array:
-    """Returns the positions [B, 1] of the ids that follow the ids at positions `last` [B, 1].
-
-    hyper [B, 1]: whether an id is a hypertoken. spans [B, 1]: the number of its base ids if it is one.
-    """
+    """Returns the positions [B, 1] after positions `last`, of ids that have `spans` base ids if `hyper`, else one."""
     return last + mx.where(hyper, spans, 1)
 
 

@@ -55,10 +55,7 @@ def raise_if_decoder_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module, DecoderTraits]:
-    """Returns a decoder with random weights as (layers, final norm, traits).
-
-    Raises `ConfigError` as `raise_if_decoder_unsupported` does.
-    """
+    """Returns a decoder with random weights as (layers, final norm, traits). Raises `ConfigError` if unsupported."""
     raise_if_decoder_unsupported(config)
     kind = config["model_type"]
     module = import_module(f"mlx_lm.models.{FAMILIES[kind].module}")

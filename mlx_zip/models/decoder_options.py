@@ -107,7 +107,7 @@ def has_tied_head(config: Mapping[str, Any]) -> bool:
 
 
 def norm_eps(config: Mapping[str, Any]) -> float:
-    """Returns the epsilon of RMS norms, which they add to the mean square; transformers' default if none is given."""
+    """Returns epsilon, which RMS norms add to the mean square, or transformers' default for the model type."""
     given = config.get("rms_norm_eps")
     return (1e-5 if config["model_type"] == "phi3" else 1e-6) if given is None else given
 
@@ -140,10 +140,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Returns the sliding window in ids, or None if there is none; the model type's default if the config has no value.
-
-    Raises `ConfigError` if the value is not a positive integer or null.
-    """
+    """Returns the sliding window in ids (None: none), or the model type's default. Raises `ConfigError` if invalid."""
     default = None if config["model_type"] in ("llama", "phi3", "gemma") else 4096
     window = config.get("sliding_window", default)
     if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
@@ -152,7 +149,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _checked_layer_types(types: Any, layers: int) -> list[str]:
-    """Returns the config's `layer_types`. Raises `ConfigError` unless it names a known kind for each layer."""
+    """Returns the config's `layer_types`. Raises `ConfigError` unless they name a known kind for each layer."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(one not in known for one in types):
         raise ConfigError(f"layer_types must name {' or '.join(sorted(known))} for each of {layers} layers")
@@ -232,7 +229,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) ->
 
 
 def count_rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int:
-    """Returns the number of a head's columns that the rope rotates. Raises `ConfigError` if it is not possible."""
+    """Returns the number of a head's columns that the rope rotates. Raises `ConfigError` if it is odd or too large."""
     columns = int(head_width * parameters["partial_rotary_factor"])
     if not 0 < columns <= head_width or columns % 2:
         raise ConfigError(f"config.json: partial_rotary_factor rotates {columns} of {head_width} dimensions")
@@ -241,10 +238,7 @@ def count_rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int
 
 @contextmanager
 def rope_errors_as_config_errors(kind: str) -> Iterator[None]:
-    """Context manager: turns errors in reading rope parameters into a `ConfigError`.
-
-    kind: the `rope_type` to name in the message.
-    """
+    """Context manager: turns errors in reading rope parameters into a `ConfigError` that names the type `kind`."""
     try:
         yield
     except KeyError as missing:

@@ -48,7 +48,7 @@ class DraftHead(nn.Module):
         self.down = nn.Linear(size, width, bias=False)
 
     def __call__(self, state: mx.array, row: mx.array) -> mx.array:
-        """Returns predicted states [..., D] at ids, from the states [..., D] before the ids and their output rows."""
+        """Returns predicted states [..., D] at ids. state: before the ids. row: the ids' output rows. Both [..., D]."""
         x = self.join(mx.concatenate([self.state_norm(state), self.row_norm(row)], axis=-1))
         return x + self.down(nn.silu(self.up(x)))
 
@@ -163,10 +163,7 @@ class HeadedModel:
 
 
 class HeadFile:
-    """The file of a model's head, which is read when drafts are first used.
-
-    Not an `nn.Module`, so MLX does not count the head among the model's weights.
-    """
+    """The file of a model's head, read on first use. Not an `nn.Module`, so the head is not part of the model."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._head = path, None

@@ -81,7 +81,7 @@ class Rope(nn.Module):
     def _shared_cosines_and_sines(self, offset: Positions) -> tuple[mx.array, mx.array]:
         """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence.
 
-        They are computed once per model call and shared by its layers.
+        They are computed once per model call and shared by all layers.
         """
         made = offset.shared.get(id(self))
         if made is None:
@@ -157,7 +157,7 @@ def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config
     factor = parameters.get("factor") or config["max_position_embeddings"] / context
 
     def dimension(rotations: float) -> float:
-        """Returns the index, a fraction, of the dimension that turns `rotations` times in the pretraining context."""
+        """Returns the index, not rounded, of the dimension that turns `rotations` times in the pretraining context."""
         return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
@@ -229,8 +229,8 @@ def is_step_on_cpu(x: mx.array) -> bool:
     """Returns whether x [..., L, D] belongs to a step of generation (L is 1) on the CPU in float32.
 
     MLX has no CPU kernels for norm and rotation: it runs 8 operations for a norm and 15 for a rotation, and starting an
-    operation costs more than its arithmetic. Compiled, they are 3 and 4 operations, and the layers share cosines and
-    sines.
+    operation costs more than its arithmetic. Compiled, a norm is 3 operations and a rotation 4, and the layers share
+    cosines and sines.
     """
     return x.shape[-2:-1] == (1,) and x.dtype == mx.float32 and mx.default_device() == _CPU
 

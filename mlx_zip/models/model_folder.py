@@ -67,7 +67,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def is_plain_model(name: str, revision: str | None = None) -> bool:
-    """Returns whether a model's config.json is without hypertokens. Raises `ModelError` as `find_model_folder`."""
+    """Returns whether a model is plain, by its config.json. Raises `ModelError` as `find_model_folder` does."""
     return read_model_config(find_model_folder(name, revision))["model_type"] != MODEL_TYPE
 
 
@@ -114,7 +114,7 @@ def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequen
 
 
 def hidden_width(base: Mapping[str, Any]) -> int:
-    """Returns the width D of a decoder's states. base: its config.json. Raises `ConfigError`."""
+    """Returns the width D of a decoder's states. base: the decoder's config.json. Raises `ConfigError`."""
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")

@@ -115,10 +115,7 @@ def _is_zip_model(model: Any) -> bool:
 
 
 def _yield_base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (base id, log-probabilities of the step) for every base id of the id that each step emits.
-
-    prompt: base ids [L].
-    """
+    """Yields (base id, log-probabilities of the step) for all base ids of each step's id. prompt: base ids [L]."""
     state = import_module("mlx_zip.models.rows.zip_state").find_zip_state(kwargs["prompt_cache"])
     if state is None:
         yield from steps(prompt, model, *args, **kwargs)

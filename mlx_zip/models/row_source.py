@@ -101,7 +101,7 @@ class RowSource:
     def settle_submitted(self) -> None:
         """Puts the rows that `submit_rows` returned into the store.
 
-        Call this after the id that was computed with these rows has been read; then nothing has to be waited for.
+        Call this after the id that was computed with these rows has been read; then this does not wait.
         """
         if self.store is not None:
             self.store.settle_submitted()
@@ -117,10 +117,7 @@ class RowSource:
             self.store.settle()
 
     def rows(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-        """Returns one side's rows [N, D] of N > 0 entries, from the store or encoded.
-
-        base_ids [N, merge_size]: the entries, padded. lengths [N]: how many base ids of each entry are real.
-        """
+        """Returns a side's rows [N, D] of N > 0 entries (base_ids [N, M], lengths [N]), from the store or encoded."""
         encode = partial(self.encode, side)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
@@ -135,7 +132,7 @@ class RowSource:
         return encode_entries(side.encoder, side.matrix, base_ids, lengths)
 
     def _row_kind(self, side: RowSide) -> RowKind:
-        """Returns the kind of rows that this side makes with its current weights, which the store knows them by."""
+        """Returns the kind of the rows that this side makes with its current weights."""
         return self._row_kinds.kind(side.name, side.encoder, side.matrix)
 
     # ---- the row tables of a request
@@ -143,8 +140,7 @@ class RowSource:
     def fill_inputs(self, state: ZipState, side: RowSide, places: np.ndarray) -> None:
         """Puts the input rows of the entries at places [N], which have none yet, into the input table.
 
-        side: the input side. If both sides have equal rows, the output side; its table must have the rows, which are
-        copied.
+        side: the input side. If both sides have equal rows, the output side, whose table's rows are copied.
         """
         if len(places) == 0:
             return

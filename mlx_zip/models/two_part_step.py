@@ -98,8 +98,7 @@ class TwoPartStep:
     def _had_input_rows(self, state: ZipState, ids: HostIds) -> bool:
         """Returns whether the body had the input row of every hypertoken among ids [B, 1].
 
-        The state must not have read the ids yet. An id that installs its own entry (LZW's KwKwK) never has an input
-        row.
+        The state must not have read the ids yet. An id that installs its own entry (LZW's KwKwK) never has a row.
         """
         end = self.model.layout.vocab_size
         column = [ids] if isinstance(ids, int) else ids[:, 0].tolist()

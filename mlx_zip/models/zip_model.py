@@ -103,12 +103,12 @@ class Model(nn.Module):
     ) -> mx.array:
         """Returns logits [B, L, W] in the model's dtype for ids [B, L], integers; W = `layout.width`, column = id.
 
-        Columns of slots without an entry and of the base tail are -inf. causal: whether an entry that this call
-        installs can be chosen only at positions from the id on that installs it; by default it can be chosen at all L
-        positions, as upstream. cache: from `make_cache`, updated in place; None starts a new request. long: whether
-        LongRoPE uses its long factors; None decides by the last id's position. For a prompt read in several calls, give
-        `needs_long` of the whole prompt. Raises, before anything changes, `CodecError` for an illegal id and
-        `ModelError` if the cache does not fit the model.
+        Columns of slots without an entry and of the base tail are -inf. causal: whether an entry that an id of this
+        call installs can be chosen only from that id's position on; by default, as upstream, it can be chosen at all L
+        positions. cache: from `make_cache`, updated in place; None starts a new request. long: whether LongRoPE uses
+        its long factors; None decides by the last id's position. For a prompt read in several calls, give `needs_long`
+        of the whole prompt. Raises, before anything changes, `CodecError` for an illegal id and `ModelError` if the
+        cache does not fit the model.
         """
         if cache is None:
             raise_unless_ids_shape(ids)
@@ -168,8 +168,7 @@ class Model(nn.Module):
     def _checked_pack(self, pack: Pack | None) -> Pack | None:
         """Returns `pack`, or the model's own pack if `pack` is None.
 
-        Raises `ModelError` if its rows were tuned for another model, or it has no rows and the model has no
-        hyper-encoder.
+        Raises `ModelError` if the rows are of another model, or if there are neither rows nor a hyper-encoder.
         """
         pack = self.row_source.pack if pack is None else pack
         if pack is not None and pack.rows is not None:
@@ -186,8 +185,7 @@ class Model(nn.Module):
     def take_pack(self, pack: PackOrEntries) -> None:
         """Makes requests begin with this pack from now on, unless they name another. pack: as in `make_cache`.
 
-        Raises `ConfigError` naming the entry that does not fit, and `ModelError` if the rows were tuned for another
-        model.
+        Raises `ConfigError` naming the entry that does not fit, and `ModelError` if the rows are of another model.
         """
         found = resolve_pack(pack)
         config = replace(self.config, start=found.entries)
@@ -276,7 +274,7 @@ class Model(nn.Module):
         return self.scaled(h)
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
-        """Returns h [B, L, D] with the input rows of slots [B, L] put in; where the slot is -1, h keeps its row."""
+        """Returns h [B, L, D] with the input rows of slots [B, L] in it. Where the slot is -1, the row of h is kept."""
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
@@ -284,7 +282,7 @@ class Model(nn.Module):
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
-        """Puts the input rows of those ids [B, L] whose entries have been evicted since into h [B, L, D]; returns h.
+        """Puts input rows into h [B, L, D] for those ids [B, L] whose entries have been evicted since; returns h.
 
         Sets `slots` [B, L] to -1 for these ids, because their slots hold other entries now.
         """
@@ -388,7 +386,7 @@ class Model(nn.Module):
         return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
     def _restore_evicted_logits(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:
-        """Corrects the slots' logits for entries that were evicted within the call, and returns them.
+        """Corrects `hyper` for entries that were evicted within the call, and returns it.
 
         hyper [B, L, slots]: logits of h [B, L, D] for the entries that the slots hold after the call. At positions
         where a slot held an entry that was evicted later in the call, the logit is replaced by that entry's.
@@ -443,7 +441,7 @@ class Model(nn.Module):
 
     @property
     def head_matrix(self) -> nn.Module:
-        """The module that holds the head's rows: the embedding when it is tied."""
+        """The module that holds the head's rows: the embedding if the head is tied to it."""
         return self.model.embed_tokens if self.traits.tied else self.lm_head
 
     @property

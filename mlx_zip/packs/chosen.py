@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Pack | None:
     """Reads one pack or several, each a path or a `Pack`, and merges them; returns None for None.
 
-    Raises `DataError` naming a file that is no pack.
+    Raises `DataError` naming a file that is not a pack.
     """
     if packs is None:
         return None

@@ -151,7 +151,7 @@ PackOrEntries = PackLike | Sequence[Sequence[int]]  # a request may also begin w
 def as_pack(pack: PackLike) -> Pack:
     """Returns `pack` if it is a `Pack`, else reads the pack file at that path.
 
-    Raises `DataError` naming the file, or the type of a value that is neither.
+    Raises `DataError` if the file is not a pack, or `pack` is neither a `Pack` nor a path.
     """
     if isinstance(pack, Pack):
         return pack

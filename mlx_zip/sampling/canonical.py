@@ -65,7 +65,10 @@ def _log_sum_exps(chosen: mx.array, logits: mx.array) -> list[mx.array]:
 
 @mx.compile
 def _exclude_unless_likely(chosen: mx.array, share: mx.array, whole: mx.array) -> mx.array:
-    """Returns `chosen` logits if together they have over half the probability, else -inf. share, whole: logsumexps."""
+    """Returns `chosen` logits if together they have over half the probability, else -inf.
+
+    share, whole [B, 1]: logsumexps of the chosen and of all logits.
+    """
     return mx.where(share - whole > math.log(MAX_EXCLUDED_SHARE), chosen, -mx.inf)
 
 

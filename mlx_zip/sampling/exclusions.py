@@ -32,8 +32,8 @@ class _EntryPrefixes:
     """Entries by the base ids that they begin with.
 
     known: all entries. slots_by_prefix: base ids -> the slots of all entries that begin with them. suffixes_by_prefix:
-    base ids -> (slot, the entry's other base ids) of entries that begin with them, in slot order. An entry is left out
-    there if a shorter entry excludes it anyway (see `add`).
+    base ids -> (slot, the entry's other base ids) of entries that begin with them, in slot order, without entries that
+    are excluded through a shorter entry anyway (see `add`).
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class _StartEntries(_EntryPrefixes):
         self._found: dict[BaseIds, tuple[list[int], frozenset[BaseIds]]] = {}
 
     def forbidden_after(self, base_ids: BaseIds) -> tuple[list[int], frozenset[BaseIds]]:
-        """Returns the ids that cannot follow `base_ids` because of these entries alone.
+        """Returns the ids that cannot follow `base_ids` because of the start entries alone.
 
-        Also returns the rests of the entries that begin with `base_ids`.
+        Also returns what follows `base_ids` in each start entry that begins with them.
         """
         if base_ids not in self.suffixes_by_prefix:
             return _NOTHING

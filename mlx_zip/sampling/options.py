@@ -108,7 +108,7 @@ class Sampling:
         return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
 
     def check_width(self, width: int | None) -> None:
-        """Raises `GenerationError` unless `top_k` and `min_tokens_to_keep` are below the logits' `width` (None: any)."""
+        """Raises `GenerationError` if `top_k` or `min_tokens_to_keep` is not below `width`, the logits' columns."""
         if width is not None:
             self._raise_unless("top_k", f"below the {width} columns of the logits", self.top_k < width)
             self._raise_unless("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)

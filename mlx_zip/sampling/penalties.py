@@ -33,8 +33,7 @@ class PenaltyTerms:
     A base id is penalised as in mlx-lm. A hypertoken gets the sum of its base ids' biases, presence and frequency
     penalties, and the repetition penalty r once for each of its k base ids that were seen (a factor r^k).
 
-    A call computes only columns that have a penalty or a bias, and only those sums over an entry's base ids that
-    changed.
+    A call computes only columns that have a penalty or a bias, and only those sums over base ids that changed.
     """
 
     def __init__(self, sampling: Sampling, state: HasBooks, row: int) -> None:
@@ -63,8 +62,7 @@ class PenaltyTerms:
     def nonzero_columns(self) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns the columns [N] that have a penalty or a bias, and three terms [N] for these columns.
 
-        The terms are the bias, how often the repetition penalty applies, and what presence and frequency penalties
-        subtract.
+        The terms: the bias, how often the repetition penalty applies, and what the other two penalties subtract.
         """
         changed = self._update_context()
         self._changed[changed] = True

@@ -22,8 +22,7 @@ from mlx_zip.sampling.penalties import PenaltyTerms
 def make_sampler(options: Sampling, width: int | None, special_ids: Sequence[int]) -> Sampler:
     """Returns a function from log-probabilities [B, W] to ids [B].
 
-    width: W, None if not known. special_ids: ids that XTC never excludes. Raises `GenerationError` if an option does
-    not fit W.
+    width: W, None if not known. special_ids: ids that XTC never excludes. Raises `GenerationError` as `check_width`.
     """
     options.check_width(width)
     return mlx_lm_sampler(

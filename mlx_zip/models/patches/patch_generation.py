@@ -33,7 +33,7 @@ def generate_patches(
 ) -> Iterator[list[int]]:
     """Yields patches as the decoder writes them, each a list of symbols; `merges.decode` gives their bytes.
 
-    prompt: patches to continue, as a table or `merges.encode` makes them. Ends after `max_patches` patches, or after
+    prompt: patches to continue, as `merges.encode` or a table makes them. Ends after `max_patches` patches, or after
     yielding the patch that is only the end mark, which ends a document. temperature: sampling temperature; 0 is greedy.
     mode: the mode of the table that the model was trained with. Raises `GenerationError` if the merges are of another
     model, a patch of the prompt is too long, or a number is out of range.
@@ -92,13 +92,13 @@ def _add_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenP
 
 
 def canonical_patch(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
-    """Returns what the model reads after writing `patch`: the canonical patch of its bytes, or `patch` if too long."""
+    """Returns the patch to read after writing `patch`: the canonical patch of its bytes if that fits, else `patch`."""
     canonical = merges.encode(merges.decode(patch), mode)
     return canonical if len(canonical) <= merges.patch_size else list(patch)
 
 
 def fill_patch(patch: Sequence[int], size: int) -> list[int]:
-    """Returns a patch as a row of `size` symbols, filled with `MARK`. Raises `GenerationError` if empty or too long."""
+    """Returns a patch as `size` symbols, filled up with `MARK`. Raises `GenerationError` if it is empty or too long."""
     if not 1 <= len(patch) <= size:
         raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
     return [*map(int, patch), *[MARK] * (size - len(patch))]

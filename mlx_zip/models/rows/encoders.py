@@ -45,10 +45,7 @@ def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -
 
 
 def quantization_settings(module: Any) -> dict[str, Any]:
-    """Returns a layer's quantization settings, {} if the layer is not quantized.
-
-    module: a module, or what `_join_linear_layers` returned.
-    """
+    """Returns the quantization settings of a layer or of what `_join_linear_layers` returned; {} if not quantized."""
     if "scales" not in module:
         return {}
     settings = module if "bits" in module else vars(module)
@@ -160,7 +157,7 @@ class ResLatentAttention(nn.Module):
         return pooled if residual is None else pooled + residual
 
     def _mask(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """Returns the attention mask [N, 1, 1 or S, S], true for keys that are real (and not later, if causal).
+        """Returns the attention mask [N, 1, 1 or S, S], true for real keys that, if attention is causal, are not later.
 
         Queries may be padding, because their results are not used.
         """
@@ -260,10 +257,7 @@ def mask_of_real(x: mx.array, lengths: mx.array) -> mx.array:
 
 
 def residual_rows(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
-    """Returns the base row [N, D] of each entry x [N, S, D] that is added as residual.
-
-    kind: "first"; "last", the last real one; or "mean" of the real ones.
-    """
+    """Returns the first, the last real, or the mean of the real base rows of x [N, S, D], as [N, D]; kind: which."""
     if kind == "first":
         return x[:, 0]
     return last_real(x, lengths) if kind == "last" else mean_of_real(x, lengths)
@@ -441,7 +435,7 @@ def _encode_padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: in
 
 
 def can_encode_singly(encoder: nn.Module) -> bool:
-    """Returns whether `SingleEncoder` supports all of an encoder's layers; LoRA layers, for example, it does not."""
+    """Returns whether `SingleEncoder` supports all of an encoder's layers (it does not support LoRA's, for example)."""
     return type(encoder) in _ENCODERS and all(_is_known_layer(module) for _, module in encoder.named_modules())
 
 

@@ -171,9 +171,9 @@ class TwoCopyTable(RowTable):
         return self.from_table(super().select(places, limit))
 
     def _write_to_other_copy(self, write: Callable[[], None]) -> None:
-        """Makes the other copy the current one, writes the rows that it lacks to it, and calls `write`.
+        """Makes the other copy the current one, writes the rows that this copy lacks, and calls `write`.
 
-        If this raises, also on an interrupt, the current copy stays current, because the other copy lacks rows.
+        If this raises, also on an interrupt, the former copy is the current one again, because the other lacks rows.
         """
         current, self.array = self.array, self._idle
         try:

@@ -113,7 +113,7 @@ class SequenceRows:
         return self.encoded_outputs[0], self.encoded_inputs.copy()
 
     def mark_encoded_again(self, before: tuple[int, np.ndarray]) -> None:
-        """After ids were trimmed and the same ids read again, marks the rows that are still in the tables.
+        """After ids were trimmed and the same ids read again, marks the rows still in the tables as encoded.
 
         before: what `encoded_rows` returned before the trim. Under policies that evict, nothing is marked: slots may
         have held several entries.
@@ -248,7 +248,7 @@ class SequenceRows:
         self.mark_outputs_encoded()
 
     def _places_with_output_rows(self, keys: Sequence[EntryKey], rows: Callable[[list[int]], mx.array]) -> list[int]:
-        """Returns the places of entries. New entries get the next places, and their output rows are put there.
+        """Returns the places of entries. New entries get the next places, and their output rows are written.
 
         rows(indices into `keys`) returns the output rows of the new entries.
         """
@@ -414,7 +414,7 @@ class Places:
         return self._with_index(self.index[list(indices)])
 
     def _with_index(self, index: np.ndarray) -> Places:
-        """Returns places with the index `index`. They take over the entries of this object, whose use ends then."""
+        """Returns places with another index. This object's entries move to them, so do not use it afterwards."""
         made = Places(0, 0)
         made.index, made.keys, made.place_of = index, self.keys, self.place_of
         return made
@@ -455,8 +455,8 @@ def unpack_entry_keys(keys: Sequence[EntryKey], merge_size: int, pad_id: int) ->
 class EvictedEntry:
     """An entry that was evicted within a call of L ids.
 
-    sequence, slot: where it was installed. begin, end: the slot held the entry after each id in columns begin to end -
-    1 of the call. base_ids [merge_size]: padded; the first `length` of them are real.
+    sequence, slot: where the entry was installed. begin, end: the slot held the entry after each id in columns begin to
+    end - 1 of the call. base_ids [merge_size]: padded; the first `length` of them are real.
     """
 
     sequence: int

@@ -52,8 +52,8 @@ class ZipState(SequenceRows):
     but not saved.
 
     second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.two_part_step`). submit: a
-    function that a model call gives arrays that are complete, so that a decode loop can have them computed while the
-    rest of the call is built; by default it does nothing. second_bodies and submit are neither saved nor copied.
+    model call calls it with arrays that are final, so that a decode loop can have them computed while the rest of the
+    call is built; by default it does nothing. second_bodies and submit are neither saved nor copied.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ZipState(SequenceRows):
     # ---- one model call
 
     def takes_single_id(self) -> bool:
-        """Returns whether `advance` takes one id as a number: if this is a single request whose padding was read."""
+        """Returns whether `advance` takes one id as a number: for a single request whose padding has been read."""
         return self.places is None and self.offset >= self.left_padding[0]
 
     def advance(self, ids: HostIds) -> Advance:
@@ -178,7 +178,6 @@ class ZipState(SequenceRows):
         return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(evicted))
 
     def _advance_each(self, ids: Sequence[int]) -> Advance:
-        """Pushes one id to each codebook, as `advance` does."""
         pushed = []
         try:
             for book, one in zip(self.books, ids, strict=True):
@@ -262,8 +261,8 @@ class ZipState(SequenceRows):
     def evicted_since_read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Finds those of ids [B, L], the last L ids read, whose slots have got another entry since.
 
-        Returns their sequences [N] and columns [N], and the entries that they stood for when they were read: base_ids
-        [N, merge_size] and lengths [N].
+        Returns their sequences [N] and columns [N], and the entries that these ids stood for when they were read:
+        base_ids [N, merge_size] and lengths [N].
         """
         first, found = self._padding_columns(self.offset - ids.shape[1], ids.shape[1]), []
         vocab_size = self.books[0].params.vocab_size
@@ -280,10 +279,10 @@ class ZipState(SequenceRows):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The parts that are saved: version; params as JSON; the id logs of all sequences, one after the other; their
-        lengths; left padding; offset; long_rope.
+        """The parts that are saved, in their order.
 
-        The params are one object, or a list of one per sequence when their start entries differ. If any sequence has
+        Version; params as JSON; the id logs of all sequences, joined; the logs' lengths; left padding; offset;
+        long_rope. The params are one object, or a list of one per sequence if start entries differ. If any sequence has
         tuned rows, an eighth part follows: the packs' fingerprints as JSON, a list of one or null per sequence.
         """
         logs = [np.asarray(book.ids) for book in self.books]
@@ -404,8 +403,7 @@ class ZipState(SequenceRows):
     def filter(self, indices: Sequence[int]) -> None:
         """Keeps only the sequences at these indices, in this order, and removes left padding that all of them share.
 
-        Raises `ModelError`, leaving the state unchanged, if `indices` is empty, or an index is out of range or occurs
-        twice.
+        Raises `ModelError`, leaving the state unchanged, if there is no index, or one is out of range or occurs twice.
         """
         self._raise_unless_indices(indices)
         padding = [self.left_padding[i] for i in indices]
