@@ -22,7 +22,7 @@ MODEL_TYPE = "zip2zip"  # `model_type` in config.json of a model with hypertoken
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a layout. vocab_size: V, number of base ids. codebook_size: number of slots. embedding_rows: V or more."""
+    """Sizes of a layout. vocab_size: V, number of base ids. codebook_size: number of slots. embedding_rows: >= V."""
 
     vocab_size: int
     codebook_size: int

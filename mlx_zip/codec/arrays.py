@@ -19,7 +19,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.files import check_regular_file
 
 _MAGIC = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")  # first bytes of an archive, an empty archive, an array
-_DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; MemoryError: a huge shape
+_DAMAGE = (  # RuntimeError: encrypted archive or unknown compression; MemoryError: huge shape in a damaged header
     OSError,
     ValueError,
     EOFError,

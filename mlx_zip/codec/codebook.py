@@ -95,7 +95,7 @@ class Codebook:
         """Sets all attributes. book: a codebook of the C library, which this object frees when it is deleted."""
         self.params, self.rewinds = params, 0  # rewinds: number of rewinds so far
         self._book = ffi.gc(book, lib.mlxzip_free)
-        owner = self._book, params.native  # what the calls for one id keep alive
+        owner = self._book, params.native  # objects that the functions for one id keep alive
         calls = calls_for_one_id(owner, int(ffi.cast("uintptr_t", book)))
         self._push_one, self._expand_one, self._entry_words = calls
 

@@ -44,7 +44,7 @@ FAMILIES = {
     "gemma3_text": DecoderFamily("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
 }
 TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # families that `mlx_zip.cuda` runs too
-TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations that it reads, in MLX's mode "affine"
+TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations that `mlx_zip.cuda` reads (mode "affine")
 
 
 def why_not_on_torch(config: Mapping[str, Any]) -> str | None:

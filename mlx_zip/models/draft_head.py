@@ -56,7 +56,7 @@ class DraftHead(nn.Module):
 def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
     """Writes a head in float16, whole or not at all. vocab_size: rows of the model's embedding. Raises `OSError`."""
     weights = {name: value.astype(mx.float16) for name, value in named_arrays(head.parameters())}
-    with atomic_file(path) as partial, open(partial, "wb") as file:  # MLX adds a suffix to a path without one
+    with atomic_file(path) as partial, open(partial, "wb") as file:  # MLX would add .safetensors to a path
         mx.save_safetensors(file, weights, {"format": FORMAT, "vocab_size": str(vocab_size)})
 
 

@@ -1,4 +1,4 @@
-"""The pack that a user chose for a model: read and merged from one or several, checked against the model, recorded."""
+"""Reads and merges the packs that a user chose for a model, checks that they fit the model, and records them."""
 
 from __future__ import annotations
 

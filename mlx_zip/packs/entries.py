@@ -1,4 +1,4 @@
-"""The entries of a pack, in slot order, and their files. A file's suffix says which of three forms it has:
+"""Reads and writes the entries of a pack, in slot order. A file's suffix says which of three forms it has:
 
     .json   [[12, 7], [5, 5, 9], ...]: a list of lists of base ids
     .npz    arrays `entries` uint32 [P, M], each row padded after its length, and `lengths` int64 [P]

@@ -1,14 +1,14 @@
 """Canonical ids: which ids the compressor would never write next; canonical decoding forbids them.
 
 Models are trained on the compressor's output, called canonical. The compressor always takes the longest match. So after
-an id that stands for the base ids u, it never writes an id that begins with the base id b if u + b was an entry already
-when the first id was chosen. A model cannot know this well, because that depends on all entries, so it wastes
-probability on such ids. With greedy decoding it may even write them, and so spell out what one hypertoken would have
-said. Giving them probability zero never makes canonical ids less likely. This is "canonicality by conditioning" (arXiv
-2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
+an id that stands for the base ids u, the compressor never writes an id that begins with the base id b if u + b was an
+entry already when the first of these ids was chosen. A model cannot learn this well, because it depends on all entries,
+so the model wastes probability on such ids. With greedy decoding it may even write them, and so use several ids where
+one hypertoken would do. Giving these ids probability zero never makes canonical ids less likely. This is "canonicality
+by conditioning" (arXiv 2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
 
-Start entries need more care: u + b + c may be an entry although u + b is none. Then b may follow u, but b + c may not,
-neither as one id nor as two. So base ids of several recent ids are remembered while an entry may begin with them.
+Start entries need more care: u + b + c may be an entry although u + b is not. Then b may follow u, but b + c may not,
+neither as one id nor as two. So the base ids of several recent ids are kept as long as an entry may begin with them.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class CanonicalIds:
     """
 
     def __init__(self, book: Codebook) -> None:
-        # _installed: entries at the last call. _next: the codebook's (mark, rewinds) if one emitted id follows.
+        # _installed: number of entries at the last call. _next: the codebook's (mark, rewinds) after one more id.
         # _excluded: what the last call returned.
         self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
         self._excluded: list[int] = []

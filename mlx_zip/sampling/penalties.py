@@ -1,8 +1,8 @@
 """Computes the terms of penalties and biases at each step, over base tokens. Needs neither MLX nor PyTorch.
 
 A hypertoken pays every penalty of its constituents: presence and frequency penalties and biases are summed, and the
-repetition penalty is applied once per constituent seen. If ids were penalised, a penalised word would come back inside
-a hypertoken.
+repetition penalty is applied once per constituent seen. If a penalty were applied to the id of a word alone, the word
+would come back inside a hypertoken.
 
 A step computes the terms of base ids that entered or left the context, and the sums of entries that are new, changed or
 contain one of these base ids. The tests compare this with a plain form that computes every column at every step; both

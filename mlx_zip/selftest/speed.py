@@ -17,7 +17,7 @@ from typing import Any
 from mlx_zip.device import TF32_VARIABLE
 from mlx_zip.selftest.check import PACKAGES, Check, run_check
 
-PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
+PLAIN = "llama_transformer_tied_lora"  # a recorded checkpoint with a plain mlx-lm model of the same size as its base
 TRIALS = 7
 TOTAL_S, STORIES_S, SMOLLM2_S, SHAPE_S = (
     110.0,

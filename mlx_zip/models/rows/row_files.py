@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec._native import ffi, lib
 
 FILES_PER_SET = 4  # a file takes a quarter of the folder's maximum size at most, so that deleting one loses little
-LEAST_RECORDS = 64  # a file with room for fewer is not made
+LEAST_RECORDS = 64  # a file with room for fewer records is not made
 _MAGIC = b"mlxzrow1"
 _HEADER = struct.Struct("<8s32sIIII")  # magic, digest, ids per key, bytes per row, cells, records; a CRC-32 follows
 _FILE_NAME = re.compile(r"([0-9a-f]{32})-(\d{6,})\.rows")
