@@ -172,7 +172,7 @@ def add_codebook_flags(add: Any) -> None:
 
 
 def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
-    """Returns the JSON object in `text`, a flag's value; {} if `text` is None. Raises `GenerationError`."""
+    """Returns the JSON object in `text`, a flag's value; {} for None. Raises `GenerationError` for other text."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

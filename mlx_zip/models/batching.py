@@ -186,7 +186,7 @@ def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
 
 
 def _kv_and_state(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
-    """Returns KV caches and `ZipState` (None: plain model) of a batch. Raises `ModelError` for a single request's."""
+    """Returns a batch's KV caches and `ZipState` (None: plain model). Raises `ModelError` for another cache."""
     state = find_zip_state(batch)
     kv = batch if state is None else batch[:-1]
     if not kv or not all(isinstance(layer, _BATCH_CACHES) for layer in flatten_cache_lists(kv)):

@@ -147,7 +147,7 @@ def positions_of_unread_ids(
 
 @mx.compile
 def _next_positions(last: mx.array, hyper: mx.array, spans: mx.array) -> mx.array:
-    """Returns the positions [B, 1] after positions `last`, of ids that have `spans` base ids if `hyper`, else one."""
+    """Returns the positions [B, 1] of the ids after `last`. spans: number of base ids of each id that is `hyper`."""
     return last + mx.where(hyper, spans, 1)
 
 

@@ -48,7 +48,7 @@ TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations that `mlx_zip.
 
 
 def why_not_on_torch(config: Mapping[str, Any]) -> str | None:
-    """Names the model type or quantization of a config.json that `mlx_zip.cuda` does not support; None if none."""
+    """Returns as text which model type or quantization of a config.json `mlx_zip.cuda` does not support, else None."""
     section = config.get("zip2zip")
     kind = section.get("base_model_type") if isinstance(section, Mapping) else config["model_type"]
     if kind not in TORCH_FAMILIES:
@@ -107,7 +107,7 @@ def has_tied_head(config: Mapping[str, Any]) -> bool:
 
 
 def norm_eps(config: Mapping[str, Any]) -> float:
-    """Returns epsilon, which RMS norms add to the mean square, or transformers' default for the model type."""
+    """Returns the epsilon of RMS norms in config.json, or transformers' default for the model type."""
     given = config.get("rms_norm_eps")
     return (1e-5 if config["model_type"] == "phi3" else 1e-6) if given is None else given
 

@@ -168,7 +168,7 @@ class Model(nn.Module):
     def _checked_pack(self, pack: Pack | None) -> Pack | None:
         """Returns `pack`, or the model's own pack if `pack` is None.
 
-        Raises `ModelError` if the rows are of another model, or if there are neither rows nor a hyper-encoder.
+        Raises `ModelError` if its rows are of another model, or if there are neither rows nor a hyper-encoder.
         """
         pack = self.row_source.pack if pack is None else pack
         if pack is not None and pack.rows is not None:

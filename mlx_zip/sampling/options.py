@@ -108,7 +108,10 @@ class Sampling:
         return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
 
     def check_width(self, width: int | None) -> None:
-        """Raises `GenerationError` if `top_k` or `min_tokens_to_keep` is not below `width`, the logits' columns."""
+        """Raises `GenerationError` if `top_k` or `min_tokens_to_keep` is not below `width`.
+
+        width: number of columns of the logits, None if not known.
+        """
         if width is not None:
             self._raise_unless("top_k", f"below the {width} columns of the logits", self.top_k < width)
             self._raise_unless("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)

@@ -157,7 +157,7 @@ class ResLatentAttention(nn.Module):
         return pooled if residual is None else pooled + residual
 
     def _mask(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """Returns the attention mask [N, 1, 1 or S, S], true for real keys that, if attention is causal, are not later.
+        """Returns the attention mask [N, 1, 1 or S, S], true for real keys, and if causal only up to the query.
 
         Queries may be padding, because their results are not used.
         """
@@ -257,7 +257,7 @@ def mask_of_real(x: mx.array, lengths: mx.array) -> mx.array:
 
 
 def residual_rows(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
-    """Returns the first, the last real, or the mean of the real base rows of x [N, S, D], as [N, D]; kind: which."""
+    """Returns, by `kind`, the first, the last real, or the mean of the real base rows of x [N, S, D], as [N, D]."""
     if kind == "first":
         return x[:, 0]
     return last_real(x, lengths) if kind == "last" else mean_of_real(x, lengths)

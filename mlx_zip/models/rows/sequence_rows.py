@@ -414,7 +414,7 @@ class Places:
         return self._with_index(self.index[list(indices)])
 
     def _with_index(self, index: np.ndarray) -> Places:
-        """Returns places with another index. This object's entries move to them, so do not use it afterwards."""
+        """Returns places with another index. The entries move to the result: do not use this object afterwards."""
         made = Places(0, 0)
         made.index, made.keys, made.place_of = index, self.keys, self.place_of
         return made
