@@ -1,7 +1,7 @@
 """`mlx_zip selftest`: checks recorded cases of the published packages and measures speed on the user's machine.
 
-Writes a one-page Markdown report to send to the developers, and next to it a JSON file with all figures. Both hold facts
-about the machine, versions and figures, but no text or file name of the user.
+Writes a one-page Markdown report to send to the developers, and next to it a JSON file with all figures. Both hold
+facts about the machine, versions and figures, but no text or file name of the user.
 """
 
 from __future__ import annotations
