@@ -1,7 +1,7 @@
 """mlx_zip: language models whose vocabulary grows while they run (zip2zip, arXiv 2506.01084), on MLX.
 
-Names below are loaded when first used, so `import mlx_zip` stays light: it imports none of mlx, mlx_lm,
-transformers or torch. Importing it also makes `mlx_lm` able to load converted models (see `mlx_zip.models.register`).
+The names in `__all__` are loaded on first use, so `import mlx_zip` imports none of mlx, mlx_lm, transformers and torch.
+The import also registers converted models with `mlx_lm`, which can then load them (see `mlx_zip.models.register`).
 """
 
 from importlib import import_module

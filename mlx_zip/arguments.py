@@ -1,6 +1,6 @@
 """The parser of every command, and the flags that several commands share.
 
-`Parser` is argparse's parser with errors of one line, which name the wrong word and suggest the one that was meant.
+`Parser` is argparse's parser, but reports an error in one line, which names the wrong word and suggests a valid one.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Parser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses the arguments; exits with an error for any word that no flag or argument takes."""
+        """Parses the arguments; exits with an error if a word belongs to no flag and no argument."""
         self._words = list(sys.argv[1:] if args is None else args)
         if lost := [word for word in self._words if word[:1] == "-" and word.partition("=")[2] == "--"]:
-            self.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop it silently
+            self.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop the -- silently
         found, extra = super().parse_known_args(self._words, namespace)
         if extra:
             self.error(self._unknown_words_error(extra))
         return found, extra
 
     def error(self, message: str) -> NoReturn:
-        """Prints one line on stderr and exits with status 2."""
+        """Prints `message` on stderr as one line, and exits with status 2."""
         line = " ".join(self._reword_error(message).split())
         self.exit(2, f"error: {line}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises `ArgumentError` for a value that is none of the action's choices. The message suggests valid ones."""
+        """Raises `ArgumentError`, with valid choices in its message, unless `value` is one of the action's choices."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_TYPE_WORDS.get(m[1], f'a valid {m[1]}')}", message)
 
     def _dash_hint(self, message: str) -> str:
-        """Returns a hint to write FLAG=VALUE if a flag got no value because its value begins with -; else ""."""
+        """Returns a hint to write FLAG=VALUE if a flag has no value because the next word begins with -; else ""."""
         names = message.partition(" needs ")[0].split("/") if " needs " in message else []
         for flag, word in zip(self._words, self._words[1:], strict=False):
             if (
@@ -83,18 +83,18 @@ class Parser(argparse.ArgumentParser):
         return ""
 
     def _add_choices(self, needed: str) -> str:
-        """Returns the name of a missing argument, followed by the names to choose from if it is a subcommand."""
+        """Returns `needed`, the name of a missing argument, plus the subcommands' names if they are what is missing."""
         commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         choices = [choice.dest for action in commands for choice in action._choices_actions]
         return f"{needed}: {', '.join(choices)}" if choices and needed == _argument_name(commands[0]) else needed
 
     def _is_unknown_flag(self, word: str) -> bool:
-        """Returns whether a word looks like a flag (--name or --name=value) but is no flag and begins none."""
+        """Returns whether `word` looks like a flag (--name or --name=value), but no known flag begins with --name."""
         flag = word.partition("=")[0]
         return flag[:2] == "--" and flag != "--" and not any(known.startswith(flag) for known in self._flag_names(True))
 
     def _unknown_words_error(self, words: Sequence[str]) -> str:
-        """Returns the error message for words that no flag or argument takes; it names the first flag among them."""
+        """Returns the error for words that belong to no flag; names the first word with a leading -, or the first."""
         word = next((word for word in words if word[:1] == "-"), words[0])
         flag = word.partition("=")[0]
         if flag[:1] != "-":
@@ -112,7 +112,7 @@ def _argument_name(action: argparse.Action) -> str:
 
 
 def suggest_nearest(word: str, choices: Iterable[str]) -> str:
-    """Returns a question that proposes the one or two choices most like the word, or "" if none is like it."""
+    """Returns "did you mean A?" or "did you mean A or B?" for the choices most like `word`, "" if none is."""
     known = list(choices)
     close = difflib.get_close_matches(word, known, 2, 0.85) or difflib.get_close_matches(word, known, 1, 0.6)
     return f"did you mean {' or '.join(close)}?" if close else ""
@@ -122,10 +122,9 @@ def suggest_nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises `DataError` for the first of the named flags with a value below `least`; a flag not given (None) passes.
+    """Raises `DataError` if one of the named flags has a value below `least`. Flags that were not given are skipped.
 
-    names: flags as `args` holds them, for example "most_ids" for --most-ids. All values of a flag with several are
-    checked.
+    names: attributes of `args`, for example "most_ids" for --most-ids. If a flag has several values, all are checked.
     """
     for name in names:
         value = getattr(args, name)
@@ -149,7 +148,7 @@ def add_separator_flag(add: Any) -> None:
 
 
 def add_limit_bytes_flag(add: Any, texts: str, flag: str = "--limit-bytes") -> None:
-    """Declares a flag that limits how many bytes of text are read. texts: names the texts in the help."""
+    """Declares a flag that limits how many bytes of text are read. texts: the kind of texts, for the help."""
     add(flag, type=int, metavar="N", help=f"read at most N bytes of {texts} (default: all)")
 
 
@@ -173,7 +172,7 @@ def add_codebook_flags(add: Any) -> None:
 
 
 def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
-    """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
+    """Returns the JSON object in `text`, a flag's value; {} for None. Raises `GenerationError` for other text."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -15,9 +15,9 @@ from mlx_zip.errors import CodecError, ConfigError
 
 SIDES = ("input_encoder.", "output_encoder.")  # prefixes of the hyper-encoders' tensors
 POSITION_MODES = ("compressed", "base_token_end")
-AVAILABILITY = ("causal", "legacy")  # where an entry can be predicted: after it is installed; in the whole window
+AVAILABILITY = ("causal", "legacy")  # where an entry can be predicted: once installed; anywhere in the window
 MAX_LAYERS = 4096  # far above any real model; layers are built before their tensors are read
-RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # section keys that `ZipConfig` does not read
+RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # section keys unknown to `ZipConfig`
 SELF_CONTAINED = "."  # format 2: the base model is in the checkpoint's own folder
 
 _COMMON = {"hidden_size", "tie_encoders", "position_encoding"}
@@ -46,8 +46,9 @@ class EncoderConfig:
     kind: one of the keys of `ENCODER_FIELDS`. hidden_size: width H of the encoder. model_hidden_size: width D of the
     model if it differs from H, else None; the encoder then projects from D to H and back (`res_latent_attn` only).
     tie_encoders: whether one encoder makes both input rows (from the embedding) and output rows (from the head).
-    position_encoding: for `transformer` None or "learnable". causal, residual, residual_by_side: see
-    `ResLatentAttention`; the last is not in zip2zip.
+    position_encoding: for `transformer` None or "learnable". causal: whether a position attends to earlier ones only.
+    residual, residual_by_side: which base row is added to a hyper row (see `residual_base_row`). causal and residual
+    are for `res_latent_attn`; residual_by_side is not in zip2zip.
     """
 
     kind: str
@@ -75,10 +76,10 @@ class EncoderConfig:
             )
 
     def residual_base_row(self, side: str) -> str | None:
-        """Returns which of an entry's base rows `res_latent_attn` adds to its hyper row: "first", "last", "mean", None.
+        """Returns which base row of an entry `res_latent_attn` adds to the hyper row: "first", "last", "mean" or None.
 
-        side: one of `SIDES`. With `residual_by_side`, an input row gets the last base row, after which the text goes
-        on, and an output row the mean of all base rows, which it stands for. Otherwise both get the first.
+        side: one of `SIDES`. None without `residual`. With `residual_by_side`, "last" for input rows, because the text
+        continues after the last base id, and "mean" for output rows, which stand for all base ids. Otherwise "first".
         """
         if not self.residual:
             return None
@@ -98,7 +99,7 @@ class EncoderConfig:
 
     @classmethod
     def from_dict(cls, kind: Any, fields: Any) -> EncoderConfig:
-        """Returns the options in `zip2zip_config.json`; kind: its `encoder_type`, fields: its `encoder`.
+        """Returns the options in a `zip2zip_config.json`. kind: its `encoder_type`. fields: its `encoder`.
 
         Raises `ConfigError` naming the option that is unknown, missing or out of range.
         """
@@ -127,13 +128,13 @@ class EncoderConfig:
 class ZipConfig:
     """The config of a zip2zip checkpoint without the keys of its decoder.
 
-    vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`).
-    codebook_size: number of slots; merge_size: maximum base ids of an entry (upstream's `max_codebook_size` and
-    `max_subtokens`). disabled_ids: ids that never merge. pad_id: the tokenizer's pad token, else its eos; it never
-    merges, and it pads short entries. position_mode: one of `POSITION_MODES` (`mlx_zip.models.call_inputs`). start: the
-    entries that every request begins with; they take the first slots; not in upstream. canonical: whether decoding is
-    canonical (`mlx_zip.sampling.canonical`); not in upstream. policy: what a full codebook does (`CodecParams`);
-    upstream has freeze only.
+    vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`). codebook_size:
+    number of slots; merge_size: maximum base ids of an entry (upstream's `max_codebook_size` and `max_subtokens`).
+    disabled_ids: ids that never merge. pad_id: the tokenizer's pad token, or its eos token if it has no pad token; pads
+    short entries and never merges. position_mode: one of `POSITION_MODES` (`mlx_zip.models.call_inputs`). start: the
+    entries that every request begins with, in the first slots; not in upstream. canonical: whether decoding is
+    canonical (`mlx_zip.sampling.canonical`); not in upstream. policy: what happens when the codebook is full
+    (`CodecParams`); upstream has freeze only.
     """
 
     vocab_size: int
@@ -182,8 +183,8 @@ class ZipConfig:
     def from_dict(cls, data: Any, pad_id: int | None = None) -> ZipConfig:
         """Returns the config in a parsed `zip2zip_config.json`, or in what `to_dict` returned.
 
-        pad_id: the tokenizer's pad id; None takes the one in `data`, which only `to_dict` writes.
-        Raises `ConfigError` naming the key that is unknown, missing or out of range.
+        pad_id: the tokenizer's pad id; None takes `pad_token_id` in `data`, which only `to_dict` writes. Raises
+        `ConfigError` naming the key that is unknown, missing or out of range.
         """
         data = _require_object("zip2zip config", data)
         _refuse_unknown_keys("zip2zip config", data, _TOP | {"pad_token_id", "start", "canonical"})
@@ -211,7 +212,7 @@ class ZipConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the config in upstream's layout, plus the keys that upstream lacks, if they are set."""
+        """Returns the config in upstream's layout, plus `pad_token_id`, and `canonical`, `start`, `policy` if set."""
         ours: dict[str, Any] = {"canonical": True} if self.canonical else {}
         if self.start is not None:
             ours["start"] = [list(entry) for entry in self.start]
@@ -234,12 +235,12 @@ class ZipConfig:
 
 
 def parse_zip_section(section: Mapping[str, Any]) -> ZipConfig:
-    """Returns the config of codec and encoders in a `zip2zip` section of config.json. Raises `ConfigError`."""
+    """Returns the `ZipConfig` in the `zip2zip` section of a config.json. Raises `ConfigError` if a key is wrong."""
     return ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
 
 
 def _require_object(where: str, value: Any) -> Mapping[str, Any]:
-    """Returns value. Raises `ConfigError` unless it is a JSON object. where: section for the error, here and below."""
+    """Returns `value`. Raises `ConfigError` unless `value` is a JSON object. where: the section, for the message."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
     return value
@@ -251,7 +252,7 @@ def _refuse_unknown_keys(where: str, fields: Mapping[str, Any], known: Iterable[
 
 
 def _read_integer(where: str, fields: Mapping[str, Any], name: str, low: int, high: int = (1 << 31) - 1) -> int:
-    """Returns the field `name`. Raises `ConfigError` unless it is an integer from low to high."""
+    """Returns the field `name`. Raises `ConfigError` unless the field is an integer from `low` to `high`."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{where}: {name} must be an integer from {low} to {high}, got {value!r}")
@@ -259,7 +260,7 @@ def _read_integer(where: str, fields: Mapping[str, Any], name: str, low: int, hi
 
 
 def _read_flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
-    """Returns the field `name`. Raises `ConfigError` unless it is true or false."""
+    """Returns the field `name`. Raises `ConfigError` unless the field is true or false."""
     value = fields[name]
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
@@ -267,7 +268,7 @@ def _read_flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _read_disabled_ids(value: Any) -> tuple[int, ...]:
-    """Returns the disabled ids, sorted. Raises `ConfigError` if they are missing, repeated or no 32-bit integers."""
+    """Returns the disabled ids, sorted. Raises `ConfigError` unless `value` lists one or more distinct 32-bit ids."""
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError("compression: disabled_ids must be a non-empty list (at least the special tokens)")
     if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 1 << 32 for v in value):
@@ -278,7 +279,7 @@ def _read_disabled_ids(value: Any) -> tuple[int, ...]:
 
 
 def _read_start_entries(value: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the start entries, None for none. Raises `ConfigError` unless value is a list of lists."""
+    """Returns the start entries, or None if `value` is None. Raises `ConfigError` unless `value` is a list of lists."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(isinstance(entry, list | tuple) for entry in value):

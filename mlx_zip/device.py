@@ -1,4 +1,4 @@
-"""The device that MLX computes on, its default or MLX_ZIP_DEVICE: choice, TF32, memory bandwidth, wired memory."""
+"""MLX's device: chooses it, switches off TF32, measures memory bandwidth, and keeps memory wired for a Mac's GPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more t
 SPEED_TRIALS = 5
 SUM_FLOATS, SUMS_PER_CALL = 16 << 20, 4  # floats of the array that numbers are added to, and additions per evaluation
 _wiring_lock = threading.Lock()
-_holders: dict[WiredMemory, int] = {}  # owners that hold memory -> the process's limit before the first of them
+_holders: dict[WiredMemory, int] = {}  # owner that holds memory -> MLX's limit before any owner did
 
 
 def choose_device() -> None:
-    """Makes the device in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default; without the variable or MLX, does nothing.
+    """Makes the device named in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default device.
 
-    Call it before `mlx_lm` is imported: its generation keeps the default device of that moment. Raises
-    `ConfigError` for another name, and for a device that this machine or this MLX does not have.
+    Does nothing if the variable is not set or MLX is not installed. Call this before `mlx_lm` is imported, because
+    `mlx_lm.generate` reads the default device at import. Raises `ConfigError` for another name, and if this machine or
+    this MLX does not have the device.
     """
     name = os.environ.get(DEVICE_VARIABLE)
     if not name:
@@ -46,7 +47,7 @@ def choose_device() -> None:
 def disable_tf32() -> None:
     """Switches off TF32, which some GPUs use for float32 products, in this process and its children.
 
-    MLX reads the variable once per process: call it before MLX is imported.
+    Sets MLX_ENABLE_TF32, which MLX reads once per process, so call this before MLX is imported.
     """
     os.environ[TF32_VARIABLE] = "0"
 
@@ -59,14 +60,15 @@ def on_gpu() -> bool:
 
 
 class WiredMemory:
-    """Memory that a Mac keeps wired for its GPU, so that work after a pause does not wait for it to be wired again.
+    """Keeps memory wired for a Mac's GPU, so that work after a pause does not wait until the memory is wired again.
 
-    MLX has one limit for the whole process: the first owner that holds memory sets it to what the device recommends,
-    and the last one that frees it sets it back. Each owner has an object of this class and uses it in one thread. Does
-    nothing on a device without a recommended limit. keep_s: how many seconds an idle owner holds the memory. streams:
-    what the owner computes on, because MLX's limit must not change while something is computed.
+    MLX has one wired limit per process. The first owner that holds memory sets the limit to what the device recommends;
+    the last owner that frees memory restores the previous limit. Each owner has its own `WiredMemory` and uses it in
+    one thread. On a device without a recommended limit, nothing is done. keep_s: seconds that an idle owner holds the
+    memory. streams: the streams that the owner computes on; `free` waits for them, because MLX's limit must not change
+    during a computation.
 
-    As a context manager, an object holds the memory while the block runs.
+    As a context manager, holds the memory while the block runs.
 
     Source: MLX 0.32 `mlx/backend/metal/resident.h`, mlx-lm 0.32 `mlx_lm.generate.wired_limit`.
     """
@@ -87,7 +89,7 @@ class WiredMemory:
         return self in _holders
 
     def hold(self) -> None:
-        """Wires the process's memory, later allocations included, unless held already. Ends the owner's pause."""
+        """Wires the process's memory and later allocations, unless this owner already has. Ends the idle time."""
         import mlx.core as mx
 
         self._idle_since = None
@@ -113,9 +115,9 @@ class WiredMemory:
                     mx.set_wired_limit(before)
 
     def free_if_idle(self) -> float | None:
-        """Frees the memory if the owner has been idle for `keep_s` seconds, counted from the first call after `hold`.
+        """Frees the memory after `keep_s` idle seconds, counted from the first call of this method since `hold`.
 
-        Returns after how many seconds to call this again, None if the owner holds no memory.
+        Returns the seconds after which to call this again, or None if the owner no longer holds memory.
         """
         if not self.held:
             return None
@@ -129,10 +131,10 @@ class WiredMemory:
 
 
 def measure_product_bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, limit_s: float = math.inf) -> float:
-    """Measures how many bytes per second MLX's default device reads in matrix-vector products, as decoding does.
+    """Measures how many bytes per second MLX's default device reads in matrix-vector products, as in decoding.
 
     products: number of products per evaluation; several hide the launch time. side: side length of the float32 matrix
-    that is read. The fastest of `SPEED_TRIALS` evaluations counts; no further one begins after limit_s seconds.
+    that is read. The fastest of `SPEED_TRIALS` evaluations counts; no further one begins after `limit_s` seconds.
     """
     import mlx.core as mx
 
@@ -142,9 +144,9 @@ def measure_product_bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, lim
 
 
 def make_memory_sums() -> tuple[Callable[[], None], int]:
-    """Returns a function that adds numbers to an array of 64 MB, and how many bytes each call reads and writes.
+    """Returns (function, bytes): the function adds numbers to an array of 64 MB and reads and writes that many bytes.
 
-    On a CPU this comes nearer to the memory's bandwidth than MLX's products do.
+    On a CPU, the function's speed is nearer to the memory's bandwidth than that of MLX's matrix products.
     """
     import mlx.core as mx
 
@@ -176,7 +178,7 @@ def peak_rss_bytes() -> int:
 def fastest_seconds(call: Callable[[], Any], limit_s: float = math.inf) -> float:
     """Returns the seconds of the fastest of `SPEED_TRIALS` calls, after one warm-up call.
 
-    No further call begins after limit_s seconds.
+    No further call begins after `limit_s` seconds.
     """
     ends, times = time.perf_counter() + limit_s, [_time_call(call)]
     for _ in range(SPEED_TRIALS):

@@ -40,8 +40,8 @@ class PromptTooLongError(GenerationError):
     def of(cls, tokens: int, most: int, why: str) -> "PromptTooLongError":
         """Returns the error for a prompt of `tokens` base tokens where `most` are allowed. why: explains the limit.
 
-        By the message's words and numbers, clients of OpenAI and of Anthropic know that they must shorten a
-        conversation. The maximum in OpenAI's wording includes one token of the answer.
+        Clients made for OpenAI's or Anthropic's servers recognize the message's wording and numbers, and then shorten
+        the conversation. The maximum in OpenAI's wording counts one token of the answer, so it is `most` + 1.
         """
         return cls(
             f"the prompt is too long: {tokens} tokens > {most} maximum; the maximum context length is {most + 1} "
@@ -58,7 +58,7 @@ class UnknownSessionError(EngineError):
 
 
 class EngineBusyError(EngineError):
-    """Too many requests wait already. retry_after_s: seconds after which it is worth asking again."""
+    """Too many requests are waiting already. retry_after_s: seconds after which the client should try again."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class EngineBusyError(EngineError):
 
 
 class EngineStoppedError(EngineError):
-    """The engine has been closed, or a fault has ended it."""
+    """A request for an engine that was closed, or that stopped after a fault."""
 
 
 class DataError(MlxZipError, ValueError):
@@ -87,9 +87,9 @@ class InstallationError(MlxZipError, ImportError):
 
 @contextmanager
 def bare_exceptions_as_value_errors() -> Iterator[None]:
-    """Turns an exception of exactly the class `Exception` into a `ValueError`.
+    """Context manager: turns an exception of exactly the class `Exception` into a `ValueError`.
 
-    The `tokenizers` library raises that class for a tokenizer.json that it cannot read.
+    The `tokenizers` library raises `Exception` itself for a tokenizer.json that it cannot read.
     """
     try:
         yield
@@ -100,10 +100,10 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
 
 
 def first_message_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or the name of its class if the message is empty.
+    """Returns the first line of an error's message, or the name of the error's class if the message is empty.
 
-    If the first line ends in a colon, all lines are joined. For invalid JSON, the field with the invalid value is named
-    if there is one.
+    If the first line ends in a colon, all lines are joined. For a `JSONDecodeError`, the name of the field with the
+    invalid value is added if it is found. For a `KeyError`, says which key is missing.
     """
     if isinstance(error, KeyError):
         return f"key {error} is missing"
@@ -117,7 +117,7 @@ def first_message_line(error: BaseException) -> str:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Returns why something failed: an `OSError`'s text without number and path, else `first_message_line`."""
+    """Returns why something failed: an `OSError`'s text without number and path, else `first_message_line(error)`."""
     words = error.strerror if isinstance(error, OSError) else None
     return str(words or first_message_line(error))
 
@@ -134,7 +134,7 @@ def missing_library_error(purpose: str, *libraries: str, extra: str = "") -> Ins
 def import_or_explain(module: str, purpose: str, *libraries: str, extra: str, implied: Collection[str] = ()) -> Any:
     """Imports a module and returns it. Raises the error of `missing_library_error` if one of the libraries is missing.
 
-    implied: libraries that come with the named ones, so that the error does not name them.
+    implied: libraries that are installed together with `libraries`; the message does not name them.
     """
     try:
         return import_module(module)
@@ -145,7 +145,7 @@ def import_or_explain(module: str, purpose: str, *libraries: str, extra: str, im
 
 
 def install_command(*libraries: str, extra: str = "") -> str:
-    """Returns the command that installs libraries, or an extra of mlx_zip from the folder of its source."""
+    """Returns the command that installs `libraries`, or mlx_zip's extra `extra` if one is given."""
     if extra:
         return f"in the folder of mlx_zip's source run pip install -e '.[{extra}]'"
     return f"run pip install {' '.join(libraries)}"
@@ -153,7 +153,7 @@ def install_command(*libraries: str, extra: str = "") -> str:
 
 @contextmanager
 def explain_missing_mlx() -> Iterator[None]:
-    """Turns a failed import of MLX into an `InstallationError` that says what to install on this system."""
+    """Context manager: turns a failed import of MLX into an `InstallationError` that says what to install."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written under a temporary name, flushed to disk, renamed.
+"""Writes files and folders whole or not at all: under a temporary name first, then flushed to disk and renamed.
 
 With `exit_on_signals`, temporary files are also removed when a signal ends the process.
 """
@@ -22,17 +22,18 @@ from typing import Any
 
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
 
-_INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # a list in indented JSON; no string holds a newline
+_INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # a list of integers in indented JSON
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # EBADF: a folder on NFS
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Gives a temporary path next to `path` to write to; on success it is flushed to disk and renamed to `path`.
+    """Context manager: yields a temporary path to write to; on success, flushes the file and renames it to `path`.
 
-    If `path` is a symbolic link, the file that it points to is replaced. On any error the temporary file is removed
-    and what was at `path` stays. Raises `OSError`, which names the file, also if `path` is a device or a folder.
+    If `path` is a symbolic link, the file that it points to is replaced. On any error, removes the temporary file and
+    leaves what was at `path`. Raises `OSError`, which names the file, if writing fails or `path` is a device or a
+    folder.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -46,7 +47,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.filename == str(partial):
             error.filename = str(path)
-        if error.errno is None:  # NumPy's error for a full disk has only a message, and a file name would hide it
+        if error.errno is None:  # NumPy's error for a full disk; a file name would hide its message
             raise OSError(errno.EIO, f"the disk may be full ({error})", str(path)) from error
         error.filename = error.filename or str(path)  # the system names no file when the disk is full
         raise
@@ -56,10 +57,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path, replace: bool = True) -> Iterator[Path]:
-    """Gives a temporary folder next to `path` to fill; on success it is flushed to disk and renamed to `path`.
+    """Context manager: yields a temporary folder to fill; on success, flushes it to disk and renames it to `path`.
 
-    replace: whether an existing folder at `path` is replaced; if not, `FileExistsError` is raised. On any error the
-    temporary folder is removed, with the parents made for it, and what was at `path` stays. Raises `OSError`.
+    replace: whether to replace an existing folder at `path`; if False, `FileExistsError` is raised instead. On any
+    error, removes the temporary folder and the parent folders that were made for it, and leaves what was at `path`.
+    Raises `OSError`.
     """
     partial = _temporary_path(path)
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
@@ -67,7 +69,7 @@ def atomic_folder(path: Path, replace: bool = True) -> Iterator[Path]:
     if path.exists() and not path.is_dir():
         raise OSError(errno.ENOTDIR, "is a file, not a folder", str(path))
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had this process's id
         partial.mkdir(parents=True)
         yield partial
         flush_folder_to_disk(partial)
@@ -78,7 +80,7 @@ def atomic_folder(path: Path, replace: bool = True) -> Iterator[Path]:
         partial.rename(path)
         flush_to_disk(path.parent)
     finally:
-        if old.exists() and not path.exists():  # the new folder could not take its place
+        if old.exists() and not path.exists():  # the new folder could not be renamed to `path`
             old.rename(path)
         shutil.rmtree(partial, ignore_errors=True)
         if old.is_symlink():
@@ -90,16 +92,16 @@ def atomic_folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Returns the temporary path next to `path`, which differs between processes, and between threads."""
+    """Returns a path next to `path` that no other process or thread uses."""
     main = threading.current_thread() is threading.main_thread()
     thread = "" if main else f"-{threading.get_native_id()}"
     return path.with_name(f".{path.name}.partial-{os.getpid()}{thread}")
 
 
 def make_private(folder: Path) -> str | None:
-    """Makes a folder that only its owner can read, and the folder that holds it, if they are missing.
+    """Makes `folder`, readable by its owner only, and its parent folder, if they are missing.
 
-    Returns None, or why the folder must not be used: it cannot be made or read, or other users can write to it.
+    Returns None, or why `folder` must not be used: it cannot be made or read, or other users can write to it.
     """
     try:
         for one in (folder.parent, folder):
@@ -123,9 +125,9 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def try_lock_folder(folder: Path) -> Iterator[bool]:
-    """Locks a folder until the block or the process ends. Yields whether it is locked: False if another process has it.
+    """Context manager: locks a folder while the block runs; yields False if another process holds the lock, else True.
 
-    Writes no file. On a file system without locks, always yields True. Raises `OSError`.
+    Writes no file. If the file system has no locks, always yields True. Raises `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -135,14 +137,14 @@ def try_lock_folder(folder: Path) -> Iterator[bool]:
 
 
 def mark_folder_in_use(folder: Path, if_alone: Callable[[], None]) -> int:
-    """Marks a folder as used by this process until the returned handle is closed.
+    """Marks a folder as used by this process; returns a handle, and closing the handle removes the mark.
 
-    First calls `if_alone` if no other process has marked the folder; on a file system without locks, never calls it.
-    Raises `OSError`.
+    If no other process has marked the folder, first calls `if_alone`, but never on a file system without locks. Raises
+    `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(BlockingIOError):  # others use the folder
+        with contextlib.suppress(BlockingIOError):  # other processes use the folder
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if_alone()
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -154,7 +156,7 @@ def mark_folder_in_use(folder: Path, if_alone: Callable[[], None]) -> int:
 
 
 def _try_lock(handle: int) -> bool:
-    """Locks an open folder if it can be locked; returns False if another process holds the lock."""
+    """Locks an open folder. Returns False if another process holds the lock, True also if locks are not supported."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -177,8 +179,8 @@ def flush_folder_to_disk(folder: Path) -> None:
 def flush_to_disk(path: Path, full: bool = True) -> None:
     """Flushes one file or folder to disk.
 
-    On a Mac, `os.fsync` leaves the data in the disk's own cache, where a power cut destroys them. full: flush that
-    cache too (F_FULLFSYNC), if the system and the file system can.
+    On a Mac, `os.fsync` leaves the data in the disk's own cache, where a power cut destroys them. full: whether to
+    flush that cache too (F_FULLFSYNC), if the system and the file system support it.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -189,7 +191,7 @@ def flush_to_disk(path: Path, full: bool = True) -> None:
 
 
 def expand_home(name: str | os.PathLike[str]) -> Path:
-    """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is.
+    """Returns a path with a leading ~ or ~USER replaced by the home folder. A ~USER of an unknown user is kept.
 
     Raises `DataError` for a value that is not a path.
     """
@@ -199,7 +201,7 @@ def expand_home(name: str | os.PathLike[str]) -> Path:
 
 
 def data_folder() -> Path:
-    """Returns the folder for this user's data, such as typed lines; it may not exist yet.
+    """Returns the folder for this user's data, such as typed lines. The folder may not exist yet.
 
     On a Mac ~/Library/Application Support/mlx_zip, elsewhere mlx_zip in $XDG_DATA_HOME or in ~/.local/share.
     """
@@ -210,7 +212,7 @@ def data_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns the folder for what mlx_zip can make again, such as converted models; it may not exist yet.
+    """Returns the folder for files that mlx_zip can make again, such as converted models. The folder may not exist yet.
 
     On a Mac ~/Library/Caches/mlx_zip, elsewhere mlx_zip in $XDG_CACHE_HOME or in ~/.cache.
     """
@@ -237,7 +239,7 @@ def _flush_disk_cache(handle: int) -> bool:
 def check_writable(path: Path, what: str = "", suffix: str = "") -> None:
     """Raises `DataError` if no file can be written at `path`; writes nothing, so it can be called before long work.
 
-    what, suffix: the kind of file, for the message, and the only suffix that it may have ("" for any).
+    what: the kind of file, for the message. suffix: the suffix that `path` must have, "" for any.
     """
     if suffix and path.suffix != suffix:
         raise DataError(f"{path}: {what} is a {suffix} file")
@@ -250,11 +252,11 @@ def check_writable(path: Path, what: str = "", suffix: str = "") -> None:
 
 
 def check_regular_file(path: Path) -> None:
-    """Raises `DataError` if there is a folder, device or pipe at `path`; a missing file is no error here.
+    """Raises `DataError` if there is a folder, device or pipe at `path`; a missing file is not an error here.
 
     Reading a device or pipe may never end.
     """
-    with contextlib.suppress(OSError):  # for example of a name that is too long: reading will report it
+    with contextlib.suppress(OSError):  # for example for a name that is too long; reading the file will raise it again
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: is a folder or device, not a file")
 
@@ -262,9 +264,10 @@ def check_regular_file(path: Path) -> None:
 def read_json_object(
     path: Path, hint: str = "", raises: type[MlxZipError] = DataError, constants: bool = False
 ) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises an error of the class `raises`, its message ending in `hint`.
+    """Returns the JSON object in a file. Raises an error of the class `raises` if the file cannot be read as one.
 
-    constants: whether NaN and Infinity are accepted; they are not JSON, but some models' configs contain them.
+    hint: end of the error's message. constants: whether NaN and Infinity are accepted; they are not JSON, but some
+    models' configs contain them.
     """
     try:
         check_regular_file(path)
@@ -279,14 +282,14 @@ def read_json_object(
 
 
 def refuse_json_constant(text: str) -> float:
-    """Raises `ValueError` for NaN or Infinity, which Python's JSON reader accepts by default."""
+    """Raises `ValueError`; Python's JSON reader calls this for NaN and Infinity, which it accepts by default."""
     raise ValueError(f"{text} is no number of JSON")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Writes JSON with sorted keys and an indent of two, whole or not at all; the same data give the same bytes.
+    """Writes JSON with sorted keys and an indent of two, whole or not at all; equal data give equal bytes.
 
-    A list of integers stands on one line. Raises `OSError`, and `ValueError` for NaN and infinity.
+    A list of integers is written on one line. Raises `OSError`, and `ValueError` for NaN and infinity.
     """
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     with atomic_file(path) as partial:
@@ -295,7 +298,7 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise `SystemExit`, so that unfinished files are cleaned up as on Ctrl-C.
+    """Context manager: makes SIGTERM and SIGHUP raise `SystemExit`, so that unfinished files are removed as on Ctrl-C.
 
     Leaves a signal alone if a handler is already installed for it.
     """
@@ -315,7 +318,7 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def follow_parent_process() -> None:
-    """Ends this process at once when the process that started it through `multiprocessing` has ended."""
+    """Starts a thread that ends this process as soon as the process that started it through `multiprocessing` ends."""
     import multiprocessing
 
     parent = multiprocessing.parent_process()

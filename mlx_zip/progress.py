@@ -14,9 +14,9 @@ SCALED = ("byte", "id")  # units that a bar counts in thousands and millions
 class ProgressBar:
     """Counts units of work and shows how many are done. Use as `with ProgressBar(...) as count`, and call `count(n)`.
 
-    total: number of units to do; None: not known. unit: name of one unit. name: the task, or a path of which the last
-    part is shown. done: units done before. shown: False to show nothing. On a terminal a bar is drawn, and removed at
-    the end. Elsewhere a line is printed at most every `interval_s` seconds.
+    total: number of units to do, None if not known. unit: name of one unit. name: the task, or a path of which the last
+    part is shown. done: number of units done at the start. shown: whether anything is shown. On a terminal a bar is
+    drawn, and removed at the end. Elsewhere a line is printed at most every `interval_s` seconds.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ProgressBar:
         self._begun = self._printed_at = time.monotonic()
 
     def _new_bar(self) -> Any:
-        """Returns a tqdm bar on stderr; None if nothing is to be shown, or stderr is no terminal."""
+        """Returns a tqdm bar on stderr; None if nothing is to be shown, or stderr is not a terminal."""
         if not self._shown or sys.stderr is None or not sys.stderr.isatty():
             return None
         from tqdm import tqdm
@@ -56,7 +56,7 @@ class ProgressBar:
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.refresh()  # tqdm skips redraws that follow each other fast, the last one too
+            self._bar.refresh()  # tqdm skips a redraw that soon follows another, even the last
             self._bar.close()
 
     def __call__(self, count: int = 1) -> None:
@@ -73,7 +73,7 @@ class ProgressBar:
             self.say(f"{self.name}: {self._progress_text()}")
 
     def show_figures(self, figures: str) -> None:
-        """Shows figures of the work so far in the bar; does nothing without a bar."""
+        """Shows figures of the work so far in the bar. Without a bar, does nothing."""
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
 
@@ -83,7 +83,7 @@ class ProgressBar:
             self._bar.clear()
 
     def report(self, figures: str) -> None:
-        """Shows figures of the last units in the bar; without one, on a line with the units done and the time left."""
+        """Shows figures of the last units in the bar; without a bar, prints them with units done and time left."""
         if self._bar is None:
             self.say(
                 f"{self.unit} {self.done:,} of {self.total:,}: {figures}, {format_duration(self._remaining_s())} left"
@@ -100,7 +100,7 @@ class ProgressBar:
                 print(line, file=sys.stderr, flush=True)
 
     def _progress_text(self) -> str:
-        """Returns in words: units done, rate and time left; without the time if the total is not known."""
+        """Returns units done, rate and time left as text; leaves out the time left if the total is not known."""
         rate = f"{self._units_per_s():.3g} per s"
         if self.total is None:
             return f"{self.done:,} {plural(self.unit)}, {rate}"

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from mlx_zip.errors import DataError
 from mlx_zip.files import check_regular_file
 
-_MAGIC = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")  # of an archive, an empty archive, an array
-_DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; MemoryError: a huge shape
+_MAGIC = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")  # first bytes of an archive, an empty archive, an array
+_DAMAGE = (  # RuntimeError: encrypted archive or unknown compression; MemoryError: huge shape in a damaged header
     OSError,
     ValueError,
     EOFError,
@@ -37,9 +37,10 @@ _DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; Mem
 
 
 def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of a .npz file by name. names: arrays to read, if the file has them; None: all.
+    """Returns the arrays of a .npz file by name.
 
-    what: the expected kind of file, for the message. Raises `DataError` naming the file if it cannot be read.
+    what: the expected kind of file, for the message. names: arrays to read if the file has them, None for all. Raises
+    `DataError` naming the file if it cannot be read.
     """
     with _raise_data_errors(path, what):
         _check_magic(path)

@@ -1,4 +1,4 @@
-"""Functions of the C library that are called without cffi, because cffi's calls would take longer than their work.
+"""Functions of the C library that are called without cffi, because cffi would take longer than the functions' work.
 
 `native/python.c` says what they do. All but `ids_of` return None instead of raising an error.
 """

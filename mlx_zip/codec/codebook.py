@@ -20,8 +20,9 @@ _UINT32 = np.dtype(np.uint32)
 def compress_next(book: Codebook, ids: Any) -> Uint32s:
     """Compresses the base ids that a request reads next -> uint32 [n]. The request's codebook `book` is not changed.
 
-    If compressing the whole text (log and new ids) gives the log followed by more ids, returns these: a text read in
-    parts gets the ids of a text read at once. Otherwise, usually after an answer, returns `book.compress(ids)`.
+    Compresses the whole text, the base ids of the log and the new ones. If the result begins with the log, returns the
+    rest, so a text read in parts gets the same ids as a text read at once. Otherwise, usually after an answer, returns
+    `book.compress(ids)`.
     """
     if not (read := book.mark()):
         return compress(book.params, ids)[0]
@@ -30,7 +31,7 @@ def compress_next(book: Codebook, ids: Any) -> Uint32s:
 
 
 def base_ids_of_next(book: Codebook, one: int) -> tuple[int, ...]:
-    """Returns the base ids of an id that a codebook may read next, also of one that installs its own entry (KwKwK).
+    """Returns the base ids of an id that a codebook may read next, even if the id installs its own entry (KwKwK).
 
     Raises `CodecError` for an id that cannot be read.
     """
@@ -46,11 +47,11 @@ def base_ids_of_next(book: Codebook, one: int) -> tuple[int, ...]:
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries after the last id).
 
-    At each position the longest installed entry is emitted, and that match plus the next id becomes a new entry if it
-    fits. Without start entries this equals zip2zip-compression 0.3.4. Under the policies lru and use-count, the ids
-    that remain when the table is full are compressed as by `Codebook.compress`. ids: see `as_ids`; a contiguous uint32
-    array is not copied. Raises `CodecError` for an id that is neither a base id nor disabled, and for a hypertoken
-    whose id is also disabled.
+    At each position the longest installed entry is emitted, and this match plus the next id becomes a new entry, if it
+    is not too long and there is room. Without start entries, the result equals that of zip2zip-compression 0.3.4. Under
+    the policies lru and use-count, the ids that remain when the table is full are compressed as by `Codebook.compress`.
+    ids: see `as_ids`; a contiguous uint32 array is not copied. Raises `CodecError` for an id that is neither a base id
+    nor disabled, and if the hypertoken of a match has the id of a disabled id.
     """
     base_ids = as_ids(ids)
     n, native = len(base_ids), params.native
@@ -94,7 +95,7 @@ class Codebook:
         """Sets all attributes. book: a codebook of the C library, which this object frees when it is deleted."""
         self.params, self.rewinds = params, 0  # rewinds: number of rewinds so far
         self._book = ffi.gc(book, lib.mlxzip_free)
-        owner = self._book, params.native  # what the calls for one id keep alive
+        owner = self._book, params.native  # objects that the functions for one id keep alive
         calls = calls_for_one_id(owner, int(ffi.cast("uintptr_t", book)))
         self._push_one, self._expand_one, self._entry_words = calls
 
@@ -134,7 +135,7 @@ class Codebook:
         return new
 
     def expand(self, ids: Any) -> Uint32s:
-        """Returns the base ids that one id or n ids stand for now, uint32. The book is unchanged.
+        """Returns the base ids that one id or n ids stand for now, uint32. The codebook is not changed.
 
         Raises `CodecError` for an id that is neither a base id, nor disabled, nor an installed hypertoken.
         """
@@ -168,11 +169,11 @@ class Codebook:
         return out
 
     def compress(self, base_ids: Any) -> Uint32s:
-        """Compresses base ids as a continuation of this book -> ids uint32. The book is unchanged; `push` the result.
+        """Compresses base ids as a continuation of this codebook -> ids uint32. To read the result, `push` it.
 
         Each emitted id is the longest entry that is installed after the ids before it have been pushed. So, unlike
-        `mlx_zip.compress`, no entry is emitted before it is installed. Raises `CodecError` for an id that is neither a
-        base id nor disabled.
+        `mlx_zip.compress`, no entry is emitted before it is installed. The codebook is not changed. Raises `CodecError`
+        for an id that is neither a base id nor disabled.
         """
         ids, counts = as_ids(base_ids), ffi.new("size_t[2]")
         out = np.empty(len(ids), np.uint32)
@@ -202,16 +203,16 @@ class Codebook:
         return ids_of(self.words(slot))
 
     def base_ids_of(self, one: int) -> tuple[int, ...]:
-        """Returns the base ids that one id stands for now. Does what `expand` does, without making an array."""
+        """Returns the base ids that one id stands for now, as `expand` does, but without making an array."""
         words = self._expand_one(one)
         return tuple(self.expand(one).tolist()) if words is None else ids_of(words)
 
     def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns what n ids of the log stood for when they were read: base ids [n, merge_size], padded; lengths [n].
 
-        first: index in the log of the first id. n: None for all ids from `first` on. (`expand` uses the entries that
-        are installed now; after evictions, under lru and use-count, these are others.) Raises `CodecError` if the log
-        is shorter.
+        first: index in the log of the first of these ids. n: None for all ids from `first` on. (`expand` uses the
+        entries that are installed now; these may be others after evictions, under lru and use-count.) Raises
+        `CodecError` if the log is shorter.
         """
         n = self.mark() - first if n is None else n
         if first < 0 or n < 0 or first + n > self.mark():
@@ -221,7 +222,7 @@ class Codebook:
         return rows, lengths
 
     def base_ids(self, first: int = 0) -> Uint32s:
-        """Returns the base ids that the log stands for, from its id number `first` on: uint32.
+        """Returns the base ids that the log stands for, uint32. first: index in the log of the id to begin with.
 
         Errors as in `logged`.
         """
@@ -263,8 +264,8 @@ class Codebook:
     def rewind(self, mark: int) -> None:
         """Goes back to the state after the first `mark` ids of the log, 0..`mark()`.
 
-        Takes O(entries undone), or O(ids undone) under the policies lru and use-count. Raises `CodecError` for a mark
-        beyond the log.
+        Takes O(entries undone) time, or O(ids undone) under the policies lru and use-count. Raises `CodecError` for a
+        mark beyond the log.
         """
         if not 0 <= mark <= self.mark():
             raise CodecError(f"cannot rewind to {mark}: the codebook has read {self.mark()} ids")
@@ -312,7 +313,7 @@ def _byte_pointer(array: NDArray[np.uint8]) -> Any:
 def _raise_for_status(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
     """Raises the exception for an error of the C library about the id at `index`.
 
-    book: the codebook that read the ids; None if they were to be compressed, so that hypertokens are no valid input.
+    book: the codebook that read the ids; None if the ids were to be compressed, so that hypertokens are not valid.
     """
     reasons = {
         lib.MLXZIP_E_ID: f"is neither a base id (below {params.vocab_size}) nor a disabled id"

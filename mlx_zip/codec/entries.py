@@ -18,8 +18,8 @@ Entry = tuple[int, tuple[int, ...]]
 class Entries(Sequence[Entry]):
     """A snapshot of entries in id order, read as a sequence of (hyper id, tuple of base ids).
 
-    For n entries and merge size M: base_ids uint32 [n, M], padded with the pad id, or with 0 without one; lengths int32
-    [n]; slots uint32 [n].
+    For n entries and merge size M: base_ids uint32 [n, M], padded with the pad id, or with 0 if there is no pad id;
+    lengths int32 [n]; slots uint32 [n].
     """
 
     def __init__(self, vocab_size: int, base_ids: Uint32s, lengths: NDArray[np.integer]) -> None:
@@ -65,12 +65,12 @@ class Entries(Sequence[Entry]):
 
 
 class Installed(Entries):
-    """The entries that one push installed, in the order of installation; each of the pushed ids installs at most one.
+    """The entries that one push installed, in the order of installation. Each pushed id installs at most one entry.
 
-    Slots are consecutive until the table is full. After that, under lru and use-count, an entry takes the slot of an
-    evicted one, and an entry that was installed early in a long push may be evicted again by its end.
-    The arrays are made when they are read, because most steps of a generation never read them. `Codebook` sets the
-    fields, because an `__init__` with arguments would take longer than reading the id.
+    Slots are consecutive until the table is full. After that, under lru and use-count, a new entry takes the slot of an
+    evicted one, and an entry that was installed early in a long push may be evicted later in the same push. The arrays
+    are made when they are read, because most steps of a generation never read them. `Codebook` sets the fields, because
+    an `__init__` with arguments would take longer than reading the id.
 
     _n_ids: number of pushed ids. _packed: the entries as `mlxzip_installed` writes them: slots, base ids, lengths, then
     one byte per pushed id, 1 if that id installed an entry.

@@ -1,4 +1,4 @@
-"""Arrays of token ids: conversion of ids from callers to what the C library reads, and comparison."""
+"""Converts ids from callers to arrays that the C library reads, and compares arrays of ids."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ class Lookup:
             raise MemoryError("no memory for an index of the text")
 
     def match(self) -> int:
-        """Returns how many of the text's last base ids match the earlier occurrence, at most 32; 0 if there is none."""
+        """Returns how many of the text's last base ids also precede the proposed ids, at most 32; 0 if none do."""
         return int(lib.mlxzip_lookup_propose(self._index, ffi.NULL, 0))
 
     def propose(self, most: int) -> tuple[Uint32s, int]:
-        """Returns `most` base ids that may come next, or none, and the length that `match` returns."""
+        """Returns `most` base ids that may come next (none if nothing matches), and the length that `match` returns."""
         out = np.empty(most, np.uint32)
         match = lib.mlxzip_lookup_propose(self._index, ffi.from_buffer("uint32_t[]", out), most)
         return (out if match else out[:0]), int(match)

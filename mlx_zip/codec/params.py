@@ -1,13 +1,13 @@
-"""The parameters of a codec. Whoever compresses ids and whoever reads them must use equal parameters.
+"""The parameters of a codec. The side that compresses ids and the side that reads them must use equal parameters.
 
 The policy decides what a full codebook does; `native/mlxzip.h` has the exact rules. All state follows from the id log.
-An id stands for what its slot held when the id was read, before the id installed anything: this is what the model saw
-when it chose the id. Under `lru` and `use-count`, the compressor writes what upstream's does until the table is full,
-and then what `Codebook.compress` does: upstream's compressor is one entry ahead of the reader, and in a full table the
-id of that entry would still stand for another entry at the reader. The order of eviction is a linked list with an undo
-record per id, not a heap, so pushing an id onto a full table takes little longer under these two policies than under
-`freeze`. Canonical decoding, training, data preparation, learning packs and `mlx_zip export` refuse them for now,
-because they assume that entries stay.
+An id stands for what its slot held when the id was read, before the id installed anything: that is what the slot held
+when the model chose the id. Under `lru` and `use-count`, the compressor writes what upstream's does until the table is
+full, and then what `Codebook.compress` does. (Upstream's compressor is one entry ahead of the reader; in a full table,
+the id of that entry would still stand for another entry at the reader.) The order of eviction is a linked list with an
+undo record per id, not a heap, so pushing an id onto a full table takes little longer under these two policies than
+under `freeze`. Canonical decoding, training, data preparation, learning packs and `mlx_zip export` refuse `lru` and
+`use-count` for now, because they assume that entries stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLICIES = ("freeze", "lru", "use-count")  # as numbered in `native/mlxzip.h`
 
 
 def _require_integer(name: str, value: Any, low: int, high: int) -> int:
-    """Returns `value` as an int. Raises `CodecError` naming it unless it is an integer within low..high."""
+    """Returns `value` as an int. Raises `CodecError` with `name` unless `value` is an integer within low..high."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise CodecError(f"{name} must be an integer, not {value!r}")
     if not low <= value <= high:
@@ -101,7 +101,7 @@ class CodecParams:
         put(self, "policy", policy)
 
     def _checked_start(self, start: Iterable[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
-        """Returns the start entries as tuples of ints, None if there are none. Raises `CodecError` for a wrong one."""
+        """Returns the start entries as tuples of ints, None if there are none. Raises `CodecError` if one is wrong."""
         if start is None:
             return None
         entries = tuple(map(tuple, start))
@@ -132,17 +132,17 @@ class CodecParams:
             seen.add(entry)
 
     def with_start(self, start: Iterable[Sequence[int]] | None) -> CodecParams:
-        """Returns these parameters with other start entries; unchanged for None. Raises `CodecError`."""
+        """Returns these parameters with other start entries. For None, returns them unchanged. Raises `CodecError`."""
         return self if start is None else replace(self, start=start)
 
     def same_but_start(self, other: CodecParams) -> bool:
-        """Returns whether both are equal except for their start entries. Quick, because every step calls it."""
+        """Returns whether both are equal except for their start entries. Every step calls this, so it must be fast."""
         names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id", "policy")
         return self is other or all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def fill(self) -> int:
-        """The id that pads short rows: the pad id, or 0 without one."""
+        """The id that pads short rows: the pad id, or 0 if there is no pad id."""
         return 0 if self.pad_id is None else self.pad_id
 
     @cached_property
@@ -177,7 +177,7 @@ class CodecParams:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> CodecParams:
-        """Returns the parameters of any saved codebook. Raises `CodecError` for other bytes."""
+        """Returns the parameters of any saved codebook. Raises `CodecError` if `data` is not a saved codebook."""
         view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_params **")
         raise_for_status(lib.mlxzip_params_from_bytes(view, len(view), out))
         native, spec = ffi.gc(out[0], lib.mlxzip_params_free), ffi.new("mlxzip_spec *")
@@ -235,7 +235,7 @@ def params_to_json(codecs: Sequence[CodecParams]) -> str:
 
 
 def params_from_json(text: str) -> CodecParams | list[CodecParams]:
-    """Returns the codecs that `params_to_json` wrote, one or a list. Raises `ModelError` for anything else."""
+    """Returns the codecs that `params_to_json` wrote, one or a list. Raises `ModelError` if `text` is damaged."""
     try:
         found = json.loads(text)
         return (

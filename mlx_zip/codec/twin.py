@@ -60,9 +60,9 @@ def _mergeable_length(params: CodecParams, ids: list[int], at: int) -> int:
 class Codebook:
     """The decoder of zip2zip-compression 0.3.4 with start entries, policies, and errors for unknown ids.
 
-    ids: the log of all ids read. runs: the base ids that each of them stood for. entries: hyper id -> base ids. uses:
-    hyper id of each entry that was not there at the start -> (how often it was used, time of the last use). clock:
-    time, in uses. prev: base ids at the end of the text that the next id extends to a new entry.
+    ids: the log of all ids read. runs: the base ids that each id in `ids` stood for. entries: hyper id -> base ids.
+    uses: hyper id of each entry except start entries -> (number of uses, time of the last use). clock: time, in uses.
+    prev: base ids at the end of the text that the next id extends to a new entry.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -75,7 +75,7 @@ class Codebook:
         self.entries = {params.vocab_size + slot: run for slot, run in enumerate(params.start or ())}
 
     def push(self, ids: Iterable[int]) -> list[tuple[int, Run, int]]:
-        """Reads ids, all or none -> (hyper id, entry, index of the id that installed it)."""
+        """Reads ids, all or none; returns (hyper id, entry, index of the id that installed it) for each new entry."""
         mark, new = len(self.ids), []
         for index, x in enumerate(ids):
             try:
@@ -125,9 +125,9 @@ class Codebook:
                     return
 
     def _install_next(self, x: int) -> None:
-        """Installs the entry of the next free hypertoken x: `prev` and its own first id (LZW's KwKwK).
+        """Installs the entry of the next free hypertoken x: `prev` plus the first id of `prev` (LZW's KwKwK).
 
-        Raises `CodecError` for any other hypertoken, and if that entry cannot be installed.
+        Raises `CodecError` if x is another hypertoken, or the entry cannot be installed.
         """
         entry = self.prev + self.prev[:1]
         if x != self.params.vocab_size + len(self.entries) or len(self.entries) == self.params.codebook_size:
@@ -138,7 +138,7 @@ class Codebook:
         self.prev = entry
 
     def _next_code(self, reading: int) -> int | None:
-        """Returns the hyper id that a new entry would get; None if there is no room for it.
+        """Returns the hyper id that a new entry would get, or None if no slot is free and no entry can be evicted.
 
         reading: the id that is being read, whose entry is not evicted.
         """
@@ -151,7 +151,7 @@ class Codebook:
         return min(worth, key=worth.__getitem__, default=None)
 
     def _install(self, code: int, run: Run) -> None:
-        """Puts an entry under this hyper id, in place of an evicted one if there is one, and counts its first use."""
+        """Puts an entry under this hyper id, replacing an evicted entry if there is one, and counts its first use."""
         self.entries[code] = run
         self.uses.pop(code, None)
         self._count_use(code)

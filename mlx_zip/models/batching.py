@@ -1,12 +1,13 @@
-"""Sequences that join and leave a batch between two steps: caches of single requests are merged and taken apart again.
+"""Lets sequences join and leave a batch between two steps, by merging caches of single requests and splitting them.
 
 A batch's cache has one batch KV cache per layer and, for a model with hypertokens, a `ZipState` of all sequences. All
-functions also take a plain model's caches, of the kinds that mlx-lm can batch. Models take a batch's cache like any
-other.
+functions also take a plain model's caches if mlx-lm can batch them. A model is called with a batch's cache as with the
+cache of a single request.
 
 Each prompt is read into a cache of its own. KV caches are merged, extended, filtered and extracted by the methods of
 mlx-lm's classes (`KVCache`, `RotatingKVCache`, `ArraysCache`, and lists of them). Two kinds that mlx-lm would batch are
-refused: caches of `--max-kv-size`, whose batch loses the ids that are always kept, and classes that we do not know.
+refused: rotating caches of `--max-kv-size`, because mlx-lm's batch loses the first ids, which such a cache always
+keeps, and unknown classes.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
-LONG_PADDING = 64  # common left padding of so many columns is worth a copy of keys and values to remove it
-_SINGLE_CACHES = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
+LONG_PADDING = 64  # columns of left padding that are worth removing, which copies keys and values
+_SINGLE_CACHES = (KVCache, RotatingKVCache)  # caches of one sequence; an `ArraysCache` holds any number
 _BATCH_CACHES = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
 
 
 def flatten_cache_lists(cache: Sequence[Any]) -> Iterator[Any]:
-    """Yields the entries of a cache; in place of mlx-lm's `CacheList`s, the entries in them."""
+    """Yields the entries of a cache; each of mlx-lm's `CacheList`s is replaced by the entries inside it."""
     for entry in cache:
         yield from flatten_cache_lists(entry.caches) if isinstance(entry, CacheList) else (entry,)
 
 
 def can_batch(kv: Sequence[Any]) -> bool:
-    """Returns whether all KV caches of one sequence are of kinds that can be batched.
+    """Returns whether all KV caches of one sequence can be batched.
 
-    A rotating cache that always keeps its first ids (`max_kv_size`) is not: mlx-lm's batch of such caches loses them.
+    A rotating cache that always keeps its first ids (`max_kv_size`) cannot: mlx-lm's batch would lose these ids.
     """
     return all(_entry_can_batch(entry) for entry in flatten_cache_lists(kv))
 
@@ -59,12 +60,12 @@ def _entry_can_batch(entry: Any) -> bool:
 
 
 def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
-    """Returns the cache of one batch, with the sequences of the given caches in their order.
+    """Merges caches into the cache of one batch, whose sequences have the order of `caches`.
 
-    caches: of one sequence each, as `make_cache` of this model makes them, or batches. The batch takes over the
-    codebooks (logits processors stay bound to them), so the given caches must not be used any more. Raises
-    `ModelError`, with nothing changed, for no caches, a cache of another model, one that was filled with other factors
-    of LongRoPE than the first, and kinds of KV caches that cannot be batched (see `can_batch`).
+    caches: each is the cache of one sequence, made by this model's `make_cache`, or of a batch. Do not use them
+    afterwards: the batch takes over their codebooks, to which logits processors stay bound. Raises `ModelError`,
+    leaving the caches unchanged, if the list is empty, a cache belongs to another model, LongRoPE's factors differ
+    between caches, or a KV cache cannot be batched (see `can_batch`).
     """
     if not caches:
         raise ModelError("there are no caches to merge")
@@ -75,10 +76,9 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequence[int]) -> list[Any]:
-    """Returns the cache of one batch, with sequences that have read nothing yet, for prompts of different lengths.
+    """Merges empty caches, one per sequence, into the cache of one batch, for prompts of different lengths.
 
-    caches: of one sequence each. left_padding [B]: per sequence, how many of its first ids will be padding. Raises
-    `ModelError` as `merge_caches` does.
+    left_padding [B]: number of padding ids before each prompt. Raises `ModelError` as `merge_caches` does.
     """
     batch = merge_caches(model, caches)
     state = find_zip_state(batch)
@@ -90,10 +90,10 @@ def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequ
 
 
 def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None:
-    """Appends the sequences of a cache, one or a batch, to a batch's cache.
+    """Appends the sequences of `cache` to `batch`, the cache of a batch.
 
-    The batch takes over the cache's codebooks, so the cache must not be used any more. Raises `ModelError` as
-    `merge_caches` does, with nothing changed.
+    cache: of one sequence or of a batch. Do not use it afterwards: the batch takes over its codebooks. Raises
+    `ModelError`, leaving both unchanged, if `batch` is the cache of a single request, and as `merge_caches` does.
     """
     kv, more = _kv_that_batches(model, batch), _kv_that_batches(model, cache)
     if any(isinstance(layer, _SINGLE_CACHES) for layer in flatten_cache_lists(kv)):
@@ -107,10 +107,10 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
 
 
 def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
-    """Keeps the sequences of a batch's cache at these indices only, in this order.
+    """Keeps only the sequences at `indices` of a batch's cache, in the order of `indices`.
 
-    Left padding that all of them share is removed. Raises `ModelError`, with nothing changed, for no index, for one
-    that is out of range or occurs twice, and for left padding that has not been read yet.
+    Left padding that all kept sequences share is removed. Raises `ModelError`, leaving the cache unchanged, if
+    `indices` is empty, an index is out of range or occurs twice, or the shared left padding has not all been read yet.
     """
     kv, state = _kv_and_state(batch)
     _raise_unless_indices(kv, indices)
@@ -127,11 +127,11 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
 
 
 def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
-    """Puts columns back into a batch's cache that a call has read and `trim` has then removed.
+    """Restores the first columns that the last call added to a batch's cache and that `trim` has removed since.
 
-    kept [B]: how many of the first of these columns each sequence keeps, at least one; its codebook has read their ids
-    already (`ZipState.push_to_row`). In sequences that keep fewer than others, keys and values are shifted and left
-    padding is added. Left padding that all sequences share is removed when it is long (`LONG_PADDING`).
+    kept [B]: number of these columns that each sequence keeps, at least 1. The codebooks must have read the ids of
+    these columns (`ZipState.push_to_row`). A sequence that keeps fewer columns than another gets left padding, and its
+    keys and values are shifted. `LONG_PADDING` or more columns of left padding in all sequences are removed.
     """
     kv, state = _kv_and_state(batch)
     most = max(kept)
@@ -149,10 +149,10 @@ def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
 
 
 def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
-    """Returns the cache of one sequence of a batch, for use alone. The batch's cache does not change.
+    """Returns a copy of one sequence of a batch's cache, as the cache of a single request.
 
-    The codebook is a copy: logits processors stay with the batch's. Raises `ModelError` for an index that is out of
-    range.
+    The batch's cache does not change, and logits processors stay bound to the batch's codebook. Raises `ModelError` if
+    `index` is out of range.
     """
     kv, state = _kv_and_state(batch)
     _raise_unless_indices(kv, [index])
@@ -162,7 +162,7 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
 
 @contextmanager
 def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
-    """Context manager: if the block raises, also on an interrupt, all attributes of the cache are restored."""
+    """Context manager: restores all attributes of the cache's entries if the block raises, also on an interrupt."""
     entries = list(flatten_cache_lists(batch))
     before = [dict(vars(entry)) for entry in entries]
     try:
@@ -174,7 +174,7 @@ def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
 
 
 def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
-    """Returns the KV caches of a cache of this model. Raises `ModelError` if one of them cannot be batched."""
+    """Returns the KV caches of `cache`. Raises `ModelError` if one cannot be batched or `cache` is of another model."""
     kv = model.check_cache(cache)[0] if has_hypertokens(model) else cache
     for layer in flatten_cache_lists(kv):
         if not _entry_can_batch(layer):
@@ -186,7 +186,7 @@ def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
 
 
 def _kv_and_state(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
-    """Returns a batch's KV caches and its `ZipState` (None for a plain model). Raises `ModelError` for other caches."""
+    """Returns a batch's KV caches and `ZipState` (None: plain model). Raises `ModelError` for another cache."""
     state = find_zip_state(batch)
     kv = batch if state is None else batch[:-1]
     if not kv or not all(isinstance(layer, _BATCH_CACHES) for layer in flatten_cache_lists(kv)):
@@ -199,7 +199,7 @@ def _batch_size(layer: Any) -> int:
 
 
 def _left_padding(kv: Sequence[Any]) -> list[int]:
-    """Returns the left padding of a plain model's batch, 0 where no layer's keys are padded."""
+    """Returns the left padding of each sequence of a plain model's batch; 0 for all if no layer is a `BatchKVCache`."""
     for layer in flatten_cache_lists(kv):
         if type(layer) is BatchKVCache:
             return layer.left_padding.tolist()  # type: ignore[return-value]
@@ -213,7 +213,7 @@ def _raise_unless_indices(kv: Sequence[Any], indices: Sequence[int]) -> None:
 
 
 def _merge_layer(layers: Sequence[Any]) -> Any:
-    """Returns one layer's KV caches of several requests or batches as one batch's."""
+    """Merges one layer's KV caches, of several requests or batches, into one batch's."""
     if isinstance(layers[0], CacheList):
         inner = zip(*(layer.caches for layer in layers), strict=True)
         return CacheList(*(_merge_layer(parts) for parts in inner))
@@ -226,7 +226,7 @@ def _merge_layer(layers: Sequence[Any]) -> Any:
 
 
 def _to_batch_of_one(layer: Any) -> Any:
-    """Returns a KV cache as a batch's. Extending the result does not change the given cache."""
+    """Returns `layer` as a batch's KV cache. Extending the result does not change `layer`."""
     if isinstance(layer, CacheList):
         return CacheList(*map(_to_batch_of_one, layer.caches))
     if isinstance(layer, _SINGLE_CACHES):
@@ -247,9 +247,9 @@ def _extract_layer(layer: Any, index: int) -> Any:
 
 
 def _filter_layer(layer: Any, indices: Sequence[int], padding: Sequence[int]) -> None:
-    """Keeps some sequences of one layer's KV cache. If nothing changes, nothing is copied.
+    """Keeps the sequences at `indices` of one layer's KV cache. If nothing changes, nothing is copied.
 
-    padding: the left padding of the sequences that stay.
+    padding: left padding of the sequences that are kept.
     """
     if isinstance(layer, CacheList):
         for one in layer.caches:

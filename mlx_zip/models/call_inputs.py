@@ -1,8 +1,8 @@
 """The inputs of one model call: its ids on the host, their positions, and each layer's view of its KV cache.
 
-Functions of positions share these parameters: mode is "compressed" (each id takes one position) or "base_token_end" (an
-id takes as many positions as it has base ids, and has the position of the last). context: a call whose last id has this
-position or a later one uses LongRoPE's long factors; None for ropes without long factors.
+Functions of positions share these parameters. mode: "compressed" (each id takes one position) or "base_token_end" (an
+id takes as many positions as it has base ids; its position is that of its last base id). context: a call whose last id
+has this position or a later one uses LongRoPE's long factors; None for ropes without long factors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def raise_unless_ids_shape(ids: mx.array) -> None:
 
 
 def read_ids_on_host(ids: mx.array, state: ZipState) -> HostIds:
-    """Returns ids [B, L] on the host, as uint32 or, where `takes_single_id` allows it, as one number. Ids [B] become
-    [B, 1].
+    """Copies ids [B, L] to the host, as uint32 or, if the state `takes_single_id`, as one number.
 
-    This is the only time that a model call waits for the device. The one id of a generation step is read without
-    numpy: reading half a gigabyte of weights has evicted numpy's code from the processor's caches, and using numpy
-    again would cost as much as all other work on the host. Raises `ModelError` for an id that does not fit 32 bits.
+    Ids [B] become [B, 1]. This is the only time that a model call waits for the device. The single id of a generation
+    step is read without numpy: reading half a gigabyte of weights has evicted numpy's code from the processor's caches,
+    and using numpy again would cost as much as all other work on the host. Raises `ModelError` if an id does not fit 32
+    bits.
     """
     if ids.size == 1 and state.takes_single_id():
         one = cast(int, ids.item())
@@ -60,7 +60,7 @@ class PositionedCache:
         self.cache, self.offset = cache, offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Adds keys and values to the cache and returns all keys and values that it then holds."""
+        """Adds keys and values to the cache; returns all keys and values in the cache."""
         return self.cache.update_and_fetch(keys, values)
 
     def __getattr__(self, name: str) -> Any:  # `bits` and `group_size` of a quantized cache
@@ -70,16 +70,16 @@ class PositionedCache:
 def kv_length(cache: Any) -> int:
     """Returns the number of ids in a KV cache, left padding included.
 
-    A batch cache counts them in `_idx`, because its `offset` holds one number per sequence.
+    A batch's KV cache counts its ids in `_idx`, because its `offset` holds one number per sequence.
     """
     return cache._idx if hasattr(cache, "_idx") else cache.offset
 
 
 def set_plain_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
-    """Replaces the offsets that a model call left in a batch's KV caches by plain arrays [B].
+    """Replaces the offsets that a model call left in a batch's KV caches by new arrays [B] without a graph.
 
-    mlx-lm adds to these offsets lazily and nothing here reads them, so their graph would grow by an operation with
-    every step. left_padding [B]: ids of padding per sequence.
+    mlx-lm adds to the offsets lazily and nothing here evaluates them, so the graph of an offset would grow by one
+    operation per step. left_padding [B]: number of padding ids per sequence.
     """
     if kv and hasattr(kv[0], "_idx"):
         offset = mx.array([kv[0]._idx - n for n in left_padding])
@@ -102,7 +102,7 @@ def positions_of_read_ids(state: ZipState, ids: HostIds, mode: str, context: int
 
 
 def positions_of_log(state: ZipState, log: np.ndarray, begin: int, end: int, mode: str, long: bool) -> Positions:
-    """Returns the positions of columns `begin` to `end` - 1 of `log` [B, offset]. long: as in `Positions`."""
+    """Returns the positions of columns `begin` to `end` - 1 of the id log [B, offset]. long: as in `Positions`."""
     if mode == "compressed":
         return replace(_compressed_positions(state, begin, end, None), long=long)
     return Positions(index=mx.array(state.base_positions(log)[:, begin:end]), long=long)
@@ -111,7 +111,7 @@ def positions_of_log(state: ZipState, log: np.ndarray, begin: int, end: int, mod
 def needs_long_factors(state: ZipState, ids: np.ndarray, mode: str, context: int | None, merge_size: int) -> bool:
     """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors.
 
-    merge_size: maximum base ids of an id. Raises `CodecError` for ids that such a call would refuse.
+    merge_size: maximum number of base ids of one id. Raises `CodecError` if the call would refuse an id.
     """
     if context is None:
         return False
@@ -147,7 +147,7 @@ def positions_of_unread_ids(
 
 @mx.compile
 def _next_positions(last: mx.array, hyper: mx.array, spans: mx.array) -> mx.array:
-    """Returns the positions [B, 1] of ids that come after the positions `last` [B, 1] and have these spans [B, 1]."""
+    """Returns the positions [B, 1] of the ids after `last`. spans: number of base ids of each id that is `hyper`."""
     return last + mx.where(hyper, spans, 1)
 
 

@@ -1,4 +1,4 @@
-"""The supported decoders: which mlx-lm blocks each is made of, and which options of its config are applied here.
+"""Builds the supported decoders from mlx-lm's blocks, and applies options of config.json that the blocks ignore.
 
 The blocks (attention, MLP, norms) are mlx-lm's. Rotary positions, windows, soft caps and embedding scale are read
 from the config here, because mlx-lm 0.32 ignores some of them: Phi-3's short factors and windows, Mistral's and
@@ -48,14 +48,14 @@ class DecoderTraits:
 
 
 def raise_if_decoder_unsupported(config: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` naming the model type or option that is not supported."""
+    """Raises `ConfigError` naming the model type, option or rope type that is not supported."""
     raise_if_options_unsupported(config)
     for layer_type in set(layer_types(config)):
         make_rope(layer_rope_parameters(config, layer_type), head_width(config), config)
 
 
 def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module, DecoderTraits]:
-    """Returns a decoder with random weights as (layers, final norm, traits). Raises `ConfigError`."""
+    """Returns a decoder with random weights as (layers, final norm, traits). Raises `ConfigError` if unsupported."""
     raise_if_decoder_unsupported(config)
     kind = config["model_type"]
     module = import_module(f"mlx_lm.models.{FAMILIES[kind].module}")
@@ -87,7 +87,7 @@ def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module,
     return layers, norm, traits
 
 
-# Replaces the rope settings that mlx-lm's constructors would read, and misread: `make_decoder` sets its own `Rope`.
+# Hides the rope settings from mlx-lm's constructors, which would misread them; `make_decoder` sets its own `Rope`.
 _NO_ROPE_KEYS = {"rope_scaling": None, "rope_theta": 10_000.0, "rope_parameters": None, "layer_types": None}
 
 

@@ -19,10 +19,10 @@ from mlx_zip.errors import ConfigError
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """What is known of one `model_type`.
+    """The properties of the decoders of one `model_type`.
 
-    module: name of mlx-lm's module with its blocks. tied, theta: transformers' defaults for `tie_word_embeddings` and
-    `rope_theta`. activations, ropes: the MLP activations and rope types that are supported.
+    module: name of the mlx-lm module that has the blocks. tied, theta: transformers' defaults for `tie_word_embeddings`
+    and `rope_theta`. activations, ropes: the MLP activations and rope types that are supported.
     """
 
     module: str
@@ -43,12 +43,12 @@ FAMILIES = {
     "gemma2": DecoderFamily("gemma2", tied=True, activations=_GELU, ropes=("default",)),
     "gemma3_text": DecoderFamily("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
 }
-TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # those that `mlx_zip.cuda` runs too
-TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations in MLX's mode "affine" that it reads
+TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # families that `mlx_zip.cuda` runs too
+TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations that `mlx_zip.cuda` reads (mode "affine")
 
 
 def why_not_on_torch(config: Mapping[str, Any]) -> str | None:
-    """Returns in words which model type or quantization of a config.json `mlx_zip.cuda` does not support, else None."""
+    """Returns as text which model type or quantization of a config.json `mlx_zip.cuda` does not support, else None."""
     section = config.get("zip2zip")
     kind = section.get("base_model_type") if isinstance(section, Mapping) else config["model_type"]
     if kind not in TORCH_FAMILIES:
@@ -107,7 +107,7 @@ def has_tied_head(config: Mapping[str, Any]) -> bool:
 
 
 def norm_eps(config: Mapping[str, Any]) -> float:
-    """Returns the number that RMS norms add to the mean square, with transformers' default for the model type."""
+    """Returns the epsilon of RMS norms in config.json, or transformers' default for the model type."""
     given = config.get("rms_norm_eps")
     return (1e-5 if config["model_type"] == "phi3" else 1e-6) if given is None else given
 
@@ -115,7 +115,7 @@ def norm_eps(config: Mapping[str, Any]) -> float:
 def layer_types(config: Mapping[str, Any]) -> list[str]:
     """Returns each layer's kind of attention, "full_attention" or "sliding_attention".
 
-    Follows transformers 5's rules for the model type. Raises `ConfigError` for kinds that are not supported.
+    Follows transformers 5's rules for the model type. Raises `ConfigError` if a kind is not supported.
     """
     kind, layers, window = config["model_type"], config["num_hidden_layers"], sliding_window(config)
     full, sliding = "full_attention", "sliding_attention"
@@ -140,7 +140,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Returns the sliding window in ids, None for none, with the model type's default. Raises `ConfigError`."""
+    """Returns the sliding window in ids (None: none), or the model type's default. Raises `ConfigError` if invalid."""
     default = None if config["model_type"] in ("llama", "phi3", "gemma") else 4096
     window = config.get("sliding_window", default)
     if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
@@ -149,7 +149,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _checked_layer_types(types: Any, layers: int) -> list[str]:
-    """Returns the config's `layer_types`. Raises `ConfigError` unless it names a known kind for each layer."""
+    """Returns the config's `layer_types`. Raises `ConfigError` unless they name a known kind for each layer."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(one not in known for one in types):
         raise ConfigError(f"layer_types must name {' or '.join(sorted(known))} for each of {layers} layers")
@@ -164,7 +164,7 @@ def _activation_name(config: Mapping[str, Any]) -> str:
 
 
 def head_width(config: Mapping[str, Any]) -> int:
-    """Returns the width of an attention head, with the model type's default."""
+    """Returns the width of an attention head, or the model type's default if the config has none."""
     default = 256 if config["model_type"].startswith("gemma") else None
     if config["model_type"] == "qwen3":
         default = 128
@@ -172,7 +172,7 @@ def head_width(config: Mapping[str, Any]) -> int:
 
 
 def _raise_if_heads_unsupported(config: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a head width, or a number of heads, that the model type cannot have."""
+    """Raises `ConfigError` if the model type cannot have this head width or these numbers of heads."""
     even = config["hidden_size"] // config["num_attention_heads"]
     if config["model_type"] in ("phi3", "qwen2") and head_width(config) != even:
         raise ConfigError(f"head_dim {head_width(config)} is not supported for {config['model_type']}")
@@ -184,7 +184,7 @@ def _raise_if_heads_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def layer_rope_parameters(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
-    """Returns the rope parameters of layers with this kind of attention. Raises `ConfigError` for unsupported ones."""
+    """Returns the rope parameters of layers with this kind of attention. Raises `ConfigError` if unsupported."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if kind == "gemma3_text" and layer_type == "sliding_attention":
@@ -204,8 +204,9 @@ def layer_rope_parameters(config: Mapping[str, Any], layer_type: str) -> dict[st
 def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) -> dict[str, Any]:
     """Returns the rope parameters of config.json, written either as `rope_parameters` or as `rope_scaling`.
 
-    layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the value of
-    `rope_theta` if the config has none. Raises `ConfigError` when the two ways of writing contradict each other.
+    layer_type: "full_attention" or "sliding_attention", for configs with one set of parameters per layer type. theta:
+    the value of `rope_theta` if the config has none. Raises `ConfigError` if the two ways of writing contradict each
+    other.
     """
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
@@ -228,7 +229,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) ->
 
 
 def count_rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int:
-    """Returns how many columns of an attention head the rope parameters rotate. Raises `ConfigError`."""
+    """Returns the number of a head's columns that the rope rotates. Raises `ConfigError` if it is odd or too large."""
     columns = int(head_width * parameters["partial_rotary_factor"])
     if not 0 < columns <= head_width or columns % 2:
         raise ConfigError(f"config.json: partial_rotary_factor rotates {columns} of {head_width} dimensions")
@@ -237,7 +238,7 @@ def count_rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int
 
 @contextmanager
 def rope_errors_as_config_errors(kind: str) -> Iterator[None]:
-    """Context manager: turns errors in reading rope parameters into a `ConfigError`. kind: the `rope_type` it names."""
+    """Context manager: turns errors in reading rope parameters into a `ConfigError` that names the type `kind`."""
     try:
         yield
     except KeyError as missing:

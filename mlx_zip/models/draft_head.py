@@ -1,13 +1,14 @@
-"""`DraftHead`: one small trained layer that proposes the ids which may come next, and its file in the model's folder.
+"""`DraftHead`: one small trained layer that proposes the next ids, and its file in the model's folder.
 
-The head reads the body's output at one id, and the output row of the id chosen from it. It predicts the body's output
-at the chosen id, without running the body. The model's own output matrix and hyper rows turn the prediction into an id,
-from which the head goes on. So it proposes hypertokens like any other id, also those that it was not trained with.
+The head reads two vectors: the body's output at one id, and the output row of the id that was chosen from this output.
+It predicts the body's output at the chosen id, without running the body. The model's output matrix and hyper rows turn
+the prediction into the next proposed id, and the head continues with that id. So the head can propose any hypertoken,
+even one that did not occur in the head's training.
 
 A head belongs to the model that it was trained with. The model checks every proposed id, so a wrong head costs time and
 changes no answer.
 
-Source of the idea: Hydra (arXiv 2402.05109), heads in sequence, here with one layer for all depths.
+Source: Hydra (arXiv 2402.05109), whose heads run one after the other; here one layer serves all depths.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.rows.zip_state import Advance, ZipState, find_zip_state
 
 FORMAT = "mlx_zip draft head 1"
-DEPTH = 3  # guesses in a row that a head is trained for; it may make more
+DEPTH = 3  # successive guesses that a head is trained for; it may make more
 
 
 class DraftHead(nn.Module):
     """Predicts the body's output at an id: x + W_down silu(W_up x), where x = W_join [norm(state), norm(row)].
 
-    width: the model's width D. size: width of the hidden layer.
+    state: the body's output before the id. row: the id's output row. width: the model's width D. size: width of the
+    hidden layer.
     """
 
     def __init__(self, width: int, size: int) -> None:
@@ -46,22 +48,22 @@ class DraftHead(nn.Module):
         self.down = nn.Linear(size, width, bias=False)
 
     def __call__(self, state: mx.array, row: mx.array) -> mx.array:
-        """Returns predicted states [..., D] at ids, from the states [..., D] before the ids and their output rows."""
+        """Returns predicted states [..., D] at ids. state: before the ids. row: the ids' output rows. Both [..., D]."""
         x = self.join(mx.concatenate([self.state_norm(state), self.row_norm(row)], axis=-1))
         return x + self.down(nn.silu(self.up(x)))
 
 
 def save_draft_head(path: Path, head: DraftHead, vocab_size: int) -> None:
-    """Writes a head in float16, whole or not at all. vocab_size: rows of its model's embedding. Raises `OSError`."""
+    """Writes a head in float16, whole or not at all. vocab_size: rows of the model's embedding. Raises `OSError`."""
     weights = {name: value.astype(mx.float16) for name, value in named_arrays(head.parameters())}
-    with atomic_file(path) as partial, open(partial, "wb") as file:  # MLX adds a suffix to a path without one
+    with atomic_file(path) as partial, open(partial, "wb") as file:  # MLX would add .safetensors to a path
         mx.save_safetensors(file, weights, {"format": FORMAT, "vocab_size": str(vocab_size)})
 
 
 def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
     """Reads a head for a model of this width whose embedding has `vocab_size` rows.
 
-    Raises `ModelError` for a file that cannot be read, is no head, or belongs to a model of another size.
+    Raises `ModelError` if the file cannot be read, is not a head, or belongs to a model of another size.
     """
     try:
         loaded: Any = mx.load(str(path), return_metadata=True)
@@ -87,7 +89,7 @@ def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
 
 
 def _are_matrices_and_vectors(weights: dict[str, mx.array]) -> bool:
-    """Returns whether tensors could be those of a head: floating-point numbers, of which `down.weight` is a matrix."""
+    """Returns whether the tensors could be a head's: all are floating-point, and `down.weight` is a matrix."""
     floats = all(mx.issubdtype(one.dtype, mx.floating) and one.size for one in weights.values())
     return floats and "down.weight" in weights and weights["down.weight"].ndim == 2
 
@@ -109,7 +111,7 @@ class HeadedModel:
         self.vocab_size = model.layout.vocab_size if self.hyper else self.rows
 
     def check(self) -> None:
-        """Raises `ModelError` unless a plain model's logits are `base_logits` of the output of `model.model`."""
+        """Raises `ModelError` if a plain model's logits are not `base_logits` of the output of `model.model`."""
         if self.hyper:
             return
         model, ids = self.model, mx.array([[0, 1]])
@@ -150,7 +152,7 @@ class HeadedModel:
         return matrix_rows(self.matrix, ids)
 
     def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array]:
-        """Returns the logits [B, L, W] of ids [B, L], as the model itself does, and the body's output [B, L, D].
+        """Runs the model on ids [B, L]; returns the logits [B, L, W] and the body's output [B, L, D].
 
         options: arguments for `Model.read`; not used for a plain model.
         """
@@ -161,13 +163,13 @@ class HeadedModel:
 
 
 class HeadFile:
-    """The file of a model's head, read when drafts are first asked for. No `nn.Module`, so not part of the weights."""
+    """The file of a model's head, read on first use. Not an `nn.Module`, so the head is not part of the model."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._head = path, None
 
     def head_for(self, model: HeadedModel) -> DraftHead:
-        """Returns the head. Raises `ModelError` for a damaged file, and for a head of another model."""
+        """Returns the head. Raises `ModelError` if the file is damaged or the head is for a model of another size."""
         if self._head is None:
             head = load_draft_head(self._path, model.width, model.rows)
             model.check()
@@ -176,23 +178,23 @@ class HeadFile:
 
 
 def use_head_in_folder(folder: Path, model: Any) -> None:
-    """Sets `model.draft_head` if there is a head in the model's folder. Its file is not read yet."""
+    """Sets `model.draft_head` if the model's folder has a head. The head's file is not read yet."""
     path = folder / DRAFT_HEAD
-    if os.path.lexists(path):  # a broken link is an error of drafts, not a missing head
+    if os.path.lexists(path):  # a broken link counts as a head, so drafts raise an error
         model.draft_head = HeadFile(path)
 
 
 def make_proposer(model: Any) -> Proposer | None:
-    """Returns a `Proposer` with the head in the model's folder, None without a head.
+    """Returns a `Proposer` with the head in the model's folder, or None if there is no head.
 
-    Raises `ModelError` for a damaged head, and for a head of another model.
+    Raises `ModelError` as `HeadFile.head_for` does.
     """
     file, headed = getattr(model, "draft_head", None), HeadedModel(model)
     return None if file is None else Proposer(file.head_for(headed), headed)
 
 
 class Proposer:
-    """A head and its model: proposes ids that may follow the last one of a request."""
+    """Proposes ids that may follow the last id of a request, with a head and the model that the head belongs to."""
 
     def __init__(self, head: DraftHead, model: HeadedModel) -> None:
         self.head, self.model = head, model
@@ -200,8 +202,8 @@ class Proposer:
     def propose(self, h: mx.array, last: int, cache: Sequence[Any], most: int) -> tuple[list[int], list[float]]:
         """Returns `most` ids that may follow the id `last`, chosen greedily, and the head's probability of each.
 
-        h [1, 1, D]: the body's output from which `last` was chosen. cache: the request's; it has not read `last`.
-        Returns two empty lists if `last` is a hypertoken that has no output row yet.
+        h [1, 1, D]: the body's output from which `last` was chosen. cache: the request's cache, which has not read
+        `last` yet. Returns two empty lists if `last` is a hypertoken without an output row.
         """
         rows = self._rows_of_request(cache)
         if most < 1 or last >= rows.end:
@@ -221,7 +223,7 @@ class Proposer:
 
 
 class _OutputRows:
-    """The output rows of the ids below `end`, which a request can choose. state: None for a plain model."""
+    """The output rows of the ids below `end`, the ids that a request can choose. state: None for a plain model."""
 
     def __init__(self, model: HeadedModel, state: ZipState | None) -> None:
         self._model, self._state = model, state
@@ -239,7 +241,7 @@ class _OutputRows:
         return mx.where((ids < vocab)[..., None], base, hyper.astype(base.dtype))
 
     def logits(self, h: mx.array) -> mx.array:
-        """Returns logits [1, 1, end or more] of states h [1, 1, D]; the column is the id."""
+        """Returns logits [1, 1, end or more] of states h [1, 1, D]; a logit's column is its id."""
         if self._state is None:
             return self._model.base_logits(h)
         return self._model.model.joint_head(h, self._state, Advance(self._slots, self._slots), causal=False)

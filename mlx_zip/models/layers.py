@@ -1,18 +1,18 @@
 """The parts of mlx-lm's blocks that are ours: rotary embeddings, RMSNorm, and Gemma's MLP and attention.
 
-mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our `Model` gives them a view of the cache whose `offset` is a
+mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. `Model` gives them a view of the cache whose `offset` is a
 `Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of LongRoPE
 factors. `Rope` has every scaling rule of the supported models and keeps nothing between calls.
 
-MLX's CPU backend has no kernels for RoPE and RMSNorm; it runs 15 and 8 operations, and starting each costs more than
-its arithmetic. So on the CPU, a step of one id in float32 uses compiled functions of this file. A rotation as one
-product with a matrix was even faster for narrow heads, but its cost grows with the square of the head width, and it
-spreads values that are not finite. On a GPU, MLX's kernels are used.
+MLX's CPU backend has no kernels for RoPE and RMSNorm: it runs 15 operations for RoPE and 8 for RMSNorm, and starting an
+operation costs more than its arithmetic. So on the CPU, a step of one id in float32 uses compiled functions of this
+file. A rotation as one product with a matrix was even faster for narrow heads, but its cost grows with the square of
+the head width, and it spreads values that are not finite. On a GPU, MLX's kernels are used.
 
-Gemma 1 and 2 have parts of their own where mlx-lm's blocks differ from transformers or cannot take batches: mlx-lm's
-attention of Gemma 2 takes neither a padded batch (grouped KV heads against a mask of four dimensions) nor a quantized
-KV cache. The embedding's scale applies to hyper rows too: zip2zip 0.2.0 replaces the embedding layer by one without the
-scale on the newer Gemmas, but no Gemma checkpoint has been published with it.
+Gemma 1's MLP is here because mlx-lm's differs from transformers, and Gemma 2's attention because mlx-lm's takes neither
+a padded batch (its grouped KV heads do not fit a mask of four dimensions) nor a quantized KV cache. Gemma's factor on
+embeddings is applied to hyper rows too. (On the newer Gemmas, zip2zip 0.2.0 replaces the embedding layer by one without
+the factor, but no zip2zip checkpoint of a Gemma has been published.)
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Rope(nn.Module):
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
         """Returns x [B, H, L, D] rotated to the positions `offset`, in the same shape."""
         batch, heads, length, width = x.shape
-        # Not in training: arrays that layers share would carry one layer's gradient trace into another.
+        # Not in training: shared arrays would carry the gradient trace of one layer into another.
         if is_step_on_cpu(x) and not self.training:
             return _rotate_one_position(x, *self._shared_cosines_and_sines(offset))
         if self.magnitude != 1.0:
@@ -81,7 +81,7 @@ class Rope(nn.Module):
     def _shared_cosines_and_sines(self, offset: Positions) -> tuple[mx.array, mx.array]:
         """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence.
 
-        They are computed once per model call and shared by its layers.
+        They are computed once per model call and shared by all layers.
         """
         made = offset.shared.get(id(self))
         if made is None:
@@ -116,10 +116,11 @@ def _rotate_one_position(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str, Any]) -> Rope:
-    """Builds the `Rope` of one layer from what `rope_parameters` returned. Raises `ConfigError` for other kinds.
+    """Builds a layer's `Rope` from `parameters`, as `rope_parameters` returns them.
 
-    head_dim: width of an attention head. config: config.json. Source of the formulas: transformers 5
-    `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
+    head_dim: width of an attention head. config: config.json. Raises `ConfigError` if the rope type is not supported or
+    a parameter is wrong. Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN
+    arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in _ROPE_BUILDERS:
@@ -131,7 +132,7 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
 
 
 def _default_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns a `Rope` without scaling. Here and below, waves [dims / 2] are the unscaled wavelengths over 2 pi."""
+    """Returns a `Rope` without scaling. waves [dims / 2], also below: unscaled wavelengths divided by 2 pi."""
     return Rope(dims, waves)
 
 
@@ -140,7 +141,7 @@ def _linear_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], conf
 
 
 def _llama3_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns Llama 3's `Rope`: long wavelengths are multiplied by `factor`, short ones stay, with a smooth blend."""
+    """Returns Llama 3's `Rope`: multiplies long wavelengths by `factor`, keeps short ones, and blends those between."""
     factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     length = 2 * math.pi * waves
@@ -151,12 +152,12 @@ def _llama3_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], conf
 
 
 def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns YaRN's `Rope`: slow dimensions are stretched by `factor`, fast ones stay, with a linear ramp between."""
+    """Returns YaRN's `Rope`: stretches slow dimensions by `factor`, keeps fast ones, with a linear ramp between."""
     theta, context = parameters["rope_theta"], pretraining_context(parameters, config)
     factor = parameters.get("factor") or config["max_position_embeddings"] / context
 
     def dimension(rotations: float) -> float:
-        """Returns the dimension, a fraction, that turns this many times within the original context."""
+        """Returns the index, not rounded, of the dimension that turns `rotations` times in the pretraining context."""
         return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
@@ -183,7 +184,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns LongRoPE's `Rope`, which has a factor per wavelength in two sets, short and long."""
+    """Returns LongRoPE's `Rope`, which has two sets of factors, short and long, with one factor per wavelength."""
     context = pretraining_context(parameters, config)
     sets = []
     for name in ("short_factor", "long_factor"):
@@ -227,8 +228,9 @@ def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 def is_step_on_cpu(x: mx.array) -> bool:
     """Returns whether x [..., L, D] belongs to a step of generation (L is 1) on the CPU in float32.
 
-    MLX has no CPU kernels for norm and rotation: it runs 8 and 15 separate operations, and starting each costs more
-    than its arithmetic. Compiled, norm and rotation are 3 and 4 operations, and the layers share cosines and sines.
+    MLX has no CPU kernels for norm and rotation: it runs 8 operations for a norm and 15 for a rotation, and starting an
+    operation costs more than its arithmetic. Compiled, a norm is 3 operations and a rotation 4, and the layers share
+    cosines and sines.
     """
     return x.shape[-2:-1] == (1,) and x.dtype == mx.float32 and mx.default_device() == _CPU
 
@@ -268,7 +270,7 @@ def _gelu_times(gate: mx.array, up: mx.array) -> mx.array:
 class SoftCapAttention(nn.Module):
     """Gemma 2's attention: scores become c * tanh(scores / c) before the mask.
 
-    Unlike mlx-lm's, this one also works with padded batches and quantized KV caches.
+    Unlike mlx-lm's class, this class also works with padded batches and quantized KV caches.
     """
 
     def __init__(self, args: Any) -> None:

@@ -1,6 +1,6 @@
 """`load`: loads a model and its tokenizer through mlx-lm's own loader, with the checks that mlx-lm's lacks.
 
-Also counts the bytes of a model's weights that a step reads, and the share that one more hypertoken adds to them.
+Also counts the bytes of weights that a step reads, and by what share one more hypertoken increases them.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def load(
 
     path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. adapter_path: folder of an
     mlx-lm adapter. canonical: whether a zip2zip model writes only ids that the compressor would write; None takes the
-    setting in its config.json. row_store: where rows of hypertokens are kept between requests; models may share one
-    (default: a new one in memory). pack: the pack, a path or a `Pack`, that requests begin with unless they name
-    another. A plain model takes a pack only if its rows were tuned for that model. Default: the tuned pack in a
-    converted model's folder, if there is one and no adapter is loaded. codebook_size: number of slots (default: as in a
-    zip2zip model's config.json). group: machines to split the model over (`connect_machines`); each
-    calls `load` and gets a model with its share of every layer, used as any other. None, or a group of one: no split.
+    setting in its config.json. row_store: keeps hyper rows between requests; several models may share one (default: a
+    new store in memory). pack: the path of a pack, or a `Pack`; requests begin with it unless they name another. A
+    plain model takes a pack only if its rows were tuned for that model. Default: the tuned pack in a converted model's
+    folder, if there is one and no adapter is loaded. codebook_size: number of slots (default: as in a zip2zip model's
+    config.json). group: the machines to split the model over (`connect_machines`). Each machine calls `load` and gets a
+    model with its share of every layer. With None or a group of one machine, the model is not split.
 
-    Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
-    converted, and for a pack of another model; `DataError` for a pack that cannot be read or is of another tokenizer;
-    `ConfigError` when tokenizer and codebook boundary contradict each other, the codebook cannot be so large, or the
-    pack's entries do not fit; `MachineError` if another machine fails or has other weights or another tokenizer.
+    Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` if the folder is missing, incomplete or not
+    converted, or the pack belongs to another model; `DataError` if the pack cannot be read or belongs to another
+    tokenizer; `ConfigError` if the tokenizer has ids that are hypertokens, `codebook_size` is too large, or the pack's
+    entries do not fit; `MachineError` if another machine fails or has other weights or another tokenizer.
     """
     group = None if group is None or group.size() == 1 else group
     model, tokenizer, fingerprint = run_on_all_machines(
@@ -151,7 +151,8 @@ def _load_on_this_machine(
 def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
     """Raises `ModelError` unless `path` is an adapter that mlx-lm can load, or None.
 
-    For an adapter in PEFT's format the message has the command that merges it. model: its base, for the message.
+    For an adapter in PEFT's format, the message has the command that merges the adapter. model: the adapter's base
+    model, for the message.
     """
     if path is None:
         return
@@ -172,10 +173,10 @@ def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
 
 
 def _use_pack_in_folder(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Makes the model begin with the tuned pack in its own folder, if there is one.
+    """Makes requests begin with the tuned pack in the model's folder, if there is one.
 
-    Raises `ModelError` if the pack's entries are not those of the model's config, or its rows were tuned for another
-    model; `DataError` if the pack cannot be read or is of another tokenizer.
+    Raises `ModelError` if the pack's entries are not those in the model's config, or its rows were tuned for another
+    model; `DataError` if the pack cannot be read or belongs to another tokenizer.
     """
     pack, path = pack_in_folder(folder, model.config.start), folder / IN_FOLDER
     if pack is None:
@@ -188,10 +189,10 @@ def _use_pack_in_folder(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
-    """Returns the keys of config.json that must change for a codebook of this size and a pack.
+    """Returns the keys of config.json to replace, for a codebook of `size` slots that begins with `pack`.
 
-    size: number of slots, None for the config's. pack: the pack that requests begin with, or None. Raises `ModelError`
-    if a plain model is given a size, or a pack without tuned rows.
+    size: None for the config's own. pack: None for the model's own. Raises `ModelError` if a plain model is given a
+    size, or a pack without tuned rows.
     """
     if config["model_type"] == MODEL_TYPE:
         section = config.get("zip2zip")
@@ -208,7 +209,7 @@ def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: P
 def load_error_types() -> tuple[type[Exception], ...]:
     """Returns the exceptions that mlx-lm, MLX and transformers raise for a damaged model folder.
 
-    There are many, because a config value of a wrong type fails wherever it is first used.
+    There are many, because a config value of a wrong type raises an error wherever the value is first used.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -219,9 +220,9 @@ def load_error_types() -> tuple[type[Exception], ...]:
 def rope_settings_for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys to add to a plain model's config so that mlx-lm's class reads its rope settings.
 
-    transformers 5 writes them as `rope_parameters`, which many of mlx-lm 0.32's classes ignore, falling back to theta
-    10000 in silence. Converted zip2zip models need no added keys. Raises `ModelError` for settings that the class has
-    no argument for.
+    transformers 5 writes rope settings as `rope_parameters`, which many of mlx-lm 0.32's classes ignore: they use theta
+    10000 without a warning. For a converted zip2zip model, returns {}. Raises `ModelError` if mlx-lm's class has no
+    argument for a setting.
     """
     if config["model_type"] == MODEL_TYPE or "model_file" in config:
         return {}
@@ -236,7 +237,7 @@ def rope_settings_for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_settings_of_level(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Does what `rope_settings_for_mlx_lm` does, for one level of the config."""
+    """Does what `rope_settings_for_mlx_lm` does, for the config's top level or for its `text_config`."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping) or "rope_parameters" in (known := _mlx_lm_argument_names(dict(config))):
         return {}
@@ -250,7 +251,7 @@ def _rope_settings_of_level(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mlx_lm_argument_names(config: dict[str, Any]) -> set[str]:
-    """Returns the config keys that mlx-lm's class for this model takes. Raises `ModelError` for an unknown model."""
+    """Returns the config keys that mlx-lm's class for this model takes. Raises `ModelError` if there is no class."""
     try:
         arguments = _get_classes(config)[1]
     except ValueError as error:
@@ -268,7 +269,7 @@ def _shared_rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "default":
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         filled["rope_scaling"] = {**scaling, "type": kind, "rope_type": kind}
-        if kind != "longrope":  # only LongRoPE reads it outside `rope_scaling`
+        if kind != "longrope":  # only LongRoPE reads this key outside `rope_scaling`
             filled.pop("original_max_position_embeddings", None)
     return filled
 
@@ -276,7 +277,8 @@ def _shared_rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
 def _gemma3_rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Gemma 3's two sets of rope parameters, for full and for sliding attention, under mlx-lm's names.
 
-    Raises `ModelError` for other sets, and if the one for sliding attention has scaling, which mlx-lm cannot read.
+    Raises `ModelError` if there are other sets, or if the set for sliding attention has scaling, which mlx-lm cannot
+    read.
     """
     sliding, full = rope.get("sliding_attention"), rope.get("full_attention")
     if sliding is None or full is None or len(rope) != 2 or sliding.get("rope_type", "default") != "default":
@@ -284,7 +286,7 @@ def _gemma3_rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {**_shared_rope_settings(full), "rope_local_base_freq": sliding.get("rope_theta")}
 
 
-# ---- what a step reads of the weights
+# ---- the weights that a step reads
 
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
@@ -292,8 +294,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 def weight_bytes_per_step(arrays: Mapping[str, mx.array]) -> int:
     """Returns the bytes of a model's tensors that a step reads without hypertokens. arrays: the tensors by name.
 
-    A step reads all weights but the encoders'; of an embedding that is not also the head it reads one row, which is not
-    counted. KV caches and hyper rows depend on the text and are not counted either.
+    Leaves out the hyper-encoders, which such a step does not read; an embedding that is not also the head, of which a
+    step reads one row; and KV caches and hyper rows, which depend on the text.
     """
     untied = any(name.startswith(_HEAD) for name in arrays)
     unread = (*SIDES, _EMBEDDING) if untied else SIDES
@@ -301,10 +303,10 @@ def weight_bytes_per_step(arrays: Mapping[str, mx.array]) -> int:
 
 
 def output_row_share_of_step(folder: Path) -> float:
-    """Returns the bytes of one hypertoken's output row, as a share of the bytes that a step reads without hypertokens.
+    """Returns the bytes of a hypertoken's output row, divided by the bytes that a step reads without hypertokens.
 
-    What `weight_bytes_per_step` leaves out makes the result an upper bound. Only headers of the folder's weight files
-    are read. Raises `ModelError` when they cannot be read.
+    An upper bound, because `weight_bytes_per_step` leaves some bytes out. Only headers of the folder's weight files are
+    read. Raises `ModelError` if they cannot be read.
     """
     arrays: dict[str, mx.array] = {}
     try:

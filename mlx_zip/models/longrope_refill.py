@@ -1,11 +1,11 @@
-"""`LongRopeRefill`: KV caches that are filled again from a request's id log, because LongRoPE's factors change.
+"""`LongRopeRefill`: fills a request's KV caches again from its id log when LongRoPE's factors change.
 
 LongRoPE uses one set of factors for all positions, chosen by the last position. When a call changes the set, the keys
-in the KV caches are wrong. The caller may read the ids again beforehand, some at a time, so that other requests can use
-the device in between and no call computes with all ids at once.
+in the KV caches are wrong, and all ids must be read again. A caller can do this before the call, in chunks, so that
+other requests can use the device in between and no call computes with all ids at once.
 
-The old keys stay until the new ones are complete, so the session of a request that is cancelled meanwhile stays usable;
-until then, KV caches take twice the memory. A prompt that ends in the long context is read with the long factors from
+The old keys stay until all new keys are computed, so a session stays usable if its request is cancelled meanwhile; KV
+caches take twice the memory during that time. A prompt that ends in the long context is read with the long factors from
 its first chunk on, and so only once.
 """
 
@@ -24,11 +24,11 @@ from mlx_zip.models.rows.zip_state import ZipState
 
 
 class LongRopeRefill:
-    """Fills new KV caches with what a request's KV caches hold, under LongRoPE's long factors or its short ones.
+    """Computes a request's keys and values again, in new KV caches, with LongRoPE's long factors or its short ones.
 
-    model: a `Model`. kv, state: the request's KV caches and `ZipState`. The old keys and values do not change before
-    `finish`, so a refill may be abandoned. total: ids per sequence that are read again, left padding included. filled:
-    the new KV caches.
+    model: a `Model`. kv, state: the request's KV caches and `ZipState`, which do not change before `finish`, so a
+    refill can be abandoned. long: whether to use the long factors. total: number of ids per sequence to read, left
+    padding included. filled: the new KV caches.
     """
 
     def __init__(self, model: Any, kv: Sequence[Any], state: ZipState, long: bool) -> None:
@@ -39,7 +39,7 @@ class LongRopeRefill:
 
     @property
     def ids_left(self) -> int:
-        """How many ids per sequence are still to be read."""
+        """Number of ids per sequence that are still to be read."""
         return self.total - self.done
 
     def read_next(self, at_most: int) -> mx.array:
@@ -62,7 +62,7 @@ class LongRopeRefill:
     def finish(self) -> None:
         """Puts the new keys and values into the request's KV caches. All ids must have been read.
 
-        If this raises, also on an interrupt, the KV caches are as before: layers must not differ in factors.
+        If this raises, also on an interrupt, all KV caches are restored, because all layers must use the same factors.
         """
         with restore_on_error([*self._kv, self._state]):
             for cache, filled in zip(self._kv, self.filled, strict=True):
@@ -75,8 +75,8 @@ def plan_rope_factors(
 ) -> tuple[dict[str, bool], LongRopeRefill | None]:
     """Returns the arguments that choose LongRoPE's factors in calls that read ids [B, L] next; {} without LongRoPE.
 
-    Also returns the refill to finish first if the ids in the cache were read with the other factors, else None. Raises
-    `CodecError` for ids that the model would refuse.
+    Also returns the refill to finish before these calls if the cache was filled with the other factors, else None.
+    Raises `CodecError` if the model would refuse an id.
     """
     if model.traits.long_context is None:
         return {}, None

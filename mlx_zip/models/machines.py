@@ -1,11 +1,11 @@
-"""The machines of one run: a model is split over them, and they are kept in step.
+"""Runs one model on several machines: splits the model over the machines and keeps them in step.
 
-A run on several machines is one command on each, started by `mlx.launch`. No machine continues alone, or waits for
-one that has failed. Every collective operation here must be reached by all machines in the same order.
+A run on several machines is one command on each, started by `mlx.launch`. If a machine fails, the others stop with an
+error instead of waiting for it. All machines must call the collective operations of this file in the same order.
 
-A model is split as mlx-lm does: each machine keeps a share of every layer. A layer's attention heads and its MLP are
-split; each of the two ends in one sum over the machines. Embedding, head, norms and hyper-encoders are whole on every
-machine, so that each machine follows the codebook by itself.
+A model is split as in mlx-lm: each machine keeps a share of every layer. A layer's attention heads and its MLP are
+split; the attention ends in one sum over the machines, and so does the MLP. Embedding, head, norms and hyper-encoders
+are whole on every machine, so that each machine follows the codebook by itself.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def connect_machines() -> Group | None:
 
 
 def is_first_machine(group: Group | None = None) -> bool:
-    """Whether this process is the one that writes files and text: the first machine of a run, or the only one."""
+    """Returns whether this process writes files and text: it is the first machine of a run, or the only one."""
     return (mx.distributed.init() if group is None else group).rank() == 0
 
 
 @contextmanager
 def lost_machines_as_errors() -> Iterator[None]:
-    """Turns MLX's error about a lost connection into a `MachineError`."""
+    """Context manager: turns MLX's error about a lost connection into a `MachineError`."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -58,10 +58,10 @@ def lost_machines_as_errors() -> Iterator[None]:
 
 
 def run_on_all_machines(group: Group | None, action: Callable[[], T]) -> T:
-    """Runs an action on every machine and returns its result; a failure on one machine is an error on all.
+    """Runs `action` on this machine, as every machine of the run does, and returns its result.
 
-    group: None for a single machine. Raises the action's `MlxZipError` where it failed, `MachineError` on the other
-    machines.
+    If the action fails on one machine, raises an error on all: the action's `MlxZipError` where it failed,
+    `MachineError` on the other machines. group: None for a single machine.
     """
     if group is None:
         return action()
@@ -76,7 +76,7 @@ def run_on_all_machines(group: Group | None, action: Callable[[], T]) -> T:
 
 
 def wait_for_machines(group: Group | None) -> None:
-    """Blocks until all machines have called this, so that none ends while another still needs it."""
+    """Waits until all machines have called this, so that no machine ends while another still needs it."""
     from mlx_lm.generate import generation_stream  # importing it takes a second, so only when needed
 
     if group is not None:
@@ -95,8 +95,8 @@ def sum_over_machines(group: Group, *counts: int) -> list[int]:
 def arrays_of_first_machine(group: Group, tree: Any) -> Any:
     """Returns the first machine's tree of arrays, on every machine.
 
-    tree: this machine's own, with the names, shapes and dtypes of the first one's. Arrays are sent in the order of
-    their names, because dictionaries may be ordered differently on each machine.
+    tree: this machine's tree; its names, shapes and dtypes must equal those of the first machine's. Arrays are sent in
+    the order of their names, because dictionaries may be ordered differently on each machine.
     """
     if group.size() == 1:
         return tree
@@ -119,13 +119,13 @@ def bytes_of_first_machine(group: Group, data: bytes) -> bytes:
 
 
 def smallest_over_machines(group: Group, number: int) -> int:
-    """Returns the smallest of the machines' numbers, each from 0 to below 2^63."""
+    """Returns the smallest `number` of all machines. Each must be from 0 to 2^63 - 1."""
     least: Any = mx.distributed.all_min(mx.array([number], mx.int64), group=group)
     return int(least.item())
 
 
 def raise_unless_machines_agree(group: Group, digest: str, what: str) -> None:
-    """Raises `MachineError` on all machines unless their hex digests are equal. what: the data, for the message."""
+    """Raises `MachineError` on all machines unless all hex digests are equal. what: the data, for the message."""
     own = mx.array(list(bytes.fromhex(digest)), mx.int32)
     differs = not mx.array_equal(arrays_of_first_machine(group, {"digest": own})["digest"], own).item()
     if sum_over_machines(group, int(differs))[0]:
@@ -134,7 +134,7 @@ def raise_unless_machines_agree(group: Group, digest: str, what: str) -> None:
 
 # ---- a model that is split
 
-SHARDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # those of our model types that mlx-lm can split
+SHARDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # the supported model types that mlx-lm can split
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -184,10 +184,11 @@ def _raise_unless_groups_divide(linear: Any, size: int, name: str) -> None:
 
 
 def split_model(model: Any, group: mx.distributed.Group) -> str:
-    """Makes a model that was loaded lazily keep this machine's share only; returns the whole model's fingerprint.
+    """Reduces a lazily loaded model to this machine's share of its weights; returns the whole model's fingerprint.
 
-    Weights are read one by one, so that little more than the share is in memory at any time. From then on ids are
-    chosen by the first machine (`ids_of_first_machine`). Raises `ModelError` as `shard_layers` does.
+    Weights are read one by one, so that little more than the share is in memory at any time. Sets `model.machines`, so
+    that from then on the first machine chooses the ids (`ids_of_first_machine`). Raises `ModelError` as `shard_layers`
+    does.
     """
     whole = sample_tensors(model)  # of the weights before the split; lazy until each weight is read below
     _shard_model(model, group)
@@ -207,15 +208,15 @@ def _shard_model(model: Any, group: mx.distributed.Group) -> None:
 
 
 def machines_of(model: Any) -> mx.distributed.Group | None:
-    """Returns the machines that a model is split over, None for a model that is whole."""
+    """Returns the machines that a model is split over, or None if the model is not split."""
     return getattr(model, "machines", None)
 
 
 def ids_of_first_machine(ids: mx.array, group: mx.distributed.Group) -> mx.array:
-    """Returns the first machine's ids on every machine, in the dtype of ids.
+    """Returns the first machine's ids on every machine, in the dtype of `ids`.
 
-    The machines' logits may differ in the last bit (other chips, other orders of summing), and so may ids that each
-    would choose for itself. Other machines' ids are multiplied by 0, not left out: the sum must come after their own
-    layers' sums, because all machines must sum in the same order.
+    The machines' logits may differ in the last bit (other chips, other orders of summing), so the machines might choose
+    different ids. The other machines multiply their ids by 0 instead of leaving them out, so that this sum comes after
+    the sums of their layers: all machines must sum in the same order.
     """
     return mx.distributed.all_sum(ids if group.rank() == 0 else ids * 0, group=group)

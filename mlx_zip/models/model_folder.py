@@ -1,4 +1,4 @@
-"""A model's folder: where it is, and its config.json; needs neither MLX nor mlx-lm."""
+"""Finds a model's folder and reads its config.json; needs neither MLX nor mlx-lm."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, DRAFT_HEAD, 
 def find_model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """Returns the local folder of a model, given a folder, a name of `named.KNOWN` or a hub id, tried in that order.
 
-    A model on the hub is downloaded first, and a model of `named.MADE` is made the first time. revision: the hub's
-    branch, tag or commit. Raises `ModelError`, and `MlxZipError` for a model that cannot be made.
+    A model on the hub is downloaded first, and a model of `named.MADE` is made if it does not exist yet. revision: the
+    hub's branch, tag or commit. Raises `ModelError` if there is no such model, `MlxZipError` if it cannot be made.
     """
     path, name = resolve_model_name(path_or_hf_repo), str(path_or_hf_repo)
     if os.path.isdir(path):  # unlike Path.is_dir, does not raise for a name that is no valid path
@@ -67,7 +67,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def is_plain_model(name: str, revision: str | None = None) -> bool:
-    """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
+    """Returns whether a model is plain, by its config.json. Raises `ModelError` as `find_model_folder` does."""
     return read_model_config(find_model_folder(name, revision))["model_type"] != MODEL_TYPE
 
 
@@ -84,7 +84,7 @@ class ModelArgs:
 
     @property
     def zip_config(self) -> ZipConfig:
-        """The `zip2zip` section, checked. Raises `ConfigError`."""
+        """The `zip2zip` section as a `ZipConfig`. Raises `ConfigError` if the section is missing or wrong."""
         section = self.config.get("zip2zip")
         if not isinstance(section, dict):
             raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
@@ -92,20 +92,20 @@ class ModelArgs:
 
     @property
     def decoder_config(self) -> dict[str, Any]:
-        """The base model's own config."""
+        """The base model's config: this config with the base model's `model_type`."""
         return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
 
 
 def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
-    """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
+    """Returns the codec in a zip2zip model's config.json, or None for a plain model. Raises `ConfigError`."""
     return ModelArgs(dict(config)).zip_config.codec_params if "zip2zip" in config else None
 
 
 def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Returns the keys of config.json that change so that a plain model reads these entries as hypertokens.
+    """Returns the keys of config.json to replace so that a plain model reads these entries as hypertokens.
 
     The model has no hyper-encoder; tuning the pack starts each entry's row from the mean of the rows of its base ids.
-    base: the plain model's config.json. plain: the codec's settings that the pack was tuned with. entries: base ids of
+    base: the plain model's config.json. plain: the codec settings that the pack was tuned with. entries: base ids of
     each entry. Raises `ConfigError`.
     """
     config = plain.config(entries, hidden_width(base))
@@ -114,7 +114,7 @@ def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequen
 
 
 def hidden_width(base: Mapping[str, Any]) -> int:
-    """Returns the width D of a decoder's states. base: its config.json. Raises `ConfigError`."""
+    """Returns the width D of a decoder's states. base: the decoder's config.json. Raises `ConfigError`."""
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
@@ -122,9 +122,9 @@ def hidden_width(base: Mapping[str, Any]) -> int:
 
 
 def codec_for_tuned_pack(params: CodecParams, position_mode: str) -> PlainCodec:
-    """Returns the codec settings that a pack tuned for a plain model records, to be used again with that pack.
+    """Returns the codec settings to record in a pack tuned for a plain model, which then runs with these settings.
 
-    position_mode: "compressed" or "base_token_end". Raises `ConfigError` for a codec without a pad id.
+    position_mode: "compressed" or "base_token_end". Raises `ConfigError` if the codec has no pad id.
     """
     if params.pad_id is None:
         raise ConfigError("the tokenizer has neither a pad nor an eos token, and a codebook needs one of them")

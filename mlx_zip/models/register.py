@@ -1,10 +1,9 @@
-"""Lets mlx_lm load converted models and saved caches and write their texts, without importing mlx_lm.
+"""Lets mlx_lm load converted models and their saved caches, and turn hypertokens into text; does not import mlx_lm.
 
 mlx_lm looks up a model class in the module `mlx_lm.models.<model_type>`, and the class of a saved cache entry in
-`mlx_lm.models.cache`. So a small module is registered as `mlx_lm.models.zip2zip`, which imports its classes when they
-are first used, and `ZipState` is added to `mlx_lm.models.cache` as soon as that module is imported. mlx_lm's
-`stream_generate` turns ids into text without a codebook; so that hypertokens get their text, `generate_step` gives it
-their base ids.
+`mlx_lm.models.cache`. So a small module is registered as `mlx_lm.models.zip2zip`, which imports its classes on first
+use, and `ZipState` is added to `mlx_lm.models.cache` when that module is imported. mlx_lm's `stream_generate` turns ids
+into text without a codebook, so `generate_step` is replaced by a function that yields the base ids of hypertokens.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _ModelModule(ModuleType):
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_PATCHES` as Python would, and changes each one after its code has run."""
+    """Finds the modules of `_PATCHES` as Python does, and applies a module's patch after its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,7 +49,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    """Loads a module with Python's own loader, then changes it."""
+    """Loads a module with Python's own loader, then applies the module's patch."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -69,11 +68,10 @@ def _add_zip_state(cache_module: Any) -> None:
 
 
 def _patch_generation(generate_module: Any) -> None:
-    """Gives mlx_lm's `stream_generate` the base ids of hypertokens; all other callers of `generate_step` get ids.
+    """Makes `generate_step` yield base ids to mlx_lm's `stream_generate`, and ids as they are to all other callers.
 
-    mlx_lm's functions look names up in their module whenever they are called. So references to `stream_generate` that
-    are older than this change, and `generate`, which calls it, get base ids too. `batch_generate` and draft models are
-    refused.
+    mlx_lm's functions look up `generate_step` whenever they are called. So a `stream_generate` that was imported before
+    this change, and `generate`, which calls it, get base ids too. `batch_generate` and draft models are refused.
     """
     steps, texts = generate_module.generate_step, generate_module.stream_generate.__code__
     drafted = generate_module.speculative_generate_step
@@ -117,7 +115,7 @@ def _is_zip_model(model: Any) -> bool:
 
 
 def _yield_base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (base id, log-probabilities of its step) for each base id of each step's id. prompt: base ids [L]."""
+    """Yields (base id, log-probabilities of the step) for all base ids of each step's id. prompt: base ids [L]."""
     state = import_module("mlx_zip.models.rows.zip_state").find_zip_state(kwargs["prompt_cache"])
     if state is None:
         yield from steps(prompt, model, *args, **kwargs)

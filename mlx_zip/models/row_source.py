@@ -1,11 +1,13 @@
 """`RowSource`: fills requests' row tables with hyper rows from the sources that were chosen when the model was loaded.
 
-It holds the row store, the pack with its tuned rows, and the choice of canonical decoding. The modules hold weights
-only, so a model can be copied, saved and trained as any MLX model; a request's changing state is in its cache.
+A `RowSource` holds the row store, the pack with its tuned rows, and the choice of canonical decoding. The model's
+modules hold weights only, so a model can be copied, saved and trained as any MLX model. A request's state is in its
+cache.
 
-An output row is encoded when its entry is installed. An input row is encoded when its id is first read, or earlier and
-several at once (`mlx_zip.models.two_part_step`). If encoders and matrices are both tied, there is one table, and each
-entry is encoded once. Rows are copied to the host one step late, when the id computed with them has been read.
+An output row is encoded when its entry is installed. An input row is encoded when its id is first read, or earlier,
+together with other rows (`mlx_zip.models.two_part_step`). If encoders and matrices are both tied, input and output rows
+are equal, and each entry is encoded once. New rows are copied to the host one step late, after the host has read the id
+that was computed with them, so that the copy does not wait.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ class RowSide(NamedTuple):
 class RowSource:
     """The sources of a model's hyper rows. Every model has one `RowSource`; `mlx_zip.load` sets its fields.
 
-    config: the model's `ZipConfig`, with the start entries and the canonical decoding that `load` was asked for.
-    store: the `RowStore` that keeps rows from one request to the next, or None; it never changes a result. pack: that
-    of `config.start` with its tuned rows, or None when the start entries' rows are encoded.
+    config: the model's `ZipConfig`, with the start entries and the canonical decoding chosen in `load`. store: the
+    `RowStore` that keeps rows from one request to the next, or None; the store never changes a result. pack: the pack
+    of the start entries with tuned rows, or None if the rows of the start entries are encoded.
     """
 
     def __init__(
@@ -87,43 +89,42 @@ class RowSource:
         return self._fingerprint.of_model(model)
 
     def keep_fingerprint(self, model: nn.Module, found: str) -> None:
-        """Makes `found` the model's fingerprint: that of the whole model, of which this machine holds a share."""
+        """Makes `found` the model's fingerprint: the whole model's, because `model` is this machine's share of it."""
         self._fingerprint.set(model, found)
 
     # ---- the store
 
     def submit_rows(self) -> list[mx.array]:
-        """Returns the rows that were encoded for a step, to be computed along with the id that the step chooses."""
+        """Returns the rows encoded since the last call, not yet computed; compute them along with the step's id."""
         return [] if self.store is None else self.store.submit()
 
     def settle_submitted(self) -> None:
-        """Lets the store keep the rows that `submit_rows` returned.
+        """Puts the rows that `submit_rows` returned into the store.
 
-        Call it when the ids computed with them were read. Then it waits for nothing: rows of the step in flight are not
-        among them.
+        Call this after the id that was computed with these rows has been read; then this does not wait.
         """
         if self.store is not None:
             self.store.settle_submitted()
 
     def settle_unsubmitted(self) -> None:
-        """Lets the store keep the rows of earlier calls that `submit_rows` has not returned."""
+        """Puts the rows of earlier calls that `submit_rows` has not returned into the store."""
         if self.store is not None:
             self.store.settle_unsubmitted()
 
     def settle(self) -> None:
-        """Lets the store keep all rows encoded so far, and waits for those that are still being computed."""
+        """Puts all rows encoded so far into the store, and waits for rows that are still being computed."""
         if self.store is not None:
             self.store.settle()
 
     def rows(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-        """Returns rows [N, D] of N > 0 entries, from the store or encoded: base_ids [N, merge_size], lengths [N]."""
+        """Returns a side's rows [N, D] of N > 0 entries (base_ids [N, M], lengths [N]), from the store or encoded."""
         encode = partial(self.encode, side)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
         return self.store.rows(self._row_kind(side), base_ids, lengths, encode)
 
     def encode(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-        """Returns rows [N, D] of N > 0 entries, encoded now: a single one by `SingleEncoder`, except in training."""
+        """Encodes the rows [N, D] of N > 0 entries; uses `SingleEncoder` for a single entry, except in training."""
         if len(lengths) == 1 and not side.training:
             single = self._row_kinds.single_encoder(side.name, side.encoder, side.matrix)
             if single is not None:
@@ -131,15 +132,15 @@ class RowSource:
         return encode_entries(side.encoder, side.matrix, base_ids, lengths)
 
     def _row_kind(self, side: RowSide) -> RowKind:
-        """Returns the store's name for the rows that this side makes with its current weights."""
+        """Returns the kind of the rows that this side makes with its current weights."""
         return self._row_kinds.kind(side.name, side.encoder, side.matrix)
 
     # ---- the row tables of a request
 
     def fill_inputs(self, state: ZipState, side: RowSide, places: np.ndarray) -> None:
-        """Puts the missing input rows of the entries at places [N] into the input table.
+        """Puts the input rows of the entries at places [N], which have none yet, into the input table.
 
-        side: the input side; if both sides have the same rows, the output side, whose table must have the rows already.
+        side: the input side. If both sides have equal rows, the output side, whose table's rows are copied.
         """
         if len(places) == 0:
             return
@@ -188,8 +189,8 @@ class RowSource:
     def resolve_packs(self, state: ZipState) -> list[Pack]:
         """Returns the distinct packs with tuned rows that the sequences of a request began with.
 
-        A saved state names a pack by its fingerprint only; the name is replaced by this source's `pack`. Raises
-        `ModelError` if that is not the pack named.
+        A state that was loaded from a file has only a pack's fingerprint, which is replaced by this source's `pack`.
+        Raises `ModelError` if `pack` has another fingerprint.
         """
         state.tuned = [self._pack_with_fingerprint(mark) if isinstance(mark, str) else mark for mark in state.tuned]
         return list({id(one): one for one in state.tuned if isinstance(one, Pack)}.values())
@@ -204,10 +205,10 @@ class RowSource:
         return self.pack
 
     def put_tuned_rows(self, state: ZipState, sides: Sequence[tuple[RowSide, RowTable]]) -> None:
-        """Puts the tuned rows of all sequences into the tables, cast to the type of encoded rows.
+        """Puts the tuned rows of all sequences into the tables, cast to the dtype of encoded rows.
 
-        sides: each side to fill, with its table. Where both sides have the same rows, only the output side is filled;
-        input rows are copied from it when they are read.
+        sides: each side to fill, with its table. If both sides have equal rows, only the output side is filled; input
+        rows are copied from it when they are read.
         """
         for b, pack in enumerate(state.tuned):
             if isinstance(pack, Pack) and not state.bound[b]:
@@ -220,7 +221,7 @@ class RowSource:
                 state.mark_tuned_rows(list(rows))
 
     def _tuned_rows_of_side(self, pack: Pack, side: RowSide) -> mx.array:
-        """Returns a pack's tuned rows [P, D] of one side, in the type of encoded rows."""
+        """Returns a pack's tuned rows [P, D] of one side, cast to the dtype of encoded rows."""
         assert pack.rows is not None
         rows = pack.rows.output if side.name == "output" else pack.rows.input
         return mx.array(rows).astype(self._row_kind(side).dtype)

@@ -1,8 +1,9 @@
-"""A model call for one id per sequence in two parts, so that the device can begin before the host has read the id.
+"""A model call for one id per sequence, in two parts, so that the device can begin before the host has read the ids.
 
-`run` builds the decoder's body over ids that are still on the device. `follow` reads the ids, updates the codebooks and
-builds the head. So the host reads an id while the body over that id runs. It must read the id from the array of the
-step that chose it, because MLX makes the arrays of a graph available only when the whole graph is computed.
+`run` builds the decoder's body for ids that are still on the device. `follow` reads the ids, updates the codebooks and
+builds the head. So the host reads an id while the device runs the body for this id. The host must read the id from the
+array of the step that chose the id, because MLX makes the arrays of a graph available only when the whole graph is
+computed.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from mlx_zip.models.rows.zip_state import HostIds, ZipState
 from mlx_zip.models.zip_model import Model
 
 # How many missing input rows are encoded together. Encoding them one by one would read the encoder's weights in every
-# step that installs an entry. In real text 19 to 33 % of the steps read a hypertoken for the first time, and an 8-bit
-# encoder of two layers reads 11 to 15 % of what a 4-bit body reads, so encoding all rows costs less than running bodies
-# twice. The body runs twice in a step that reads an entry before its row is there (`ZipState.second_bodies`). With five
-# rows together, Llama-3's ids, 2,048 entries and texts of 1,024 ids, these are 0.04 % (dialogues), 0.2 %
-# (encyclopedia), 0.7 % (mathematics) and 0.4 to 0.9 % (code) of the steps; with eight rows, 1.7 and 1.8 % in code. The
-# aim was at most 1 %.
+# step that installs an entry. Not encoding them in advance would run the body twice whenever a hypertoken is read for
+# the first time, in 19 to 33 % of the steps of real text; that costs more, because an 8-bit encoder of two layers reads
+# only 11 to 15 % of what a 4-bit body reads. The body still runs twice in a step that reads an entry before its input
+# row is encoded (`ZipState.second_bodies`). With five rows together, Llama-3's ids, 2,048 entries and texts of 1,024
+# ids, this happens in 0.04 % (dialogues), 0.2 % (encyclopedia), 0.7 % (mathematics) and 0.4 to 0.9 % (code) of the
+# steps; with eight rows together, in 1.7 and 1.8 % (code). The aim was at most 1 %.
 INPUT_ROWS_TOGETHER = 5
 
 
 class TwoPartStep:
-    """Runs a model on one request's cache, one id per sequence at a time. `run` and `follow` together are one call.
+    """Runs a model on a cache, one id per sequence at a time; `run` and `follow` together are one model call.
 
-    A body that reads an id which the host has not seen finds the id's input row in the table of input rows. `run` puts
-    the missing rows of installed entries there when `INPUT_ROWS_TOGETHER` of them are missing. For the rare id that is
-    read before its row is there, `follow` runs the body again, with the row.
+    The body looks up an id that the host has not read in the table of input rows. `run` puts the missing rows of
+    installed entries into this table when `INPUT_ROWS_TOGETHER` of them are missing. In the rare case that an id is
+    read before its row is in the table, `follow` runs the body again.
     """
 
     def __init__(self, model: Model, cache: Sequence[Any]) -> None:
         self.model, self.cache = model, cache
 
     def run(self, ids: mx.array) -> mx.array | None:
-        """Returns the body's output [B, 1, D] for ids [B], which the host need not have read; pass it to `follow`.
+        """Returns the body's output [B, 1, D] for ids [B], which may still be on the device; `follow` takes the output.
 
         Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
-        `Model.trim_cache` to trim them. Returns None, with the KV caches unchanged, if the ids may make LongRoPE switch
-        between its short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the
-        model.
+        `Model.trim_cache` to trim them. Returns None, leaving the KV caches unchanged, if the ids may make LongRoPE
+        switch between its short and long factors. Raises `ModelError`, leaving everything unchanged, if the cache does
+        not fit the model.
         """
         model = self.model
         kv, state = model.check_cache(self.cache)
@@ -67,10 +68,10 @@ class TwoPartStep:
         return h
 
     def follow(self, h: mx.array, ids: mx.array) -> mx.array:
-        """Reads ids [B] and returns their logits [B, 1, W]; h [B, 1, D] is what `run(ids)` returned.
+        """Reads ids [B] and returns their logits [B, 1, W]. h [B, 1, D]: what `run(ids)` returned.
 
-        The body runs a second time if a sequence's id is a hypertoken that had no input row during `run`;
-        `state.second_bodies` counts that. Raises what `Model.__call__` raises.
+        Runs the body a second time if an id is a hypertoken that had no input row during `run`; `state.second_bodies`
+        counts these cases. Raises what `Model.__call__` raises.
         """
         model, kv, state = self.model, self.cache[:-1], self.cache[-1]
         host_ids = read_ids_on_host(ids, state)
@@ -85,7 +86,7 @@ class TwoPartStep:
         return model.joint_head(h, state, advance, causal=False)
 
     def _fill_missing_inputs(self, state: ZipState) -> None:
-        """Puts the missing input rows of installed entries into the table of input rows, if enough are missing."""
+        """Puts missing input rows of installed entries into the table of input rows, if enough are missing."""
         if state.places is not None:
             self.model.fill_outputs(state)  # gives new entries their places
         places = state.missing_installed_inputs()
@@ -106,7 +107,7 @@ class TwoPartStep:
 
 @partial(mx.compile, shapeless=True)
 def _split_base_and_hyper(vocab_size: int, capacity: int, ids: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns for ids [B, 1]: base ids, 0 in place of a hypertoken; whether they are hypertokens; their slots.
+    """Returns three arrays [B, 1] for ids [B, 1]: base ids (0 for hypertokens), whether each is a hypertoken, slots.
 
     Slots are clipped below `capacity`, and negative ids become base id 0; for illegal ids `follow` raises.
     """

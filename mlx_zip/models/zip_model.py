@@ -54,10 +54,9 @@ class DecoderBody(nn.Module):
 class Model(nn.Module):
     """A causal model whose vocabulary grows: `model(ids, cache=cache) -> logits`.
 
-    Built by mlx-lm's loader from `ModelArgs`. Holds weights only. What a request changes lives in the cache that
-    `make_cache` makes. What is chosen at load (row store, pack, start entries, canonical decoding) is in `row_source`,
-    which is no parameter: mlx's functions for modules do not see it. Raises `ConfigError` when the config is not
-    supported or contradicts itself.
+    Built by mlx-lm's loader from `ModelArgs`. Holds weights only: a request's state is in the cache that `make_cache`
+    makes, and what was chosen at load (row store, pack, start entries, canonical decoding) is in `row_source`, which
+    MLX does not treat as a parameter. Raises `ConfigError` if the config is not supported or contradicts itself.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -82,7 +81,7 @@ class Model(nn.Module):
             self.output_encoder = make_encoder(zip_config.encoder, zip_config.merge_size, SIDES[1])
 
     def __copy__(self) -> Model:
-        """Returns a model that shares this one's modules. If one of the two gets another module, the other does not."""
+        """Returns a model with the same modules; assigning a module to one of the two does not change the other."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         dict.update(twin, self)
@@ -104,12 +103,12 @@ class Model(nn.Module):
     ) -> mx.array:
         """Returns logits [B, L, W] in the model's dtype for ids [B, L], integers; W = `layout.width`, column = id.
 
-        Columns of slots without an entry and of the base tail are -inf. By default the entries that exist after the
-        call can be chosen at each of its L positions, as upstream; with `causal=True` an entry that an id of this call
-        installs can be chosen from that id's position on only. cache: from `make_cache`, updated in place; without one
-        the call starts a new request. long: whether LongRoPE uses its long factors, None to choose by the last id's
-        position; for a prompt read in several calls, give `needs_long` of the whole prompt. Raises `CodecError` for an
-        illegal id and `ModelError` for a cache that does not fit, before anything changes.
+        Columns of slots without an entry and of the base tail are -inf. causal: whether an entry that an id of this
+        call installs can be chosen only from that id's position on; by default, as upstream, it can be chosen at all L
+        positions. cache: from `make_cache`, updated in place; None starts a new request. long: whether LongRoPE uses
+        its long factors; None decides by the last id's position. For a prompt read in several calls, give `needs_long`
+        of the whole prompt. Raises, before anything changes, `CodecError` for an illegal id and `ModelError` if the
+        cache does not fit the model.
         """
         if cache is None:
             raise_unless_ids_shape(ids)
@@ -119,7 +118,7 @@ class Model(nn.Module):
     def read(
         self, ids: mx.array, cache: Sequence[Any], *, causal: bool = False, long: bool | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Returns what `__call__` does, and the body's output [B, L, D] that the logits come from."""
+        """Returns the logits, as `__call__` does, and the body's output [B, L, D] that gave them."""
         raise_unless_ids_shape(ids)
         kv, state = self.check_cache(cache)
         host_ids, before = read_ids_on_host(ids, state), state.offset
@@ -143,15 +142,15 @@ class Model(nn.Module):
     ) -> list[Any]:
         """Returns the cache of a new request: one KV cache per layer, then the `ZipState`.
 
-        left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
-        one sequence. pack: what the codebook begins with in place of the model's own entries: the path of a pack, a
-        `Pack`, entries (sequences of base ids), or a list of B of these, None among them for the model's own; `()`
-        begins with nothing. Rows of a tuned pack are used.
+        left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for one
+        sequence. pack: replaces the model's own pack. It is the path of a pack file, a `Pack`, or a sequence of
+        entries, each a sequence of base ids (`()`: begin without entries); or a list of B of these, with None for the
+        model's own. If the pack is tuned, its rows are used.
 
-        Every layer gets a full KV cache, also under a sliding window, so that every cache can be trimmed and
-        quantized. Raises `ModelError` for an empty or negative left_padding, for packs that are not one per sequence,
-        and for rows that were tuned for another model; `CodecError` naming the entry that does not fit the codec;
-        `DataError` for a file that is no pack. The pack's tokenizer is not checked: `stream_generate` does that.
+        Every layer gets a full KV cache, also under a sliding window, so that every cache can be trimmed and quantized.
+        Raises `ModelError` if `left_padding` is empty or has a negative number, if there is not one pack per sequence,
+        or if rows were tuned for another model; `CodecError` naming the entry that does not fit the codec; `DataError`
+        if a file is not a pack. The pack's tokenizer is not checked: `stream_generate` does that.
         """
         from mlx_lm.models.cache import BatchKVCache, KVCache  # importing it takes a second, so only when needed
 
@@ -167,9 +166,9 @@ class Model(nn.Module):
         return [*(BatchKVCache(padding) for _ in self.layers), state]
 
     def _checked_pack(self, pack: Pack | None) -> Pack | None:
-        """Returns what a sequence begins with: `pack`, or for None the model's own.
+        """Returns `pack`, or the model's own pack if `pack` is None.
 
-        Raises `ModelError` for tuned rows of another model, and for entries without rows if the model has no encoder.
+        Raises `ModelError` if its rows are of another model, or if there are neither rows nor a hyper-encoder.
         """
         pack = self.row_source.pack if pack is None else pack
         if pack is not None and pack.rows is not None:
@@ -184,9 +183,9 @@ class Model(nn.Module):
             pack.rows.check_model(self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
 
     def take_pack(self, pack: PackOrEntries) -> None:
-        """Makes requests begin with this pack from now on, unless they name another; pack as in `make_cache`.
+        """Makes requests begin with this pack from now on, unless they name another. pack: as in `make_cache`.
 
-        Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
+        Raises `ConfigError` naming the entry that does not fit, and `ModelError` if the rows are of another model.
         """
         found = resolve_pack(pack)
         config = replace(self.config, start=found.entries)
@@ -196,8 +195,8 @@ class Model(nn.Module):
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
         """Returns a request's KV caches and its `ZipState`.
 
-        Raises `ModelError` for a cache of another model, and for one whose KV caches and codebooks hold different
-        numbers of ids. The cache may have begun with any entries: they belong to the request.
+        Raises `ModelError` if the cache is of another model, or its KV caches and codebooks hold different numbers of
+        ids. A cache that began with any pack is accepted.
         """
         state = cache[-1] if len(cache) == len(self.layers) + 1 else None
         if not isinstance(state, ZipState):
@@ -213,22 +212,23 @@ class Model(nn.Module):
     def needs_long(self, state: ZipState, ids: np.ndarray) -> bool:
         """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors; False without LongRoPE.
 
-        Raises `CodecError` for ids that such a call would refuse.
+        Raises `CodecError` if the call would refuse an id.
         """
         return needs_long_factors(
             state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size
         )
 
     def trim_cache(self, cache: Sequence[Any], offset: int) -> None:
-        """Trims codebooks and KV caches to `offset` ids per sequence. Those that hold no more ids are not changed."""
+        """Trims codebooks and KV caches to `offset` ids per sequence. KV caches with fewer ids are not changed."""
         cache[-1].trim(cache[-1].offset - offset)
         for layer_cache in cache[:-1]:
             layer_cache.trim(max(0, kv_length(layer_cache) - offset))
 
     def bind_tuned_rows(self, state: ZipState) -> None:
-        """Puts the tuned rows that a request begins with into its row tables, if they are not there yet.
+        """Puts the tuned rows that a request begins with into its row tables, unless the tables have them.
 
-        Raises `ModelError`, with nothing done, for rows of another model or a saved state whose pack is not loaded.
+        Raises `ModelError`, leaving everything unchanged, if the rows were tuned for another model or the pack of a
+        saved state is not loaded.
         """
         if state.has_all_tuned_rows:
             return
@@ -242,8 +242,8 @@ class Model(nn.Module):
     def hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds, long: bool | None = None) -> mx.array:
         """Returns the body's output [B, L, D] for ids [B, L], which the state has just read. long: as in `__call__`.
 
-        When a call changes LongRoPE's factors, the KV caches are filled again from the whole id log, in this call; a
-        loop does that beforehand, some ids at a time (`mlx_zip.models.longrope_refill`).
+        If the call changes LongRoPE's factors, it also fills the KV caches again from the whole id log. A decode loop
+        avoids this by filling them in chunks before the call (`mlx_zip.models.longrope_refill`).
         """
         length = ids_per_sequence(ids)
         positions = positions_of_read_ids(state, ids, self.config.position_mode, self.traits.long_context)
@@ -274,7 +274,7 @@ class Model(nn.Module):
         return self.scaled(h)
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
-        """Returns h [B, L, D] with the input rows of slots [B, L] in place of its own; a slot of -1 keeps that of h."""
+        """Returns h [B, L, D] with the input rows of slots [B, L] in it. Where the slot is -1, the row of h is kept."""
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
@@ -282,9 +282,9 @@ class Model(nn.Module):
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
-        """Puts the input rows of entries that were evicted since ids [B, L] were read into h, and returns h [B, L, D].
+        """Puts input rows into h [B, L, D] for those ids [B, L] whose entries have been evicted since; returns h.
 
-        At these places `slots` [B, L] becomes -1, because the slots hold other entries now.
+        Sets `slots` [B, L] to -1 for these ids, because their slots hold other entries now.
         """
         sequence, column, *entries = state.evicted_since_read(ids)
         if len(column):
@@ -331,7 +331,7 @@ class Model(nn.Module):
     def run_layers(
         self, h: mx.array, kv: Sequence[Any], positions: Positions, submit: Callable[[mx.array], None] | None = None
     ) -> mx.array:
-        """Runs the decoder's body: embeddings h [B, L, D] -> output [B, L, D]. The KV caches take up L more ids.
+        """Runs the decoder's body: embeddings h [B, L, D] -> output [B, L, D]. Adds L ids to the KV caches.
 
         submit: called with each layer's output as soon as it is built.
         """
@@ -370,9 +370,10 @@ class Model(nn.Module):
     def _slot_logits(
         self, hyper: mx.array, h: mx.array, state: ZipState, opened: int | np.ndarray, evicted: Sequence[EvictedEntry]
     ) -> list[mx.array]:
-        """Returns logits by slot in parts [B, L, slots of the part], -inf for slots that cannot be chosen.
+        """Returns the slots' logits, -inf for slots that cannot be chosen, as arrays to join along the last axis.
 
-        hyper [B, L, places]: the logits of h [B, L, D] by place. opened: `installed` of `_mask_closed_slots`.
+        hyper [B, L, places]: the logits of h [B, L, D] by place. opened: how many slots can be chosen, as `installed`
+        of `_mask_closed_slots`. evicted: entries that were evicted within the call.
         """
         alike = 0 if evicted or state.places is None else state.count_slots_with_equal_places(int(np.min(opened)))
         own = state.values_by_slot(hyper, alike)
@@ -385,10 +386,10 @@ class Model(nn.Module):
         return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
     def _restore_evicted_logits(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:
-        """Corrects the slots' logits for entries that were evicted within the call, and returns them.
+        """Corrects `hyper` for entries that were evicted within the call, and returns it.
 
-        hyper [B, L, slots]: logits of h [B, L, D] and the entries that the slots hold after the call. At the positions
-        where a slot held an entry that was evicted later in the call, the logit becomes that entry's.
+        hyper [B, L, slots]: logits of h [B, L, D] for the entries that the slots hold after the call. At positions
+        where a slot held an entry that was evicted later in the call, the logit is replaced by that entry's.
         """
         base_ids, lengths = np.stack([one.base_ids for one in evicted]), np.array([one.length for one in evicted])
         rows = self.row_source.rows(self.side("output"), base_ids, lengths)
@@ -411,9 +412,9 @@ class Model(nn.Module):
     def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
         """Returns the input rows and the output rows [N, D] of N entries, encoded now.
 
-        base_ids [N, merge_size]: padded with the pad id. lengths [N]: how many of them are real.
+        base_ids [N, merge_size]: padded with the pad id. lengths [N]: how many base ids of each entry are real.
 
-        Raises `ModelError` for other shapes, ids that are no base ids and lengths outside 1..merge_size.
+        Raises `ModelError` if a shape is wrong, an id is not a base id, or a length is outside 1..merge_size.
         """
         width, vocab = self.config.merge_size, self.config.vocab_size
         if base_ids.ndim != 2 or base_ids.shape[1] != width or lengths.shape != base_ids.shape[:1]:
@@ -440,7 +441,7 @@ class Model(nn.Module):
 
     @property
     def head_matrix(self) -> nn.Module:
-        """The module that holds the head's rows: the embedding when it is tied."""
+        """The module that holds the head's rows: the embedding if the head is tied to it."""
         return self.model.embed_tokens if self.traits.tied else self.lm_head
 
     @property
@@ -450,13 +451,13 @@ class Model(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the weights as they are now; a pack records it with the rows tuned for this model."""
+        """The fingerprint of the weights as they are now. A pack with rows tuned for this model records it."""
         return self.row_source.fingerprint(self)
 
     def weights_changed(self) -> None:
         """Stops using rows that were encoded before the weights changed.
 
-        Call it after changing weights in place (`w *= 2`). Replaced tensors are noticed without this call.
+        Call this after changing weights in place (`w *= 2`). The replacement of a tensor is noticed without this call.
         """
         self.row_source.weights_changed()
 
@@ -488,10 +489,10 @@ class Model(nn.Module):
 
 
 def _mask_closed_slots(hyper: mx.array, installed: int | np.ndarray, first: int = 0) -> mx.array:
-    """Returns the logits hyper [B, L, slots] of the slots from `first` on, -inf for those that cannot be chosen.
+    """Returns the logits hyper [B, L, slots] of the slots from `first` on, with -inf for slots that cannot be chosen.
 
-    installed: how many of all slots can be chosen; one number for a single sequence, and then the other slots are cut
-    off; else [B] or, per position, [B, L].
+    installed [B], or [B, L] per position: how many slots, counted from slot 0, can be chosen. For a single sequence it
+    may be an int; then the columns of the other slots are cut off.
     """
     if isinstance(installed, int):
         return hyper[..., :installed]

@@ -1,4 +1,4 @@
-"""The pack that a user chose for a model: read and merged from one or several, checked against the model, recorded."""
+"""Reads and merges the packs that a user chose for a model, checks that they fit the model, and records them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Pack | None:
     """Reads one pack or several, each a path or a `Pack`, and merges them; returns None for None.
 
-    Raises `DataError` naming a file that is no pack.
+    Raises `DataError` naming a file that is not a pack.
     """
     if packs is None:
         return None
@@ -31,9 +31,9 @@ def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Pack | None:
 def load_options(pack: Pack | None, codebook_size: int | None, plain: bool) -> dict[str, Any]:
     """Returns the arguments `pack` and `codebook_size` to call `load` with.
 
-    pack: the chosen one, None for the model's own. codebook_size: maximum number of hypertokens, None for the model's
-    own. plain: whether it is a plain model. A pack with tuned rows is loaded with the model. A pack without rows is
-    given to each request later; a zip2zip model is then loaded with an empty pack in place of its own.
+    pack: the chosen pack, None for the model's own. codebook_size: maximum number of hypertokens, None for the model's
+    own. plain: whether the model is plain. A pack with tuned rows is given to `load`. A pack without rows is given to
+    each request instead, and a zip2zip model is then loaded with an empty pack in place of its own.
     """
     from mlx_zip.packs.pack import Pack
 
@@ -43,9 +43,9 @@ def load_options(pack: Pack | None, codebook_size: int | None, plain: bool) -> d
 
 
 def pack_record(pack: Pack | None, model: Any) -> dict[str, Any]:
-    """Returns the size of a zip2zip model's codebook and the fingerprint of its pack, by name; {} for a plain model.
+    """Returns `codebook_size` and `codebook_fingerprint` of a zip2zip model, for a record; {} for a plain model.
 
-    The fingerprint is that of the chosen pack, else of the tuned pack in the model's folder, else None.
+    The fingerprint is that of `pack`, else of the tuned pack that the model was loaded with, else None.
     """
     if not has_hypertokens(model):
         return {}
@@ -55,14 +55,14 @@ def pack_record(pack: Pack | None, model: Any) -> dict[str, Any]:
 
 
 def check_pack_fits(pack: Pack, model: Any, tokenizer: Any) -> None:
-    """Raises `GenerationError` or `DataError` naming the pack if it does not fit the model or its tokenizer."""
+    """Raises `DataError` or `GenerationError`, naming the pack, if it does not fit the tokenizer or the model."""
     pack.check_made_for(tokenizer)
     if has_hypertokens(model):
         check_codec(pack, model.config)
 
 
 def pack_flag_with_files(pack: Pack) -> str:
-    """Returns the flag with the pack's files, for messages."""
+    """Returns --pack with the names of the pack's files, for messages."""
     return f"--pack {' '.join(pack.by_name)}"
 
 

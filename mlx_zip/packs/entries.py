@@ -1,4 +1,4 @@
-"""The entries of a pack, in slot order, and their files. A file's suffix says which of three forms it has:
+"""Reads and writes the entries of a pack, in slot order. A file's suffix says which of three forms it has:
 
     .json   [[12, 7], [5, 5, 9], ...]: a list of lists of base ids
     .npz    arrays `entries` uint32 [P, M], each row padded after its length, and `lengths` int64 [P]
@@ -32,8 +32,8 @@ _WHAT = "a pack"
 def read_entries(path: str | Path) -> tuple[Entry, ...]:
     """Reads the entries of a pack, in slot order; no pickle is executed.
 
-    Raises `DataError` naming the file, and the entry if one has fewer than two ids, holds an id that is not an integer
-    from 0 to 2^32-1, or repeats an earlier entry.
+    Raises `DataError` naming the file if it cannot be read, or if an entry, which the message names, has fewer than two
+    ids, holds an id that is not an integer from 0 to 2^32-1, or repeats an earlier entry.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -47,7 +47,7 @@ def write_entries(
     """Writes a pack in the form that the file's suffix says; a file that exists is replaced only by a complete one.
 
     merge_size: maximum length of an entry, and width of the arrays, which are padded with `pad_id` (None: 0). Raises
-    `DataError` as `read_entries` does, also for an entry longer than `merge_size`, and `OSError`.
+    `DataError` as `read_entries` does and if an entry is longer than `merge_size`, and `OSError`.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -83,7 +83,7 @@ def _lengths_file(path: Path) -> Path:
 
 
 def _read_json(path: Path) -> list[tuple[Any, ...]]:
-    """Reads the entries of a .json pack; what they hold is not checked. Raises `DataError` naming the file."""
+    """Reads the entries of a .json pack without checking their ids. Raises `DataError` naming the file."""
     try:
         check_regular_file(path)
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def _read_arrays(path: Path) -> list[tuple[int, ...]]:
 
 
 def _unpad_entries(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
-    """Returns padded entries [P, M] and lengths [P] as tuples without padding. Errors as of `_check_arrays`."""
+    """Returns padded entries [P, M] and lengths [P] as tuples without padding. Errors as in `_check_arrays`."""
     _check_arrays(path, entries, lengths)
     return [tuple(row[:n]) for row, n in zip(entries.tolist(), lengths.tolist(), strict=True)]
 
@@ -128,7 +128,7 @@ def _check_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> N
 
 
 def checked_entries(path: Path, entries: Iterable[Sequence[Any]], merge_size: int | None = None) -> tuple[Entry, ...]:
-    """Returns entries as tuples of ints. merge_size: maximum length of an entry; None: any length.
+    """Returns entries as tuples of ints. merge_size: maximum length of an entry, None for any length.
 
     Raises `DataError` as `read_entries` does, naming `path` and the wrong entry.
     """

@@ -4,9 +4,10 @@ A pack's .npz file holds the arrays of `mlx_zip.packs.entries` (`entries`, `leng
 tokenizer's fingerprint, the texts that the entries were learned from, and their rates. A tuned pack also holds rows of
 its entries for one model (`mlx_zip.packs.tuned`).
 
-The entries of a model's own pack are in its config.json, because mlx-lm builds a model from config.json alone; so
-mlx-lm's `load` and conversion and the hub keep them. The tuned rows are in `pack.npz` beside it, and fit that model
-only. A damaged pack raises an error, because without it the model's answers would change silently.
+The entries of a model's own pack are in the model's config.json, because mlx-lm builds a model from config.json alone;
+so they are kept when mlx-lm loads or converts the model, and on the hub. The tuned rows are in `pack.npz` beside
+config.json, and fit that model only. A damaged pack raises an error, because the model's answers would change silently
+without the pack.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mlx_zip.packs.tuned import PlainCodec, TunedRows, rows_from_arrays, rows_to
 VERSION = 1
 SUFFIX = ".npz"
 IN_FOLDER = "pack.npz"  # in a model's folder: the model's own pack, tuned for it
-IN_ADAPTER = "zip2zip_pack_rows.safetensors"  # beside an adapter: rows of its pack, for the model that it makes
+IN_ADAPTER = "zip2zip_pack_rows.safetensors"  # beside an adapter: tuned rows for the merged model
 ROWS = ("input_rows", "output_rows")
 
 
@@ -45,8 +46,8 @@ class Pack(Sequence[Entry]):
     A pack is an immutable sequence of its entries, which the codec takes as `start`. Packs of equal fingerprints are
     equal. tokenizer: fingerprint of the tokenizer whose ids the entries hold, None if unknown. about: other facts from
     the file, such as the texts the pack was learned from. rows: tuned rows of the entries in the same order, None for a
-    pack that was not tuned. name: the file that the pack was read from, for messages. parts: the packs that it was
-    merged from. Raises `DataError` unless there is a row for each entry.
+    pack that was not tuned. name: the file that the pack was read from, for messages. parts: the packs that this pack
+    was merged from. Raises `DataError` if the number of rows is not that of the entries.
     """
 
     entries: tuple[Entry, ...]
@@ -92,14 +93,14 @@ class Pack(Sequence[Entry]):
 
     @cached_property
     def tuned_fingerprint(self) -> str | None:
-        """Hex digest of entries and rows, by which saved caches know the pack; None for a pack without rows."""
+        """Hex digest of entries and rows, which a saved cache stores to name the pack; None for a pack without rows."""
         if self.rows is None:
             return None
         return sha256(json.dumps([self.entries, self.rows.fingerprint]).encode()).hexdigest()
 
     @property
     def by_name(self) -> dict[str, Pack]:
-        """The packs that this one was merged from, or itself, by the names of their files."""
+        """The packs that this pack was merged from, or this pack itself, by the names of their files."""
         return {one.name or f"pack {number}": one for number, one in enumerate(self.parts or (self,), start=1)}
 
     @property
@@ -108,7 +109,7 @@ class Pack(Sequence[Entry]):
         return max(map(len, self.entries), default=2)
 
     def plain_codec(self) -> PlainCodec:
-        """Returns the codec of the plain model that the pack was tuned for. Raises `ModelError` if it was not."""
+        """Returns the codec of the plain model that the pack was tuned for. Raises `ModelError` if there is none."""
         if self.rows is None or self.rows.plain is None:
             kind = "has no rows" if self.rows is None else "was tuned for a zip2zip model"
             raise ModelError(
@@ -118,7 +119,7 @@ class Pack(Sequence[Entry]):
         return self.rows.plain
 
     def check_tokenizer(self, fingerprint: str, name: str) -> None:
-        """Raises `DataError` if the pack was learned with another tokenizer. name: the pack's, for the message."""
+        """Raises `DataError` if the pack was learned with another tokenizer. name: the pack's name, for the message."""
         if self.tokenizer is not None and self.tokenizer != fingerprint:
             raise DataError(
                 f"{name} was learned with another tokenizer ({self.tokenizer[:12]}, not {fingerprint[:12]}): its base "
@@ -128,9 +129,9 @@ class Pack(Sequence[Entry]):
     def check_made_for(self, tokenizer: Any, name: str | None = None) -> None:
         """Raises `DataError` if the pack was learned with another tokenizer.
 
-        tokenizer: one of transformers, or mlx-lm's wrapper of it. name: the pack's, for the message. None: each of the
-        packs that this one was merged from is checked under its own name, because the tokenizer of a merged pack is
-        unknown if that of any part is.
+        tokenizer: one of transformers, or mlx-lm's wrapper of it. name: the pack's name, for the message. If `name` is
+        None, each pack that this pack was merged from is checked under its own name. (A merged pack's tokenizer is
+        unknown if that of any part is unknown.)
         """
         packs = self.by_name if name is None else {name: self}
         if any(pack.tokenizer is not None for pack in packs.values()):
@@ -144,13 +145,13 @@ class Pack(Sequence[Entry]):
 # ---- what arguments named `pack` accept
 
 PackLike = Pack | str | PathLike  # a pack, or the path of a pack file
-PackOrEntries = PackLike | Sequence[Sequence[int]]  # a request also takes entries, each a sequence of base ids
+PackOrEntries = PackLike | Sequence[Sequence[int]]  # a request may also begin with entries, each a sequence of base ids
 
 
 def as_pack(pack: PackLike) -> Pack:
     """Returns `pack` if it is a `Pack`, else reads the pack file at that path.
 
-    Raises `DataError` naming the file, or the type of a value that is neither.
+    Raises `DataError` if the file is not a pack, or `pack` is neither a `Pack` nor a path.
     """
     if isinstance(pack, Pack):
         return pack
@@ -162,7 +163,7 @@ def as_pack(pack: PackLike) -> Pack:
 def resolve_pack(pack: PackOrEntries) -> Pack:
     """Returns the pack that a request begins with.
 
-    Raises `DataError` for a file that is no pack, `CodecError` for another value that is not a sequence of entries.
+    Raises `DataError` if a file is not a pack, `CodecError` if `pack` is neither a pack nor a sequence of entries.
     """
     if isinstance(pack, PackLike):
         return as_pack(pack)
@@ -175,8 +176,8 @@ def resolve_pack(pack: PackOrEntries) -> Pack:
 def split_packs(pack: Any, batch: int) -> list[Pack | None]:
     """Returns what each of `batch` sequences begins with, given one pack for all of them or a list of one pack each.
 
-    A pack is one of those that `resolve_pack` takes, or None for the model's own. Raises `ModelError` for other values
-    and for another number of packs than sequences, `DataError` for a file that is no pack.
+    A pack may be anything that `resolve_pack` takes, or None for the model's own. Raises `ModelError` for other values
+    and if the list does not have one pack per sequence, `DataError` if a file is not a pack.
     """
     if pack is None or _is_one_pack(pack):
         return [None if pack is None else resolve_pack(pack)] * batch
@@ -184,7 +185,7 @@ def split_packs(pack: Any, batch: int) -> list[Pack | None]:
         raise ModelError(f"there are {len(pack)} packs for {batch} sequence(s)")
     found = {
         id(one): resolve_pack(one) for one in pack if one is not None
-    }  # one that several sequences share is read once
+    }  # a pack that several sequences share is read once
     return [found.get(id(one)) for one in pack]
 
 
@@ -208,9 +209,9 @@ Tuned = Pack | str | None  # a pack with tuned rows; its `tuned_fingerprint`, af
 
 
 def tuned_fingerprint(begun: Any) -> str | None:
-    """Returns the fingerprint of the tuned rows that a sequence began with, None without them.
+    """Returns the fingerprint of the tuned rows that a sequence began with, or None if it began without tuned rows.
 
-    begun: the pack or entries that it began with, or the fingerprint itself.
+    begun: the pack or entries that the sequence began with, or the fingerprint itself.
     """
     if isinstance(begun, Pack):
         return begun.tuned_fingerprint
@@ -221,7 +222,7 @@ def tuned_fingerprint(begun: Any) -> str | None:
 
 
 def load_pack(path: str | PathLike[str]) -> Pack:
-    """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
+    """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or not a pack."""
     path = files.expand_home(path)
     entries = read_entries(path)
     if path.suffix != SUFFIX:
@@ -243,9 +244,10 @@ def load_pack(path: str | PathLike[str]) -> Pack:
 
 
 def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
-    """Reads the pack in a model's folder; None if there is none. start: the start entries in the model's config.json.
+    """Reads the pack in a model's folder; returns None if there is none.
 
-    Raises `DataError` for a pack that cannot be read, `ModelError` for a pack whose entries are not `start`.
+    start: the start entries in the model's config.json. Raises `DataError` if the pack cannot be read, `ModelError` if
+    its entries are not `start`.
     """
     path = folder / IN_FOLDER
     if not os.path.lexists(path):  # a broken link is an error, not a missing pack
@@ -296,11 +298,11 @@ def save_pack(path: str | Path, pack: Pack) -> None:
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
-    """Merges packs: takes the best remaining entry of each in turn, no entry twice, at most `size` (None: all).
+    """Merges packs: takes the best remaining entry of each pack in turn, no entry twice, `size` at most (None: all).
 
-    If the tokenizer of one pack is unknown, the result's is too. Tuned rows are kept unless `drop_rows`. Raises
-    `DataError` for no packs, a size below 1, packs of different tokenizers, and, unless `drop_rows`, for packs of which
-    some are tuned and others are not, or are tuned for another model.
+    If the tokenizer of one pack is unknown, so is that of the result. Tuned rows are kept unless `drop_rows`. Raises
+    `DataError` if there are no packs, `size` is below 1, or the packs have different tokenizers; and, unless
+    `drop_rows`, if some packs are tuned and others are not, or packs are tuned for different models.
     """
     if not packs or (size is not None and size < 1):
         raise DataError(f"there must be packs to merge and room for an entry, got {len(packs)} packs, size {size}")

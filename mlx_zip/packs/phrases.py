@@ -1,4 +1,4 @@
-"""Packs of phrases: what MultiTok learned over a tokenizer's ids, as entries."""
+"""Makes packs of the phrases that MultiTok learned over a tokenizer's ids."""
 
 from __future__ import annotations
 

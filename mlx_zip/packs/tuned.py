@@ -1,12 +1,12 @@
 """Tuned rows: the embedding and output rows of a pack's entries, trained for one model.
 
-A hyper-encoder makes rows for any entry, but it was not trained on the pack's texts, so tuned rows predict better. A
-model without a hyper-encoder has no other rows. Tuned rows hold the fingerprint of their model and fit no other one.
+A hyper-encoder makes rows for any entry, but was not trained on the pack's texts, so tuned rows predict better. A model
+without a hyper-encoder has no rows but tuned ones. Tuned rows hold the fingerprint of their model and fit no other one.
 
-Tuned rows are put into a request's row tables at its start, and are read from there like encoded rows. The row store,
-which knows entries by their base ids alone, never holds them. A plain model with a tuned pack runs as a zip2zip model
-whose codebook is full from the start and whose encoder takes the mean, so no other code treats it specially. It refuses
-packs that were not tuned for it: their entries would have untrained rows.
+When a request begins, tuned rows are put into its row tables, and are then read like encoded rows. The row store, which
+knows entries by their base ids alone, never holds them. A plain model with a tuned pack runs as a zip2zip model whose
+codebook is full from the start and whose encoder takes the mean, so no other code treats this model specially. A plain
+model refuses a pack that was not tuned for it, because the entries would have untrained rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DTYPES = ("float16", "float32")
 
 @dataclass(frozen=True)
 class PlainCodec:
-    """The codec settings that a pack for a plain model holds, because that model has none; names as in `ZipConfig`.
+    """The codec settings in a pack for a plain model, which has none itself; fields are named as in `ZipConfig`.
 
-    Raises `DataError` for a field of a wrong type.
+    Raises `DataError` if a field has a wrong type.
     """
 
     vocab_size: int
@@ -47,10 +47,10 @@ class PlainCodec:
             raise DataError(f"position_mode must be a name, got {self.position_mode!r:.40}")
 
     def config(self, entries: Sequence[Sequence[int]], width: int) -> ZipConfig:
-        """Returns the config of a plain model, with vectors of `width` values, that begins with these tuned entries.
+        """Returns the config of a plain model of width `width` that begins with these tuned entries.
 
-        The codebook is exactly as large as the pack, so no entry is ever added. The encoder is named but never used:
-        every entry has a tuned row. Raises `ConfigError`.
+        The codebook is exactly as large as the pack, so no entry is ever added. The encoder is named but never used,
+        because every entry has a tuned row. Raises `ConfigError`.
         """
         return ZipConfig(
             vocab_size=self.vocab_size,
@@ -94,14 +94,14 @@ class TunedRows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the rows, their model and its codec."""
+        """Hex digest of the rows, the model's fingerprint and the plain model's codec."""
         digest = sha256(json.dumps([self.model, self.plain and asdict(self.plain)], sort_keys=True).encode())
         for rows in (self.output,) if self.one else (self.input, self.output):
             digest.update(f"{rows.dtype} {rows.shape}".encode() + np.ascontiguousarray(rows).tobytes())
         return digest.hexdigest()
 
     def chosen(self, index: Sequence[int]) -> TunedRows:
-        """Returns tuned rows with only the rows of these slots, in the order given."""
+        """Returns the tuned rows of these slots only, in the order given."""
         at = np.array(index, np.int64)
         output = self.output[at]
         return TunedRows(output if self.one else self.input[at], output, self.model, self.plain)
@@ -134,7 +134,7 @@ def rows_to_arrays(rows: TunedRows) -> tuple[dict[str, NDArray[Any]], dict[str, 
 
 
 def rows_from_arrays(path: Any, arrays: Mapping[str, NDArray[Any]], about: Any) -> TunedRows:
-    """Returns the tuned rows that `rows_to_arrays` made into arrays and `about`. path: the file, for errors.
+    """Returns the tuned rows that `rows_to_arrays` turned into `arrays` and `about`. path: the file, for messages.
 
     Raises `DataError` if something is missing or wrong.
     """

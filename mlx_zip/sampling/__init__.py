@@ -1,1 +1,1 @@
-"""How an id is chosen: options, penalties over base tokens, canonical ids; on MLX `canonical` and `processors`."""
+"""How the next id is chosen: options, penalties over base tokens, canonical ids. `canonical`, `processors` need MLX."""

@@ -1,11 +1,11 @@
-"""Canonical decoding: forbids ids that the compressor would never write next, unless together they are more likely
-than all others.
+"""Canonical decoding: forbids ids that the compressor would never write next, unless together they hold most of the
+probability.
 
-Which ids these are, and why, is in `mlx_zip.sampling.exclusions`, which needs no MLX.
+`mlx_zip.sampling.exclusions`, which needs no MLX, finds these ids and says why they are forbidden.
 
-If such ids hold most of the probability, however, the model has begun to spell something out and is sure of the next
-part: for example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would
-break. So nothing is excluded there; an id that is not canonical does less harm (measured in docs/reports/stories.md).
+If these ids hold most of the probability, the model has begun to spell something out and is sure of the next part: for
+example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would break. So
+nothing is forbidden then: an id that is not canonical does less harm (measured in docs/reports/stories.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CanonicalDecoding(CanonicalIds):
 def exclude_ids(logits: mx.array, excluded: Sequence[int]) -> mx.array:
     """Returns logits [1, W] with the ids `excluded` at -inf, unless together they have over half the probability.
 
-    Gives what `restore_likely_ids` gives, in fewer operations. Half: `MAX_EXCLUDED_SHARE`.
+    Gives the result of `restore_likely_ids` in fewer operations. The half is `MAX_EXCLUDED_SHARE`.
     """
     ids = mx.array(list(set(excluded)))[None]
     chosen = mx.take_along_axis(logits, ids, axis=-1)
@@ -43,9 +43,10 @@ def exclude_ids(logits: mx.array, excluded: Sequence[int]) -> mx.array:
 def exclude_ids_in_rows(
     logits: mx.array, excluded: Sequence[Sequence[int]], never: int, end: int | None = None
 ) -> mx.array:
-    """Returns logits [B, W] after `exclude_ids` for each row's own ids.
+    """Does what `exclude_ids` does for each row of logits [B, W], with ids of its own, and returns the logits.
 
-    never: an id that no row excludes, used as padding. end: all columns from there on are -inf; None: not known.
+    excluded: the ids of each row. never: an id that no row excludes, used as padding. end: all columns from `end` on
+    are -inf; None if not known.
     """
     lists = [list(set(ids)) for ids in excluded]
     if not (width := max(map(len, lists))):
@@ -64,14 +65,17 @@ def _log_sum_exps(chosen: mx.array, logits: mx.array) -> list[mx.array]:
 
 @mx.compile
 def _exclude_unless_likely(chosen: mx.array, share: mx.array, whole: mx.array) -> mx.array:
-    """Returns `chosen` logits if together they have over half the probability, else -inf. share, whole: logsumexps."""
+    """Returns `chosen` logits if together they have over half the probability, else -inf.
+
+    share, whole [B, 1]: logsumexps of the chosen and of all logits.
+    """
     return mx.where(share - whole > math.log(MAX_EXCLUDED_SHARE), chosen, -mx.inf)
 
 
 def restore_likely_ids(canonical: mx.array, logits: mx.array) -> mx.array:
-    """Returns `canonical`, or `logits` where the excluded ids together have over half the probability.
+    """Returns `canonical`; in rows where the excluded ids together have over half the probability, `logits`.
 
-    logits [..., W]: as the model gave them. canonical [..., W]: the same with excluded ids at -inf.
+    logits [..., W]: the model's. canonical [..., W]: these logits with the excluded ids at -inf.
     """
     before, left = (mx.logsumexp(x.astype(mx.float32), axis=-1, keepdims=True) for x in (logits, canonical))
     return mx.where(left >= before + math.log(1 - MAX_EXCLUDED_SHARE), canonical, logits)

@@ -1,14 +1,14 @@
 """Canonical ids: which ids the compressor would never write next; canonical decoding forbids them.
 
 Models are trained on the compressor's output, called canonical. The compressor always takes the longest match. So after
-an id that stands for the base ids u, it never writes an id that begins with the base id b if u + b was an entry already
-when the first id was chosen. A model cannot know this well, because that depends on all entries, so it wastes
-probability on such ids. With greedy decoding it may even write them, and so spell out what one hypertoken would have
-said. Giving them probability zero never makes canonical ids less likely. This is "canonicality by conditioning" (arXiv
-2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
+an id that stands for the base ids u, the compressor never writes an id that begins with the base id b if u + b was an
+entry already when the first of these ids was chosen. A model cannot learn this well, because it depends on all entries,
+so the model wastes probability on such ids. With greedy decoding it may even write them, and so use several ids where
+one hypertoken would do. Giving these ids probability zero never makes canonical ids less likely. This is "canonicality
+by conditioning" (arXiv 2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
 
-Start entries need more care: u + b + c may be an entry although u + b is none. Then b may follow u, but b + c may not,
-neither as one id nor as two. So base ids of several recent ids are remembered while an entry may begin with them.
+Start entries need more care: u + b + c may be an entry although u + b is not. Then b may follow u, but b + c may not,
+neither as one id nor as two. So the base ids of several recent ids are kept as long as an entry may begin with them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _EntryPrefixes:
     """Entries by the base ids that they begin with.
 
     known: all entries. slots_by_prefix: base ids -> the slots of all entries that begin with them. suffixes_by_prefix:
-    base ids -> (slot, the entry's other base ids) of entries that begin with them, in slot order. Entries that are
-    excluded through a shorter entry anyway are left out (see `add`).
+    base ids -> (slot, the entry's other base ids) of entries that begin with them, in slot order, without entries that
+    are excluded through a shorter entry anyway (see `add`).
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _EntryPrefixes:
         self.suffixes_by_prefix: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
 
     def add(self, first: int, entries: Iterable[BaseIds], others: Collection[BaseIds] = ()) -> None:
-        """Adds entries, which take the slots from `first` on. others: more entries, which are known elsewhere."""
+        """Adds entries, which take the slots from `first` on. others: entries that are known but not added here."""
         entries = list(entries)
         self.known.update(entries)
         for slot, entry in enumerate(entries, first):
@@ -51,7 +51,7 @@ class _EntryPrefixes:
             for n in range(len(entry) - 1, 0, -1):
                 self.suffixes_by_prefix[entry[:n]].append((slot, entry[n:]))
                 if entry[:n] in self.known or entry[:n] in others:
-                    break  # for shorter prefixes, that entry excludes at least as much
+                    break  # for shorter prefixes, the entry entry[:n] excludes at least as much
 
 
 class _StartEntries(_EntryPrefixes):
@@ -64,9 +64,9 @@ class _StartEntries(_EntryPrefixes):
         self._found: dict[BaseIds, tuple[list[int], frozenset[BaseIds]]] = {}
 
     def forbidden_after(self, base_ids: BaseIds) -> tuple[list[int], frozenset[BaseIds]]:
-        """Returns the ids that cannot follow `base_ids` because of these entries alone.
+        """Returns the ids that cannot follow `base_ids` because of the start entries alone.
 
-        Also returns what follows `base_ids` in the entries that begin with them.
+        Also returns what follows `base_ids` in each start entry that begins with them.
         """
         if base_ids not in self.suffixes_by_prefix:
             return _NOTHING
@@ -87,9 +87,9 @@ def _start_entries(params: CodecParams) -> _StartEntries:
 
 
 class ForbiddenFollowers:
-    """Finds which ids cannot follow some base ids, because together they would be an entry of a growing codebook.
+    """Finds the ids that cannot follow given base ids, because together they would be an entry of a growing codebook.
 
-    Raises `ConfigError` for a codebook whose policy is not freeze: when an entry is evicted, ids that it excluded are
+    Raises `ConfigError` if the codebook's policy is not freeze: when an entry is evicted, ids that it excluded are
     allowed again.
     """
 
@@ -101,7 +101,7 @@ class ForbiddenFollowers:
         self.add_new_entries(book)
 
     def add_new_entries(self, book: Codebook) -> None:
-        """Adds the entries that the same codebook has installed since the last call."""
+        """Adds the entries that `book`, always the same codebook, has installed since the last call."""
         if (size := len(book)) == self.size:
             return
         self._grown.add(self.size, (book.entry(slot) for slot in range(self.size, size)), self._start.known)
@@ -144,7 +144,7 @@ class Exclusions:
         """
         self._forbidden.add_new_entries(self.book)
         if one in self._excluded:
-            self.forget_recent_ids()  # chosen all the same, because nothing was excluded there: start anew with it
+            self.forget_recent_ids()  # chosen because nothing was forbidden: forget what came before
         last = self.book.base_ids_of(one)
         longer = [(begun + last, n) for begun, n in self._recent if len(begun + last) < self._longest]
         self._recent = [*longer, (last, installed)]
@@ -152,7 +152,7 @@ class Exclusions:
         return self._excluded
 
     def forget_recent_ids(self) -> None:
-        """Forgets the recent ids: they were compressed on their own, so any id may follow them."""
+        """Forgets the recent ids. Call this if they were compressed on their own, so that any id may follow them."""
         self._recent = []
 
 
@@ -166,13 +166,13 @@ class CanonicalIds:
     """
 
     def __init__(self, book: Codebook) -> None:
-        # _installed: entries at the last call. _next: the codebook's (mark, rewinds) if one emitted id follows.
+        # _installed: number of entries at the last call. _next: the codebook's (mark, rewinds) after one more id.
         # _excluded: what the last call returned.
         self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
         self._excluded: list[int] = []
 
     def bind(self, book: Codebook) -> None:
-        """Follows `book` from now on: the codebook followed so far, or a copy of it that has read the same ids."""
+        """Makes this follow `book` from now on: the codebook followed so far, or a copy that has read the same ids."""
         if self._next[1] == self.book.rewinds:
             self._next = self._next[0], book.rewinds
         self.book = book
@@ -180,7 +180,7 @@ class CanonicalIds:
             self._exclusions.book = book
 
     def excluded(self) -> list[int]:
-        """Returns the ids that cannot follow what the codebook has read. Call it for each id, once or again."""
+        """Returns the ids that cannot follow what the codebook has read. Call this at least once after each id."""
         mark, rewinds = self.book.mark(), self.book.rewinds
         if self._exclusions is not None and (mark + 1, rewinds) == self._next:
             return self._excluded
@@ -197,9 +197,9 @@ def find_excluded_ids(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Finds which ids cannot follow each of the given ids, and returns pairs as two arrays int64 [pairs].
 
-    A pair is an index into `ids` and an id that cannot follow the id there. book: the codebook before the ids; it is
-    not changed. ids: uint32 [n]. ends: indices of ids that any id may follow, because a prompt or another part that was
-    compressed on its own ends there.
+    A pair is an index into `ids`, and an id that cannot follow the id at this index. book: the codebook before the ids;
+    it is not changed. ids: uint32 [n]. ends: indices at which a prompt, or another part that was compressed on its own,
+    ends; any id may follow there.
     """
     book, at, out = book.copy(), [], []
     exclusions = Exclusions(book)

@@ -36,7 +36,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options, named and defaulted as in mlx-lm 0.32; `temp` 0 is greedy.
+    """Sampling options, with the names and defaults of mlx-lm 0.32; `temp` 0 is greedy.
 
     Penalties look at the last `*_context_size` base tokens. logit_bias: base id -> number added to its logit. Raises
     `GenerationError` naming the option that is out of range.
@@ -60,7 +60,7 @@ class Sampling:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> Sampling:
-        """Returns the options given by name. others: option names that the caller takes itself, for error messages.
+        """Returns the options given by name. others: further options of the caller, which error messages may suggest.
 
         Raises `GenerationError` naming an unknown option and the one that was probably meant.
         """
@@ -108,15 +108,18 @@ class Sampling:
         return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
 
     def check_width(self, width: int | None) -> None:
-        """Raises `GenerationError` for options that ask for more than the `width` columns of the logits, if known."""
+        """Raises `GenerationError` if `top_k` or `min_tokens_to_keep` is not below `width`.
+
+        width: number of columns of the logits, None if not known.
+        """
         if width is not None:
             self._raise_unless("top_k", f"below the {width} columns of the logits", self.top_k < width)
             self._raise_unless("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
 
     def check_biases(self, base_ids: int | None) -> None:
-        """Raises `GenerationError` for a bias on an id that is no base id, and for biases that rule out all.
+        """Raises `GenerationError` if a biased id is not a base id, or if the biases rule out every base id.
 
-        base_ids: number of base ids, if known.
+        base_ids: number of base ids, None if not known.
         """
         wrong = [i for i in self.logit_bias or {} if not _is_integer(i, 0) or (base_ids is not None and i >= base_ids)]
         if wrong:
@@ -131,9 +134,9 @@ class Sampling:
 
 
 def parse_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
-    """Returns a JSON map from base ids to numbers as `Sampling.logit_bias`.
+    """Converts a JSON map from base ids to numbers to `Sampling.logit_bias`.
 
-    Raises `GenerationError` for a key that is no base id, and for a value that is no number.
+    Raises `GenerationError` if a key is not a base id or a value is not a number.
     """
     for key, value in biases.items():
         if not key.isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):

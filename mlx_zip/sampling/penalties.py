@@ -1,12 +1,12 @@
-"""The numbers of penalties and biases at each step, over base tokens. Needs neither MLX nor PyTorch.
+"""Computes the terms of penalties and biases at each step, over base tokens. Needs neither MLX nor PyTorch.
 
 A hypertoken pays every penalty of its constituents: presence and frequency penalties and biases are summed, and the
-repetition penalty is applied once per constituent seen. If ids were penalised, a penalised word would come back inside
-a hypertoken.
+repetition penalty is applied once per constituent seen. If a penalty were applied to the id of a word alone, the word
+would come back inside a hypertoken.
 
 A step computes the terms of base ids that entered or left the context, and the sums of entries that are new, changed or
-contain such a base id. The plain form, which computes every column at every step, is in the tests; both give the same
-numbers, bit for bit.
+contain one of these base ids. The tests compare this with a plain form that computes every column at every step; both
+give the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PenaltyTerms:
     A base id is penalised as in mlx-lm. A hypertoken gets the sum of its base ids' biases, presence and frequency
     penalties, and the repetition penalty r once for each of its k base ids that were seen (a factor r^k).
 
-    A call computes only columns that have a penalty or a bias, and sums over an entry's base ids only if they changed.
+    A call computes only columns that have a penalty or a bias, and only those sums over base ids that changed.
     """
 
     def __init__(self, sampling: Sampling, state: HasBooks, row: int) -> None:
@@ -60,7 +60,10 @@ class PenaltyTerms:
         self.state, self.row = state, row
 
     def nonzero_columns(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns the columns [N] in which any of the three terms is not 0, and the terms there, [N] each."""
+        """Returns the columns [N] that have a penalty or a bias, and three terms [N] for these columns.
+
+        The terms: the bias, how often the repetition penalty applies, and what the other two penalties subtract.
+        """
         changed = self._update_context()
         self._changed[changed] = True
         sums = self._sums.update(self.state.books[self.row], self._changed)
@@ -91,7 +94,7 @@ class PenaltyTerms:
         return both[(seen != self._seen[both]) | (subtracted != self._subtracted[both])]
 
     def _context_of_each_penalty(self) -> list[np.ndarray]:
-        """Returns, for each penalty, the last base tokens read that it looks at; none if the penalty is off."""
+        """Returns, for each penalty, the last base tokens that the penalty looks at; none if the penalty is off."""
         options, book = self.sampling, self.state.books[self.row]
         counts = [
             options.repetition_context_size if options.repetition_penalty else 0,
@@ -99,7 +102,7 @@ class PenaltyTerms:
             options.frequency_context_size if options.frequency_penalty else 0,
         ]
         last = book.base_ids(max(0, book.mark() - max(counts)))  # the last n ids have at least n base tokens
-        last = last[last < len(self._bias) - 1]  # a batch's ended row reads a pad id, which may be no base id
+        last = last[last < len(self._bias) - 1]  # a batch's ended sequence reads a pad id, which may not be a base id
         return [last[max(0, len(last) - count) :] for count in counts]
 
 
@@ -126,7 +129,7 @@ class EntryTermSums:
         known = min(n, len(self._lengths))
         stale = np.ones(n, bool)
         stale[:known] = lengths[:known] != self._lengths[:known]
-        found = changed.take(rows, mode="clip")  # padding may be no base id; some entries are then computed in vain
+        found = changed.take(rows, mode="clip")  # padding may not be a base id; some entries are then computed in vain
         found[:known] |= rows[:known] != self._rows[:known]
         stale[np.flatnonzero(found) // width] = True
         sums = np.empty((len(self._terms), n), np.float32)

@@ -22,7 +22,7 @@ from mlx_zip.sampling.penalties import PenaltyTerms
 def make_sampler(options: Sampling, width: int | None, special_ids: Sequence[int]) -> Sampler:
     """Returns a function from log-probabilities [B, W] to ids [B].
 
-    width: W if known, to check options against. special_ids: ids that XTC never excludes. Raises `GenerationError`.
+    width: W, None if not known. special_ids: ids that XTC never excludes. Raises `GenerationError` as `check_width`.
     """
     options.check_width(width)
     return mlx_lm_sampler(
@@ -69,7 +69,7 @@ def base_ids_only(model: Any) -> LogitsProcessor:
 
 
 class BaseTokenPenalties(PenaltyTerms):
-    """A logits processor that applies mlx-lm's penalties to a sequence with hypertokens, as `PenaltyTerms` says.
+    """A logits processor that applies mlx-lm's penalties to a sequence with hypertokens (see `PenaltyTerms`).
 
     Logits of -inf stay -inf.
     """

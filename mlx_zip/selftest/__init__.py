@@ -1,7 +1,7 @@
 """`mlx_zip selftest`: checks recorded cases of the published packages and measures speed on the user's machine.
 
-Writes a one-page Markdown report to send to the developers, and next to it a JSON file with all figures. Both name the
-machine, versions and figures, and hold no text or file name of the user.
+Writes a one-page Markdown report to send to the developers, and next to it a JSON file with all figures. Both hold
+facts about the machine, versions and figures, but no text or file name of the user.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_zip.selftest.check import PACKAGES, Check
 from mlx_zip.selftest.recorded import check_codec, check_models
 from mlx_zip.selftest.speed import TOTAL_S, TimeLimit, measure_rough_speeds, measure_steps
 
-SCHEMA = 1  # of the JSON file
+SCHEMA = 1  # version of the JSON file's format
 MOST_REST_S = 3600
 _MARKS = {True: "ok", False: "FAILED", None: "measured"}
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def json_report_file(out: Path) -> Path:
-    """Returns the JSON file that belongs to a report."""
+    """Returns the path of the JSON file that is written next to the report `out`."""
     return out.with_suffix(".figures.json" if out.suffix == ".json" else ".json")
 
 
@@ -98,7 +98,7 @@ def markdown_report(checks: list[Check]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Returns the machine and the versions of the libraries, by name."""
+    """Returns facts about the machine, and the libraries' versions, by name."""
     import mlx.core as mx
 
     device = mx.default_device()

@@ -12,7 +12,7 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "numpy")  # libraries
 
 @dataclass(frozen=True)
 class Check:
-    """name: what was checked. passed: None for a measurement, which cannot fail. figure: the result as text."""
+    """A check's result. name: what was checked. passed: None for a measurement. figure: the result as text."""
 
     name: str
     passed: bool | None

@@ -17,7 +17,7 @@ from typing import Any
 from mlx_zip.device import TF32_VARIABLE
 from mlx_zip.selftest.check import PACKAGES, Check, run_check
 
-PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
+PLAIN = "llama_transformer_tied_lora"  # a recorded checkpoint with a plain mlx-lm model of the same size as its base
 TRIALS = 7
 TOTAL_S, STORIES_S, SMOLLM2_S, SHAPE_S = (
     110.0,
@@ -31,12 +31,12 @@ AT_LEAST_S = 10.0  # a long part is left out when less time is left
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """The time that the command may take. ends: `time.monotonic()` at its end."""
+    """The time limit of the whole command. ends: the value of `time.monotonic()` at which the command should end."""
 
     ends: float
 
     def left(self, part_s: float) -> float:
-        """Returns the seconds that a part may take, at most `part_s`."""
+        """Returns the seconds that a part may still take, at most `part_s`."""
         return min(part_s, self.ends - time.monotonic())
 
 
@@ -118,7 +118,7 @@ def _step_time(folder: Path) -> str:
 def measure_steps(limit: TimeLimit, data: dict[str, Any], rest_s: float) -> list[Check]:
     """Measures step times of three models relative to mlx-lm's, bandwidth, host work per step and machine state.
 
-    data: gets all figures, by part. rest_s: the longest rest before a first id, in seconds.
+    data: all figures are added to it, by part. rest_s: the longest rest before a first id, in seconds.
     """
     bench, state = (
         import_module("mlx_zip.bench.steps.selftest_steps"),
@@ -153,7 +153,7 @@ def _check_steps(
     limit_s: float,
     data: dict[str, Any],
 ) -> list[Check]:
-    """Returns a line per figure of one model's steps; one line if the measurement is left out or fails.
+    """Returns a `Check` per figure of one model's steps; a single one if the measurement is left out or fails.
 
     measure: called with the limit in seconds. lines: makes (name, text) pairs from what `measure` returns.
     """

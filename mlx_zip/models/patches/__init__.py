@@ -1,1 +1,1 @@
-"""Patch models (Hierarchical BPE): a large model that runs once per patch, and a small decoder of its symbols."""
+"""Patch models (Hierarchical BPE): a large model that runs once per patch, and a small one that writes its symbols."""

@@ -1,7 +1,7 @@
 """Generates text with a patch model: the large model runs once per patch, the small decoder once per symbol.
 
-The decoder may write a patch that the tokenizer would never make. The model therefore reads back the canonical patch of
-the same bytes, so that equal bytes always look the same to it; or the patch as written if that one is too long.
+The decoder may write a patch that the tokenizer would never make. So that equal bytes always look the same to the
+model, it then reads the canonical patch of the same bytes; if the canonical patch is too long, the patch as written.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def generate_patches(
 ) -> Iterator[list[int]]:
     """Yields patches as the decoder writes them, each a list of symbols; `merges.decode` gives their bytes.
 
-    prompt: patches to continue, as a table or `merges.encode` makes them. Ends after `max_patches` patches, or after
-    yielding the patch that is only the end mark, which ends a document. temperature: of sampling; 0: greedy. mode: that
-    of the table that the model was trained with. Raises `GenerationError` for merges of another model, a prompt of
-    patches that are too long, or a number out of range.
+    prompt: patches to continue, as `merges.encode` or a table makes them. Ends after `max_patches` patches, or after
+    yielding the patch that is only the end mark, which ends a document. temperature: sampling temperature; 0 is greedy.
+    mode: the mode of the table that the model was trained with. Raises `GenerationError` if the merges are of another
+    model, a patch of the prompt is too long, or a number is out of range.
     """
     config = model.config
     if (merges.symbols, merges.patch_size) != (config.symbols, config.patch_size):
@@ -57,9 +57,9 @@ def generate_patches(
 
 @dataclass(frozen=True)
 class WrittenPatch:
-    """A patch that a model wrote, and the whole characters of text that are complete with it.
+    """A patch that a model wrote, and the characters of text that became complete with this patch.
 
-    The last one may have an empty patch: its text stands for bytes that never made a whole character.
+    In the last `WrittenPatch`, the patch may be empty; its text then stands for bytes that never became a character.
     """
 
     text: str
@@ -69,11 +69,11 @@ class WrittenPatch:
 def generate_text(
     saved: SavedPatchModel, prompt: str = "", max_patches: int = 100, temperature: float = 0.0, seed: int = 0
 ) -> Iterator[WrittenPatch]:
-    """Yields text patch by patch, after a prompt or, without one, from the beginning of a document.
+    """Yields text patch by patch, after a prompt or, without a prompt, from the beginning of a document.
 
-    The other arguments are those of `generate_patches`. Bytes of an incomplete character are held back until it is
-    complete; at the end they become U+FFFD. Raises `GenerationError` for a number out of range, and for a prompt that
-    is not valid Unicode.
+    The other arguments are those of `generate_patches`. Bytes of an incomplete character are held back until the
+    character is complete; at the end they become U+FFFD. Raises `GenerationError` if a number is out of range or the
+    prompt is not valid Unicode.
     """
     check_unicode("the prompt", prompt)
     table = saved.text.table
@@ -92,13 +92,13 @@ def _add_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenP
 
 
 def canonical_patch(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
-    """Returns the patch that the model reads after writing `patch`: the canonical one of its bytes, if it fits."""
+    """Returns the patch to read after writing `patch`: the canonical patch of its bytes if that fits, else `patch`."""
     canonical = merges.encode(merges.decode(patch), mode)
     return canonical if len(canonical) <= merges.patch_size else list(patch)
 
 
 def fill_patch(patch: Sequence[int], size: int) -> list[int]:
-    """Returns a patch as a row of `size` symbols, filled with `MARK`. Raises `GenerationError` if empty or too long."""
+    """Returns a patch as `size` symbols, filled up with `MARK`. Raises `GenerationError` if it is empty or too long."""
     if not 1 <= len(patch) <= size:
         raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
     return [*map(int, patch), *[MARK] * (size - len(patch))]
@@ -129,7 +129,7 @@ def _generate_checked(
 
 
 def _write_patch(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
-    """Returns one patch that the decoder writes from the state h [1, D]: symbols up to the end mark, at most S."""
+    """Returns a patch that the decoder writes from the state h [1, D]: symbols up to the end mark, S at most."""
     cache, patch = model.decoder.make_cache(), list[int]()
     x = model.down(h)[:, None]
     while len(patch) < model.config.patch_size and patch[-1:] != [MARK]:

@@ -270,8 +270,8 @@ CONFIG_NAME, WEIGHTS_NAME, TABLE_NAME, TOKENIZER_NAME = (
 class SavedPatchModel:
     """The content of a patch model's folder.
 
-    text: converts text to patches and back. context: patches per training window. source: a record of the training's
-    texts and steps.
+    text: converts text to patches and back. context: patches per training window. source: a record of the texts and
+    steps of the training.
     """
 
     model: PatchModel
@@ -281,7 +281,7 @@ class SavedPatchModel:
 
 
 def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
-    """Writes the folder completely or not at all, replacing an older one. Raises `ModelError` when writing fails."""
+    """Writes a model's folder, whole or not at all, replacing an older one. Raises `ModelError` if writing fails."""
     try:
         with atomic_folder(folder) as partial:
             mx.save_safetensors(str(partial / WEIGHTS_NAME), dict(named_arrays(saved.model.parameters())))

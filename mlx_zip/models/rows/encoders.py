@@ -6,9 +6,9 @@ and hold the pad id's row. Attribute names are the checkpoint's tensor names. So
 appendix A; zip2zip 0.2.0.
 
 As upstream, the kinds treat padding differently: `transformer` and `attention` average over all S positions, padding
-included (attention contributes exactly 0 there); `res_latent_attn` pools over real positions only.
+included (attention contributes exactly 0 to padding); `res_latent_attn` pools over real positions only.
 
-Upstream's own `attention` fails as soon as a model calls it, so ours is compared with direct calls of that class.
+Upstream's `attention` fails when a model calls it, so the tests compare ours with direct calls of upstream's class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt in
 def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -> nn.Module:
     """Builds the encoder `config.kind` for entries of up to `merge_size` base ids. Raises `ConfigError`.
 
-    side: one of `SIDES`, the side of the rows that it makes; matters only with `residual_by_side`.
+    side: one of `SIDES`, the side whose rows the encoder makes; matters only with `residual_by_side`.
     """
     kinds = {
         "averaging": Averaging,
@@ -45,7 +45,7 @@ def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -
 
 
 def quantization_settings(module: Any) -> dict[str, Any]:
-    """Returns a layer's quantization settings, {} without. module: a module, or what `_join_linear_layers` returned."""
+    """Returns the quantization settings of a layer or of what `_join_linear_layers` returned; {} if not quantized."""
     if "scales" not in module:
         return {}
     settings = module if "bits" in module else vars(module)
@@ -53,10 +53,10 @@ def quantization_settings(module: Any) -> dict[str, Any]:
 
 
 def matrix_rows(module: Any, ids: mx.array | slice) -> mx.array:
-    """Returns rows [..., D] of an embedding's or a linear layer's weights for ids [...], or those of a slice.
+    """Returns rows [..., D] of an embedding's or a linear layer's weights: those of ids [...], or those in a slice.
 
-    Of a quantized layer only these rows are dequantized. Source: zip2zip 0.2.0, which encodes output rows from rows of
-    the head matrix, not of the embedding.
+    If the layer is quantized, only these rows are dequantized. Source: zip2zip 0.2.0, which encodes output rows from
+    rows of the head matrix, not of the embedding.
     """
     if "scales" not in module:
         return module["weight"][ids]
@@ -69,7 +69,7 @@ def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, 
     """Returns the hyper rows [N, D] of N entries, encoded `ENTRIES_PER_PASS` at a time.
 
     matrix: the embedding or head whose rows the encoder reads. base_ids [N, S] uint32: padded with the pad id. lengths
-    [N]: how many of the S are real.
+    [N]: how many of the S base ids are real.
     """
     parts = []
     for begin in range(0, len(base_ids), ENTRIES_PER_PASS):
@@ -124,10 +124,10 @@ class Transformer(nn.Module):
 
 
 class ResLatentAttention(nn.Module):
-    """A pre-norm transformer of a width of its own, plus a base row as residual (zip2zip++: the entry's first).
+    """A pre-norm transformer with its own width; a base row of the entry is added to its result (zip2zip++: the first).
 
-    Pools over real positions: their mean, or the last of them if the attention is causal. residual: "first", "last" or
-    "mean" of the entry's base rows, None for none.
+    Pools over real positions: takes their mean, or the last real position if the attention is causal. residual: which
+    base row is added, "first", "last" or "mean" (of all), None for none.
     """
 
     def __init__(self, config: EncoderConfig, merge_size: int, residual: str | None) -> None:
@@ -157,7 +157,7 @@ class ResLatentAttention(nn.Module):
         return pooled if residual is None else pooled + residual
 
     def _mask(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """Returns the attention mask [N, 1, 1 or S, S], true for keys that are real (and not later, if causal).
+        """Returns the attention mask [N, 1, 1 or S, S], true for real keys, and if causal only up to the query.
 
         Queries may be padding, because their results are not used.
         """
@@ -257,7 +257,7 @@ def mask_of_real(x: mx.array, lengths: mx.array) -> mx.array:
 
 
 def residual_rows(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
-    """Returns the first, the last real, or the mean of the real rows [N, D] of x [N, S, D], as `kind` says."""
+    """Returns, by `kind`, the first, the last real, or the mean of the real base rows of x [N, S, D], as [N, D]."""
     if kind == "first":
         return x[:, 0]
     return last_real(x, lengths) if kind == "last" else mean_of_real(x, lengths)
@@ -276,7 +276,7 @@ def last_real(x: mx.array, lengths: mx.array) -> mx.array:
 
 # ---- a single entry
 
-MOST_FLOAT_BYTES = 64 << 20  # on the CPU, quantized encoders of up to this size in float32 are used as float32 copies
+MOST_FLOAT_BYTES = 64 << 20  # on the CPU, a quantized encoder is used as a float32 copy up to this size of the copy
 _ENCODERS = (Averaging, Attention, ResLatentAttention, Transformer)
 MatrixFunction = Callable[[mx.array], mx.array]  # x [1, n, D] -> x times a matrix
 
@@ -285,11 +285,11 @@ class SingleEncoder:
     """An encoder for one entry at a time: base_ids [1, n] without padding -> its row [1, D].
 
     A step of generation that installs an entry needs its row in few operations. The encoders above pad all entries to
-    one length. This forward pass runs over the real positions only, multiplies with the three attention projections at
-    once, and is compiled; its rows equal the encoders' within 1e-5 in float32. `transformer` and `attention` average
-    over the padding too; what the padding adds depends on the weights alone and is computed once.
+    one length. This forward pass runs over the real positions only, computes queries, keys and values in one product,
+    and is compiled; its rows equal the encoders' within 1e-5 in float32. `transformer` and `attention` average over the
+    padding too; what the padding adds depends on the weights alone and is computed once.
 
-    Holds what was computed from the weights when it was made, so make another one when a weight is replaced.
+    Some results are computed from the weights when the object is made, so make a new one when a weight is replaced.
     matrix: the embedding or head whose rows the encoder reads. pad_id: the base id that pads entries of fewer than
     `merge_size` base ids.
     """
@@ -341,7 +341,7 @@ def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunct
         for layer in layers:
             x = layer(x)
         x = norm(x)
-        # Dividing last makes the division and the residual one operation.
+        # Dividing last lets MLX do the division and the residual in one operation.
         row = leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
         return row if residual is None else row + _residual_of_one(base, residual)
 
@@ -382,7 +382,7 @@ def _make_encoder_attention(module: Any, as_float: bool) -> MatrixFunction:
 
 
 def _make_attention(inputs: list[Any], output: Any, heads: int, as_float: bool, causal: bool) -> MatrixFunction:
-    """Returns multi-head attention of x [1, n, D] with itself.
+    """Returns the function that applies multi-head self-attention to x [1, n, D].
 
     inputs: the projections to queries, keys and values, done by one matrix product. output: the last projection.
     """
@@ -422,7 +422,7 @@ def _make_linear(layer: Any, as_float: bool) -> MatrixFunction:
 def _encode_padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int) -> mx.array:
     """Returns the output of the encoder's layers for padding at each position, [1, merge_size, width].
 
-    A position of padding is not attended to and attends to nothing, so its output depends on no other position.
+    Padding attends to no position and no position attends to it, so its output depends on no other position.
     """
     x = matrix_rows(matrix, mx.full((1, merge_size), pad_id, mx.int32))
     if "pos_embed" in encoder:
@@ -435,7 +435,7 @@ def _encode_padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: in
 
 
 def can_encode_singly(encoder: nn.Module) -> bool:
-    """Returns whether `SingleEncoder` knows all of an encoder's layers; it does not know LoRA's, for example."""
+    """Returns whether `SingleEncoder` supports all of an encoder's layers (it does not support LoRA's, for example)."""
     return type(encoder) in _ENCODERS and all(_is_known_layer(module) for _, module in encoder.named_modules())
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: of the two sides that make rows, and of a whole model.
+"""Fingerprints of weights: of the two sides that make hyper rows, input and output, and of a whole model.
 
 A side's fingerprint is computed while its tensors are written to a file (`SideFingerprints`), so that loading a model
 hashes nothing. Sides with equal fingerprints make equal rows of equal entries. A pack with tuned rows records the
@@ -40,8 +40,8 @@ class SideFingerprints:
     def sides(self, config: ZipConfig, quantization: Mapping[str, Any]) -> dict[str, str]:
         """Returns the fingerprints of the tensors added so far, {"input": hex, "output": hex}, each a sha256.
 
-        Each covers the side, the tensors of its encoder and matrix, their quantization, encoder options, merge size and
-        pad id. quantization: config.json's section of that name, empty for none.
+        Each covers the side's name, the tensors of its encoder and matrix, the tensors' quantization, the encoder's
+        options, merge size and pad id. quantization: config.json's section of that name, empty if there is none.
         """
         tied_encoders = config.encoder.tie_encoders
         tied_matrices = not any(name.startswith(_HEAD) for name in self.digests)
@@ -54,7 +54,7 @@ class SideFingerprints:
     def _side_fingerprint(
         self, side: str, prefixes: tuple[str, str], config: ZipConfig, quantization: Mapping[str, Any]
     ) -> str:
-        """Returns one side's fingerprint; prefixes: how the names of its encoder's and its matrix's tensors begin."""
+        """Returns one side's fingerprint. prefixes: how the tensor names of its encoder and of its matrix begin."""
 
         def under(names: Iterable[str]) -> list[str]:
             return sorted(name for name in names if f"{name}.".startswith(prefixes))
@@ -84,7 +84,7 @@ def _name_within_side(name: str, prefixes: tuple[str, str]) -> str:
 
 
 class SampledTensor(NamedTuple):
-    """What a fingerprint covers of one tensor: its name, type, shape and a few values, which are lazy at first."""
+    """What a fingerprint covers of one tensor: its name, type, shape and a few values, which are not yet computed."""
 
     name: str
     dtype: str
@@ -111,19 +111,19 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def fingerprint_of_model(model: nn.Module) -> str:
-    """Returns the fingerprint of any loaded model: its own if it keeps one, else `model_fingerprint`."""
+    """Returns the fingerprint of any loaded model: its attribute `fingerprint`, or `model_fingerprint` without it."""
     own: str | None = getattr(model, "fingerprint", None)
     return model_fingerprint(model) if own is None else own
 
 
 class KeptFingerprint:
-    """Keeps a model's fingerprint: computed when first asked for, and again after a tensor was replaced."""
+    """Caches a model's fingerprint; computes it on first use, and again after a tensor was replaced."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the fingerprint. Call it when weights have changed in place."""
+        """Forgets the fingerprint. Call this when weights have changed in place."""
         self._places: list[TensorPlace] = []
         self._found = ""
 
@@ -144,7 +144,7 @@ TensorPlace = tuple[Any, Any, Any]  # a container, a key in it, and the value th
 
 
 def are_unchanged(places: Sequence[TensorPlace]) -> bool:
-    """Returns whether every place still holds the same object. This is asked at every model call, so it is quick."""
+    """Returns whether every place still holds the same object. Called at every model call, so it must be fast."""
     for node, key, value in places:  # noqa: SIM110 - twice as quick as all()
         if node[key] is not value:
             return False

@@ -1,14 +1,13 @@
 """Files of stored hyper rows: a memory-mapped index, then records; several processes may read and append.
 
 A folder holds files `<digest>-<number>.rows`; `native/rows.h` describes their format. A file belongs to one set of rows
-(one side of one model) and takes a fixed number of records; then a new file is begun, and the folder's oldest files are
-deleted when it exceeds its maximum size. A record carries a checksum and is written before the index cell that points
-to it, so after a kill or a power cut at any point a torn record is not found. Writers lock the folder; readers need no
-lock.
+(one side of one model) and has room for a fixed number of records. When a file is full, the next one is begun. When the
+folder exceeds its maximum size, its oldest files are deleted. A record carries a checksum and is written before the
+index cell that points to it, so after a kill or a power cut at any point a torn record is not found. Writers lock the
+folder; readers need no lock.
 
-Nothing is written through a map, and no file in use is truncated, so a full disk raises `OSError` and not a signal.
-Full files do not change: the oldest are deleted. Rows that are still looked up in a set's oldest file are written again
-to its newest.
+Nothing is written through a memory map, and no file in use is truncated, so a full disk raises `OSError` instead of a
+signal. Full files never change. If a row is found in the oldest file of a set, it is written again to the newest.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec._native import ffi, lib
 
 FILES_PER_SET = 4  # a file takes a quarter of the folder's maximum size at most, so that deleting one loses little
-LEAST_RECORDS = 64  # a file with room for fewer is not made
+LEAST_RECORDS = 64  # a file with room for fewer records is not made
 _MAGIC = b"mlxzrow1"
 _HEADER = struct.Struct("<8s32sIIII")  # magic, digest, ids per key, bytes per row, cells, records; a CRC-32 follows
 _FILE_NAME = re.compile(r"([0-9a-f]{32})-(\d{6,})\.rows")
@@ -62,7 +61,7 @@ class RowSet:
 
     @property
     def name(self) -> str:
-        """What the names of the set's files begin with."""
+        """The prefix of the names of the set's files."""
         return self.digest[:16].hex()
 
 
@@ -103,7 +102,7 @@ class RowFile:
 
     @property
     def records_at(self) -> int:
-        """The byte of the file at which records begin."""
+        """The offset in the file, in bytes, at which records begin."""
         return lib.MLXZIP_ROWS_HEADER + 8 * self.cells
 
     @property
@@ -143,7 +142,7 @@ class RowFile:
         return -(-(os.fstat(self.handle).st_size - self.records_at) // self.stride)
 
     def append(self, keys: NDArray[np.uint32], rows: NDArray[np.uint8]) -> int:
-        """Writes new rows and returns how many of them can be found, because the index had room for them.
+        """Writes new rows; returns the number of them that can be found, because the index had room for them.
 
         keys [N, words], rows [N, bytes]. The folder must be locked. Raises `OSError`.
         """
@@ -168,7 +167,7 @@ class RowFile:
 
 
 def create_row_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> RowFile | None:
-    """Makes and returns a new empty file of a set, or returns None if the rows are too large for the folder.
+    """Makes and returns a new empty file of a set; returns None if the rows are too large for the folder's limit.
 
     number: the number in the file's name. folder_bytes: the folder's maximum size. The folder must be locked. The file
     gets its name only when it is complete. Raises `OSError`.
@@ -223,7 +222,7 @@ def sum_disk_usage(paths: Iterable[Path]) -> int:
 
 
 def status_if_exists(path: Path) -> os.stat_result | None:
-    """Returns the file's status, or None if another process has deleted the file."""
+    """Returns the file's status, or None if the file does not exist any more."""
     try:
         return path.stat()
     except FileNotFoundError:

@@ -1,13 +1,13 @@
 """The part of a row store that is on disk: finds rows in a folder's files, and writes new rows to them.
 
-Nothing here raises because of the folder's state. A folder that cannot be read or written is not used from then on, and
-the reason is logged once. A file can lack a row but never give a wrong one. A folder holds pieces of people's texts, so
-one is used only on request. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
+The state of the folder never raises an error here: a folder that cannot be read or written is not used from then on,
+and the reason is logged once. A lookup may miss a row but never returns a wrong one. A folder holds pieces of people's
+texts, so it is used only on request. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
 
-The plan was to replace the folder by a table in SQLite, or remove it, if it saved less than 10 % of a request's time
-compared with rows in memory alone. With the bundled model on two quiet x86-64 cores, the second run of the same request
-in a new process took (medians of five alternating runs): a chat of three turns, 3.46 s with memory alone and 2.53 s
-with the folder; reading a document of 1,182 ids, 4.63 s and 3.13 s.
+The folder was kept because it saves more than 10 % of a request's time compared with rows in memory alone. With the
+bundled model on two quiet x86-64 cores, repeating a request in a new process took (medians of five alternating runs):
+for a chat of three turns, 3.46 s with memory alone and 2.53 s with the folder; for reading a document of 1,182 ids,
+4.63 s and 3.13 s.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RowBytes = NDArray[np.uint8]
 
 
 class RowFolder:
-    """Rows in a folder that takes about `limit` bytes at most. Each kind of failure is logged once."""
+    """Rows in a folder of about `limit` bytes at most. Each kind of failure is logged once."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
@@ -68,13 +68,13 @@ class RowFolder:
             before = found.copy() if age == FILES_PER_SET - 1 else None
             self._find_in_file(file, keys, found, data)
             if before is not None and (late := found & ~before).any():
-                self.add(rows, keys[late], data[late])  # in the oldest file, which is deleted next: write them anew
+                self.add(rows, keys[late], data[late])  # in the oldest file, which is deleted next: write them again
             if found.all():
                 break
         return found, data
 
     def add(self, rows: RowSet, keys: RowKeys, data: RowBytes) -> None:
-        """Adds new rows: keys [N, words], data [N, bytes]. They are written once `FLUSH_ROWS` of them have come."""
+        """Adds new rows: keys [N, words], data [N, bytes]. Writes new rows once there are `FLUSH_ROWS` of them."""
         if not self.writable:
             return
         self._new.setdefault(rows, []).append((keys, data))
@@ -84,7 +84,7 @@ class RowFolder:
             self.flush()
 
     def flush(self, patience_s: float = 0.0) -> None:
-        """Writes new rows, unless another process keeps the folder locked for `patience_s` seconds."""
+        """Writes new rows. Gives up if another process keeps the folder locked for `patience_s` seconds."""
         until = time.monotonic() + patience_s
         while self._new and self.writable:
             try:
@@ -111,7 +111,7 @@ class RowFolder:
         self._files.clear()
 
     def _keep_for_later(self, last: bool) -> None:
-        """Keeps new rows in memory until the next write; drops them if this was the last write or they are too many."""
+        """Keeps new rows in memory for the next write; drops them after the last write, or if they are too many."""
         self._flush_at = self._new_rows + FLUSH_ROWS
         if last or self._new_bytes > PENDING_BYTES:
             self._warn_once("busy", f"is held by another process; {self._new_rows} new rows are not kept")
@@ -124,7 +124,7 @@ class RowFolder:
     # ---- the folder
 
     def _make_private_folder(self) -> bool:
-        """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
+        """Makes the folder if it is missing; returns whether it can be used and is safe from other users."""
         why = make_private(self.folder)
         if why is not None:
             self._warn_once("folder", why)
@@ -169,7 +169,7 @@ class RowFolder:
             self.writable = False
 
     def _find_in_file(self, file: RowFile, keys: RowKeys, found: NDArray[np.bool_], data: RowBytes) -> None:
-        """Does what `RowFile.find` does; logs a failure, and stops using the file if it cannot be read."""
+        """Does what `RowFile.find` does; logs a failure, and stops using a file that cannot be read."""
         try:
             if file.find(keys, found, data):
                 self._warn_once("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
@@ -192,7 +192,7 @@ class RowFolder:
         self._drop_new_rows()
 
     def _append(self, rows: RowSet, keys: RowKeys, data: RowBytes) -> None:
-        """Writes rows of one set to its newest file, and to new files when that is full."""
+        """Writes rows of one set to the set's newest file, and to new files when that file is full."""
         files = self._reopen(rows)
         there, scratch = np.zeros(len(keys), np.bool_), np.empty_like(data)
         for file in list(files[: FILES_PER_SET - 1]):  # leave out rows that another process has written meanwhile

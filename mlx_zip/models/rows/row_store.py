@@ -34,9 +34,9 @@ from mlx_zip.models.rows.row_folder import RowFolder
 MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
 ROW_OVERHEAD = 250  # bytes that Python needs per row in memory
-FORMAT = 1  # raise it when a change makes encoders compute other rows
+FORMAT = 1  # increase it when a change makes encoders compute other rows
 _QUANTIZATION = ("bits", "group_size", "mode")
-_NO_ID = 0xFFFFFFFF  # fills a key after the entry's end: it is no base id, and the same for all models
+_NO_ID = 0xFFFFFFFF  # fills up the key of a short entry: not a base id of any model
 _PADDING_BYTE = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that `_NO_ID` consists of
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
@@ -44,7 +44,7 @@ Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 
 @dataclass(frozen=True)
 class RowKind:
-    """What a set of rows is called and how a row is stored.
+    """The name of a set of rows, and how a row is stored.
 
     rows: name and sizes. dtype: type of a row's values. durable: whether rows may be kept on disk.
     """
@@ -55,7 +55,7 @@ class RowKind:
 
 
 class _EncodedRows(NamedTuple):
-    """Rows that were encoded and are not kept yet: their names in memory, and the rows as bytes [N, row bytes]."""
+    """Encoded rows that the store does not keep yet: their names in memory, and the rows as bytes [N, row bytes]."""
 
     kind: RowKind
     names: list[bytes]
@@ -67,8 +67,9 @@ class RowStore:
 
     folder: where rows are also kept on disk, shared with other processes; None keeps them in memory only. The folder
     has mode 0700 and its files 0600, because they hold pieces of people's texts as base ids. memory_bytes,
-    folder_bytes: maximum sizes. encoded, from_memory, from_disk: how many rows were encoded, found in memory and found
-    on disk. If the folder is damaged, full, read-only or in use, a warning is logged ("mlx_zip"); rows are never wrong.
+    folder_bytes: maximum sizes. encoded, from_memory, from_disk: numbers of rows encoded, found in memory and found on
+    disk. If the folder is damaged, full, read-only or in use, the logger "mlx_zip" logs a warning; rows are never
+    wrong.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class RowStore:
     def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
         """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of row i of base_ids [N, words].
 
-        encode(base_ids, lengths) makes rows. It is called at most once, with the distinct entries that the store does
-        not have.
+        encode(base_ids, lengths) makes rows. It is called at most once, with those distinct entries that the store
+        lacks.
         """
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
         names = self._memory_names(kind, keys)
@@ -120,7 +121,7 @@ class RowStore:
         return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
 
     def encode_one(self, kind: RowKind, words: bytes, encode: Callable[[], mx.array]) -> mx.array | None:
-        """Encodes the row [1, D] of one entry that is not in memory, and returns it; None if the row may be on disk.
+        """Encodes and returns the row [1, D] of one entry that is not in memory; returns None if it may be on disk.
 
         words: as in `row`. encode: makes the row.
         """
@@ -132,18 +133,18 @@ class RowStore:
         return row
 
     def submit(self) -> list[mx.array]:
-        """Returns the rows, as bytes, encoded since the last call of `submit` or `settle_unsubmitted`.
+        """Returns the rows, as bytes, encoded since the last call of `submit` or `settle_unsubmitted`; they are lazy.
 
-        A decode loop has them computed along with the next id, and calls `settle_submitted` when it has read that id.
+        A decode loop computes them along with the next id, and calls `settle_submitted` when it has read that id.
         """
         fresh, self._fresh = self._fresh, []
         self._submitted += fresh
         return [one.rows for one in fresh]
 
     def settle_submitted(self) -> None:
-        """Keeps the rows that `submit` returned. Does not wait if the id computed with them was read.
+        """Keeps the rows that `submit` returned. Does not wait if the id computed with them has been read.
 
-        If computing them raises, these rows are dropped, so that no later call raises again.
+        If computing these rows raises, they are dropped, so that no later call raises again.
         """
         rows, self._submitted = self._submitted, []
         self._store_rows(rows)
@@ -151,8 +152,8 @@ class RowStore:
     def settle_unsubmitted(self) -> None:
         """Keeps the rows that `submit` has not returned, and computes them if they are still lazy.
 
-        The model calls this at the beginning of each call. Outside our loops, the caller has read the previous call's
-        result by then, so that call's rows are computed. Errors as in `settle_submitted`.
+        Called at the beginning of each model call. Outside mlx_zip's decode loops, the caller has usually read the
+        result of the previous call by then, so its rows are computed already. Errors as in `settle_submitted`.
         """
         rows, self._fresh = self._fresh, []
         self._store_rows(rows)
@@ -278,8 +279,8 @@ def _order_rows(
 ) -> mx.array:
     """Returns the rows of `names` [N, D], in that order.
 
-    held: per name its row as bytes, or None for a row that was just encoded. fresh [M, D]: the encoded rows, whose
-    names are `made`.
+    held: per name its row as bytes, or None if the row was just encoded. fresh [M, D]: the encoded rows, whose names
+    are `made`.
     """
     kept = [row for row in held if row is not None]
     place = {name: len(kept) + i for i, name in enumerate(made)}  # indices into `both` below
@@ -302,7 +303,7 @@ def _rows_to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
 
 @dataclass(frozen=True)
 class _KnownKind:
-    """A kind of rows, the modules that it was made for, and their tensors at that time."""
+    """A kind of rows, the modules that it was made for, and the modules' tensors at that time."""
 
     kind: RowKind
     encoder: nn.Module
@@ -315,15 +316,15 @@ class _KnownKind:
 
 
 class RowKinds:
-    """The kinds of the rows that a model makes now, one per side, and its encoders for single entries.
+    """The kinds of the rows that a model makes now, one per side, and the model's encoders for single entries.
 
     A store never mixes rows of different weights. A kind's name covers the fingerprint in config.json, which the
     converter or the trainer wrote. Other tools quantize, fuse or adapt a model without changing that fingerprint, and a
-    program may change weights in memory. So a name also covers the type, the quantization and a few values of every
-    tensor that rows depend on (no tensor is hashed whole), and is made anew when a tensor is replaced.
+    program may change weights in memory. So a kind's name also covers the type, the quantization and a few values of
+    every tensor that rows depend on (no tensor is hashed whole), and a new name is made when a tensor is replaced.
 
-    recorded: the fingerprints in the model's config, by side. A side without one gets a random name, and its rows are
-    not kept on disk. pad_id: the base id that pads entries of fewer than `merge_size` base ids.
+    recorded: the fingerprints in the model's config, by side. A side without a fingerprint gets a random name, and its
+    rows are not kept on disk. pad_id: the base id that pads entries of fewer than `merge_size` base ids.
     """
 
     def __init__(self, recorded: Any, merge_size: int, pad_id: int) -> None:
@@ -334,7 +335,7 @@ class RowKinds:
         self._changed = False
 
     def forget(self) -> None:
-        """Makes both sides use new kinds, which no other model has. Call it when weights have changed."""
+        """Makes both sides use new kinds, which no other model has. Call this when weights have changed."""
         self._known.clear()
         self._singles.clear()
         self._changed = True
@@ -351,7 +352,7 @@ class RowKinds:
         return kind
 
     def single_encoder(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
-        """Returns the side's encoder for single entries, made from its current weights; None if none can be made."""
+        """Returns a `SingleEncoder` with the side's current weights, or None if it does not support the encoder."""
         self.kind(side, encoder, matrix)
         known, made = self._known[side], self._singles.get(side)
         if made is None or made[0] is not known:

@@ -20,7 +20,7 @@ class RowTable:
     place (`mlx_zip.models.rows.sequence_rows`). rows: [1, capacity, D], or None before the first row.
     """
 
-    PLACE_AXIS = 1  # of the array that holds the rows
+    PLACE_AXIS = 1  # the axis of `array` that counts places
 
     def __init__(self) -> None:
         self.array: mx.array | None = None
@@ -78,7 +78,7 @@ class RowTable:
         return self.take(mx.array(places))
 
     def select(self, places: np.ndarray, limit: int | None = None) -> Self:
-        """Returns a new table with the rows at places [N], in this order, and room for more, `limit` places at most.
+        """Returns a new table with the rows at places [N], in this order, and room for more, up to `limit` places.
 
         For a place beyond this table's capacity, the row is arbitrary.
         """
@@ -138,17 +138,17 @@ class ColumnTable(RowTable):
 
 
 class TwoCopyTable(RowTable):
-    """Input rows in two copies that are written in turn, for bodies that begin before the host has read their id.
+    """Input rows in two copies that are written in turn, for bodies that begin before the host has read their ids.
 
-    MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a row
-    that is installed meanwhile is written to the other copy, which the next body reads. That copy first gets the rows
-    that were written to the current one only. Without the second copy, MLX would copy the whole table for each new row.
+    MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a new
+    row is written to the other copy, which the next body reads. Before that, the other copy gets the rows that it
+    lacks. With a single copy, MLX would copy the whole table for each new row.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._idle: mx.array | None = None  # the other copy, without the rows of `_missed`
-        self._missed: Callable[[], None] | None = None  # writes to `array` the rows that went to the other copy last
+        self._idle: mx.array | None = None  # the other copy
+        self._missed: Callable[[], None] | None = None  # writes the rows that the other copy lacks
 
     @classmethod
     def from_table(cls, table: RowTable) -> Self:
@@ -171,9 +171,9 @@ class TwoCopyTable(RowTable):
         return self.from_table(super().select(places, limit))
 
     def _write_to_other_copy(self, write: Callable[[], None]) -> None:
-        """Makes the other copy the current one, and writes to it what it missed and what is new.
+        """Makes the other copy the current one, writes the rows that this copy lacks, and calls `write`.
 
-        If this raises, also on an interrupt, the current copy stays current, because the other lacks rows.
+        If this raises, also on an interrupt, the former copy is the current one again, because the other lacks rows.
         """
         current, self.array = self.array, self._idle
         try:

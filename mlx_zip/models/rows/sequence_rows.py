@@ -1,9 +1,9 @@
 """`SequenceRows`: the codebooks of B sequences, their row tables, and which rows are in the tables.
 
 Each distinct entry of a batch has one place in a shared table, so a step multiplies with one matrix and picks each
-sequence's columns by an index; the entries of a common pack need no index. Places are given in rising order, so that a
-step writes its new rows as one slice. When the table would grow, unused places are freed all at once, so that no step
-has to count references.
+sequence's columns by an index. Entries of a pack that all sequences began with need no index, because their places are
+their slots. Places are given in rising order, so that a step writes its new rows as one slice. When the table would
+grow, unused places are freed all at once, so that no step has to count references.
 
 Tables are written in place, but MLX copies an array that is written to while anything else holds it, for example a body
 in flight. So bodies never hold the output table, and the input table has two copies that are written in turn. The
@@ -27,22 +27,23 @@ from mlx_zip.packs.pack import Tuned, tuned_fingerprint
 class SequenceRows:
     """Codebooks and rows of B sequences.
 
-    books: one `Codebook` per sequence. tuned: per sequence, the pack with tuned rows that it began with, only its
-    fingerprint in a state loaded from a file, or None. bound: per sequence, whether its tuned rows are in the tables.
+    books: one `Codebook` per sequence. tuned: per sequence, the pack with tuned rows that it began with; the pack's
+    fingerprint, if the state was loaded from a file; or None. bound: per sequence, whether its tuned rows are in the
+    tables.
 
-    inputs, outputs: the tables of input and output rows. places: the places of the entries of a batch in these tables;
-    None for a single request, whose entries have their slots as places.
+    inputs, outputs: the tables of input and output rows. places: the places of a batch's entries in these tables; None
+    for a single request, where an entry's place is its slot.
 
     encoded_inputs [1, places]: whether the entry at a place has its input row in the table. encoded_outputs: per
-    sequence, a count n such that the first n slots were given output rows; replaced: per sequence, the slots among them
-    whose row is out of date, because they hold another entry now.
+    sequence, a number n; the first n slots have been given output rows. replaced: per sequence, those of the first n
+    slots whose output row is out of date, because the slot holds another entry now.
     """
 
     books: list[Codebook]
     tuned: list[Tuned]
 
     def _clear_rows(self, shared: bool) -> None:
-        """Empties the row tables; the next model call fills them again. shared: whether they are a batch's."""
+        """Empties the row tables; the next model call fills them again. shared: whether a batch shares the tables."""
         batch, size = len(self.books), self.books[0].params.codebook_size if self.books else 0
         self.inputs: RowTable = RowTable()
         self.outputs = ColumnTable()
@@ -75,14 +76,14 @@ class SequenceRows:
         return all(self.bound)
 
     def use_two_copies_of_inputs(self) -> None:
-        """Makes the table of input rows a `TwoCopyTable`, for bodies that begin before the host has read their id."""
+        """Makes the table of input rows a `TwoCopyTable`, for bodies that begin before the host has read their ids."""
         if not isinstance(self.inputs, TwoCopyTable):
             self.inputs = TwoCopyTable.from_table(self.inputs)
 
     # ---- output rows
 
     def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where installed entries have no output row yet, as (sequence [N], slot [N])."""
+        """Returns (sequences [N], slots [N]): the slots of installed entries that have no output row yet."""
         missing = [np.array(slots, np.int64) for slots in self._missing_slots()]
         return np.repeat(np.arange(len(missing)), [len(slots) for slots in missing]), np.concatenate(missing)
 
@@ -112,7 +113,7 @@ class SequenceRows:
         return self.encoded_outputs[0], self.encoded_inputs.copy()
 
     def mark_encoded_again(self, before: tuple[int, np.ndarray]) -> None:
-        """Marks rows that were in the tables before ids were trimmed, of entries that the same ids install again.
+        """After ids were trimmed and the same ids read again, marks the rows still in the tables as encoded.
 
         before: what `encoded_rows` returned before the trim. Under policies that evict, nothing is marked: slots may
         have held several entries.
@@ -132,7 +133,7 @@ class SequenceRows:
     def missing_inputs(self, slots: np.ndarray) -> np.ndarray:
         """Returns the places [N], each once, of the entries in slots [B, L] that have no input row yet.
 
-        -1 in `slots` stands for an id that is no hypertoken. The entries must have their output rows.
+        A slot of -1 stands for an id that is not a hypertoken. The entries must have their output rows.
         """
         if slots.shape[1] == 1:  # a step: for a few ids, numpy would be slower
             places = {self._place_of_slot(b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0}
@@ -154,13 +155,16 @@ class SequenceRows:
         return np.flatnonzero(~self.encoded_inputs[0, :n])
 
     def places_of(self, sequence: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Returns the places of the entries at (sequence, slots), in the shape of the two."""
+        """Returns the places of the entries at (sequence, slots), in the shape of `slots`."""
         return slots if self.places is None else self.places.index[sequence, slots]
 
     # ---- between slots and places, on the device
 
     def slots_covered(self) -> int:
-        """Returns how many slots `places_at_slots` takes: in a batch, at least all with entries; changes seldom."""
+        """Returns how many slots `places_at_slots` accepts; the number changes seldom, so that shapes seldom change.
+
+        For a single request, the capacity of the input table; for a batch, at least the entries of any sequence.
+        """
         if self.places is None:
             return self.inputs.capacity
         want = max(CAPACITY_STEP, -(-max(map(len, self.books)) // CAPACITY_STEP) * CAPACITY_STEP)
@@ -175,16 +179,16 @@ class SequenceRows:
         return self.places.count_slots_with_equal_places(limit)
 
     def values_by_slot(self, values: mx.array, first: int) -> mx.array:
-        """Returns values [B, L, places] by slot, [B, L, slots], for the slots from `first` on."""
+        """Returns values [B, L, places] in the order of slots, [B, L, slots], for the slots from `first` on."""
         if self.places is None:
             return values
         index = mx.array(self.places.index[:, None, first : self.slots_covered()])
         return mx.take_along_axis(values, mx.broadcast_to(index, (*values.shape[:2], index.shape[2])), axis=-1)
 
     def places_at_slots(self, slots: mx.array) -> mx.array:
-        """Returns the places [B, 1] of slots [B, 1], which are below `slots_covered()`.
+        """Returns the places [B, 1] of slots [B, 1], which must be below `slots_covered()`.
 
-        For an entry without an input row, any place of the table of input rows may be returned.
+        For an entry without an input row, the place may be any place of the input table.
         """
         if self.places is None:
             return slots
@@ -215,9 +219,9 @@ class SequenceRows:
         self.bound[0] = True
 
     def share_tuned_rows(self, b: int, output: mx.array, inputs: mx.array | None) -> None:
-        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, unless they are there.
+        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, unless the tables have them.
 
-        inputs: None if both sides have the same rows.
+        inputs: None if both sides have equal rows.
         """
         n = len(output)
         places = self._places_with_output_rows(self._entry_keys(b, range(n)), lambda chosen: output[mx.array(chosen)])
@@ -229,7 +233,7 @@ class SequenceRows:
     # ---- rows that the sequences of a batch share
 
     def share_outputs(self, encode: Callable[[np.ndarray, np.ndarray], mx.array]) -> None:
-        """Gives each entry of a batch that has no output row its place, and encodes those rows that no sequence has.
+        """Gives a place to each entry of a batch that has no output row; encodes the rows that no sequence has.
 
         encode(base_ids [N, merge_size], lengths [N]) makes rows [N, D].
         """
@@ -244,9 +248,9 @@ class SequenceRows:
         self.mark_outputs_encoded()
 
     def _places_with_output_rows(self, keys: Sequence[EntryKey], rows: Callable[[list[int]], mx.array]) -> list[int]:
-        """Returns the places of entries. Those without one get the next places and their output rows.
+        """Returns the places of entries. New entries get the next places, and their output rows are written.
 
-        rows(indices into `keys`) returns the output rows of the entries that have no place so far.
+        rows(indices into `keys`) returns the output rows of the new entries.
         """
         assert self.places is not None
         self._free_places_for(sum(key not in self.places.place_of for key in keys))  # may renumber places
@@ -268,7 +272,7 @@ class SequenceRows:
             self.places.put(b, slot, place)
 
     def _add_input_rows(self, places: Sequence[int] | np.ndarray, rows: Callable[[list[int]], mx.array]) -> None:
-        """Puts the missing input rows of the entries at these places of a batch into the table.
+        """Puts the input rows that are missing at these places of a batch into the table.
 
         rows(indices into `places`) returns input rows.
         """
@@ -279,7 +283,7 @@ class SequenceRows:
             self.encoded_inputs[0, at] = True
 
     def _free_places_for(self, n: int) -> None:
-        """Frees unused places if n more would make the table grow and a quarter of the table would then stay free."""
+        """Frees unused places if `n` more would make the table grow, but only if a quarter of it then stays free."""
         assert self.places is not None
         if n and len(self.places) + n > self.outputs.capacity:
             used = self._used_places()
@@ -307,13 +311,13 @@ class SequenceRows:
     # ---- sequences that join and leave
 
     def _entry_keys(self, b: int, slots: Sequence[int]) -> list[EntryKey]:
-        """Returns the keys of the entries in some slots of sequence b. An entry with a tuned row gets another key."""
+        """Returns the keys of the entries in some slots of sequence b. An entry with a tuned row has its own key."""
         book, mark = self.books[b], tuned_fingerprint(self.tuned[b])
         tuned = 0 if mark is None else len(book.params.start or ())
         return [(mark, book.words(slot)) if mark and slot < tuned else book.words(slot) for slot in slots]
 
     def _add_sequences_with_rows(self, other: SequenceRows) -> None:
-        """Adds another state's sequences and those of their rows that are not there yet. This state is a batch's."""
+        """Adds the sequences of `other` to this batch's state, and those of their rows that this state lacks."""
         assert self.places is not None
         for b in range(len(other.books)):
             slots = other._slots_with_output_rows(b)
@@ -330,7 +334,7 @@ class SequenceRows:
             self.encoded_outputs = [*self.encoded_outputs, other.encoded_outputs[b]]
 
     def _keep_sequences(self, indices: Sequence[int]) -> None:
-        """Keeps the rows of these sequences only, in this order. Frees unused places if more than half are."""
+        """Keeps the rows of these sequences only, in this order. Frees unused places if over half of all are unused."""
         self.books, self.tuned = [self.books[i] for i in indices], [self.tuned[i] for i in indices]
         self.bound, self.replaced = [self.bound[i] for i in indices], [self.replaced[i] for i in indices]
         self.encoded_outputs = [self.encoded_outputs[i] for i in indices]
@@ -341,7 +345,7 @@ class SequenceRows:
                 self._keep_places(used)
 
     def _copy_sequence_rows_to(self, b: int, made: SequenceRows) -> None:
-        """Copies sequence b's rows to `made`, a single request's state with a copy of the codebook and no rows."""
+        """Copies sequence b's rows to `made`, a single request's state with a copy of its codebook and no rows."""
         slots, n, limit = self._slots_with_output_rows(b), self.encoded_outputs[b], self.books[b].params.codebook_size
         places = np.zeros(n, np.int64)
         places[slots] = self.places_of(np.full(len(slots), b), slots)
@@ -360,8 +364,8 @@ EntryKey = (
 class Places:
     """The places of the distinct entries of B sequences in one pair of row tables.
 
-    Two sequences that have the same entry share its place, and so its rows. Places are given in rising order; places
-    whose entries no sequence has any more are reused after `select`.
+    Sequences with equal entries share the entry's place and rows. Places are given in rising order; the places of
+    entries that no sequence has any more are reused after `select`.
 
     index [B, codebook_size] int32: the place of the entry in each slot; meaningless for slots without an output row.
     keys: the entry at each place. place_of: each entry's place.
@@ -391,8 +395,8 @@ class Places:
     def count_slots_with_equal_places(self, limit: int) -> int:
         """Returns a number n <= limit such that the first n slots of every sequence have the places 0 to n - 1.
 
-        limit: a number of slots that have an entry in every sequence. The first call sets n, and later calls return
-        no more; n is found anew when sequences have joined or left.
+        limit: a number of slots that have an entry in every sequence. The first call sets n, and later calls return no
+        more; n is computed again when sequences have joined or left.
         """
         if self._equal_slots is None:
             wrong = np.flatnonzero((self.index[:, :limit] != np.arange(limit)).any(axis=0))
@@ -410,7 +414,7 @@ class Places:
         return self._with_index(self.index[list(indices)])
 
     def _with_index(self, index: np.ndarray) -> Places:
-        """Returns these places with another index. Shares the entries of this object, which must not be used then."""
+        """Returns places with another index. The entries move to the result: do not use this object afterwards."""
         made = Places(0, 0)
         made.index, made.keys, made.place_of = index, self.keys, self.place_of
         return made
@@ -451,8 +455,8 @@ def unpack_entry_keys(keys: Sequence[EntryKey], merge_size: int, pad_id: int) ->
 class EvictedEntry:
     """An entry that was evicted within a call of L ids.
 
-    sequence, slot: where it was installed. begin, end: the slot held it after each id in columns begin to end - 1 of
-    the call. base_ids [merge_size]: padded; the first `length` of them are real.
+    sequence, slot: where the entry was installed. begin, end: the slot held the entry after each id in columns begin to
+    end - 1 of the call. base_ids [merge_size]: padded; the first `length` of them are real.
     """
 
     sequence: int

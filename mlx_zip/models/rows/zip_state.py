@@ -30,10 +30,10 @@ HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for on
 
 
 class Advance(NamedTuple):
-    """How many entries are installed after a call.
+    """The numbers of entries that are installed after a call.
 
-    live [B]: after the whole call. available [B, L]: after each of its ids. Both are plain numbers if the call had one
-    id of one sequence. evicted: entries that were evicted within a call of several ids, under a policy other than
+    live [B]: after the whole call. available [B, L]: after each id of the call. Both are plain numbers if the call had
+    one id of one sequence. evicted: entries that were evicted within a call of several ids, under a policy other than
     freeze.
     """
 
@@ -51,9 +51,9 @@ class ZipState(SequenceRows):
     row_answers: per sequence, text -> base ids of each answer that was generated with the cache; copied with the state,
     but not saved.
 
-    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.two_part_step`). submit:
-    called by a model call with arrays that it will not change any more, so that a decode loop can have them computed
-    while the rest is built; by default it does nothing. Neither of the two is saved or copied.
+    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.two_part_step`). submit: a
+    model call calls it with arrays that are final, so that a decode loop can have them computed while the rest of the
+    call is built; by default it does nothing. second_bodies and submit are neither saved nor copied.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ZipState(SequenceRows):
     def params(self) -> CodecParams:
         """The codec of every sequence, start entries included. Sequence b's own is `books[b].params`.
 
-        Raises `ModelError` when the sequences have different start entries: there is no one codec then.
+        Raises `ModelError` if the sequences have different start entries, because they then have different codecs.
         """
         first = self.books[0].params
         if any(book.params is not first and book.params != first for book in self.books):
@@ -95,7 +95,7 @@ class ZipState(SequenceRows):
 
     @property
     def answers(self) -> AnswerIds:
-        """The answers of the first sequence, as a map that may be added to."""
+        """The answers of the first sequence, as a map to which answers can be added."""
         return self.row_answers[0]
 
     def fits_codec(self, params: CodecParams) -> bool:
@@ -121,10 +121,10 @@ class ZipState(SequenceRows):
         self.submit: Callable[..., None] = _leave_lazy
 
     def bind_start_packs(self, packs: Sequence[Any]) -> None:
-        """Takes tuned rows from the packs that the sequences of a saved state began with.
+        """Uses the tuned rows of the packs that the sequences of a saved state began with.
 
-        packs: one per sequence, None to change nothing. Raises `ModelError` for a pack that a sequence did not begin
-        with, `DataError` for a file that is no pack.
+        packs: one per sequence; None leaves a sequence unchanged. Raises `ModelError` if a sequence began with another
+        pack, `DataError` if a file is not a pack.
         """
         given = [None if pack is None else resolve_pack(pack) for pack in packs]
         self.tuned = [_tuned_rows_of_pack(*one) for one in zip(self.books, self.tuned, given, strict=True)]
@@ -136,10 +136,10 @@ class ZipState(SequenceRows):
         return self.places is None and self.offset >= self.left_padding[0]
 
     def advance(self, ids: HostIds) -> Advance:
-        """Pushes ids to the codebooks and returns how many entries are installed then. An illegal id changes nothing.
+        """Pushes ids to the codebooks; returns how many entries are installed then. An illegal id changes nothing.
 
-        Raises `CodecError` for an id that is neither a base id nor an installed hypertoken, `ModelError` when the
-        batch size is not this state's.
+        Raises `CodecError` for an id that is neither a base id nor an installed hypertoken, `ModelError` if `ids` has
+        another batch size than this state.
         """
         if isinstance(ids, int):
             book = self.books[0]
@@ -178,7 +178,6 @@ class ZipState(SequenceRows):
         return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(evicted))
 
     def _advance_each(self, ids: Sequence[int]) -> Advance:
-        """Pushes one id to each codebook, as `advance` does."""
         pushed = []
         try:
             for book, one in zip(self.books, ids, strict=True):
@@ -204,7 +203,10 @@ class ZipState(SequenceRows):
             self._mark_rows_missing(b, new.slots)
 
     def pad_rows(self, more: Sequence[int]) -> None:
-        """Adds the ids, more [B], that `push_to_row` pushed to `offset`. Sequences with fewer get left padding."""
+        """Updates `offset` and `left_padding` after `push_to_row`.
+
+        more [B]: number of ids pushed to each sequence. Sequences with fewer ids than others get left padding.
+        """
         most = max(more)
         self.offset += most
         self.left_padding = [n + most - pushed for n, pushed in zip(self.left_padding, more, strict=True)]
@@ -212,7 +214,7 @@ class ZipState(SequenceRows):
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
         """Returns positions [B, L] int32 of ids [B, L], the last L ids read, in position mode `base_token_end`.
 
-        An id's position is the index of its last base id within the sequence, counted from 0; in the padding it is 0.
+        An id's position is the index of its last base id within the sequence, counted from 0; padding has position 0.
 
         Source: position mode `base_token_end` of zip2zip 0.2.0.
         """
@@ -235,7 +237,7 @@ class ZipState(SequenceRows):
         return np.array([book.base_length for book in books], dtype=np.int32)
 
     def spans(self) -> np.ndarray:
-        """Returns the length in base ids of each slot's entry, [B, codebook_size] int32; 0 without one.
+        """Returns the number of base ids of each slot's entry, [B, codebook_size] int32; 0 for a slot without an entry.
 
         Do not change the array: the state keeps it.
         """
@@ -257,10 +259,10 @@ class ZipState(SequenceRows):
         return out
 
     def evicted_since_read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Finds those among ids [B, L], the last L ids read, whose slots hold other entries now than when read.
+        """Finds those of ids [B, L], the last L ids read, whose slots have got another entry since.
 
-        Returns their sequences [N] and columns [N], and the entries that they stood for when they were read: base_ids
-        [N, merge_size] and lengths [N].
+        Returns their sequences [N] and columns [N], and the entries that these ids stood for when they were read:
+        base_ids [N, merge_size] and lengths [N].
         """
         first, found = self._padding_columns(self.offset - ids.shape[1], ids.shape[1]), []
         vocab_size = self.books[0].params.vocab_size
@@ -277,10 +279,10 @@ class ZipState(SequenceRows):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The parts that are saved: version; params as JSON; the id logs of all sequences, one after the other; their
-        lengths; left padding; offset; long_rope.
+        """The parts that are saved, in their order.
 
-        The params are one object, or a list of one per sequence when their start entries differ. If any sequence has
+        Version; params as JSON; the id logs of all sequences, joined; the logs' lengths; left padding; offset;
+        long_rope. The params are one object, or a list of one per sequence if start entries differ. If any sequence has
         tuned rows, an eighth part follows: the packs' fingerprints as JSON, a list of one or null per sequence.
         """
         logs = [np.asarray(book.ids) for book in self.books]
@@ -360,8 +362,8 @@ class ZipState(SequenceRows):
     def merge(cls, states: Sequence[ZipState]) -> ZipState:
         """Returns one state with the sequences of all states, in this order.
 
-        The new state takes over their codebooks, so the states given must not be used any more. Shorter
-        sequences get left padding. Raises `ModelError`, with nothing changed, for no states, and as `extend`.
+        The new state takes over their codebooks, so do not use the given states afterwards. Shorter sequences get left
+        padding. Raises `ModelError`, leaving the states unchanged, if the list is empty, and as `extend` does.
         """
         if not states:
             raise ModelError("there are no caches to merge")
@@ -379,9 +381,9 @@ class ZipState(SequenceRows):
     def extend(self, other: ZipState) -> None:
         """Adds the sequences of another state after this one's.
 
-        This state takes over their codebooks, so the other state must not be used any more. Shorter sequences get left
-        padding. Raises `ModelError`, with nothing changed, for another codec (start entries may differ), and where
-        LongRoPE's factors differ.
+        This state takes over their codebooks, so do not use the other state afterwards. Shorter sequences get left
+        padding. Raises `ModelError`, leaving both unchanged, if the codecs differ (start entries may) or LongRoPE's
+        factors differ.
         """
         self._raise_unless_joinable(other)
         if self.places is None:
@@ -389,7 +391,7 @@ class ZipState(SequenceRows):
         self._append_sequences(other)
 
     def _append_sequences(self, other: ZipState) -> None:
-        """Adds the sequences of another state after this one's. This state is a batch's."""
+        """Adds the sequences of another state after this one's. This must be the state of a batch."""
         self._add_sequences_with_rows(other)
         offset = max(self.offset, other.offset)
         padding = [(self, n) for n in self.left_padding] + [(other, n) for n in other.left_padding]
@@ -399,9 +401,9 @@ class ZipState(SequenceRows):
         self._reset_spans()
 
     def filter(self, indices: Sequence[int]) -> None:
-        """Keeps the sequences at these indices only, in this order, and removes left padding that all of them share.
+        """Keeps only the sequences at these indices, in this order, and removes left padding that all of them share.
 
-        Raises `ModelError`, with nothing changed, for no index, and for one that is out of range or occurs twice.
+        Raises `ModelError`, leaving the state unchanged, if there is no index, or one is out of range or occurs twice.
         """
         self._raise_unless_indices(indices)
         padding = [self.left_padding[i] for i in indices]
@@ -416,9 +418,9 @@ class ZipState(SequenceRows):
     def extract(self, index: int, rows: bool = True) -> ZipState:
         """Returns a copy of one sequence, without its left padding. This state does not change.
 
-        rows: whether the copy has the sequence's rows; else the next model call fills its row tables again.
+        rows: whether to copy the sequence's rows; if not, the next model call fills the copy's row tables.
 
-        Raises `ModelError` for an index that is out of range.
+        Raises `ModelError` if `index` is out of range.
         """
         self._raise_unless_indices([index])
         made = ZipState.__new__(ZipState)
@@ -464,7 +466,7 @@ class ZipState(SequenceRows):
 def _make_codebooks(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
     """Returns a new codebook per sequence. params: one codec for all, or one per sequence.
 
-    Raises `ModelError` for another number of codecs, or codecs that differ in more than their start entries.
+    Raises `ModelError` if there is not one codec per sequence, or the codecs differ in more than their start entries.
     """
     codecs = [params] * batch if isinstance(params, CodecParams) else list(params)
     if len(codecs) != batch:
@@ -475,10 +477,10 @@ def _make_codebooks(params: CodecParams | Sequence[CodecParams], batch: int) -> 
 
 
 def _tuned_rows_of_pack(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
-    """Returns the tuned rows of a sequence, taken from the pack that the caller says it was begun with.
+    """Checks that a sequence began with `pack`, and returns the sequence's tuned rows, taken from `pack`.
 
-    book: the sequence's codebook. tuned: what is known of its tuned rows so far, returned if `pack` is None. Raises
-    `ModelError` if the sequence was begun with other entries or rows than the pack's.
+    book: the sequence's codebook. tuned: the tuned rows known so far, returned if `pack` is None. Raises `ModelError`
+    if the sequence began with other entries or other rows.
     """
     if pack is None:
         return tuned
@@ -493,7 +495,7 @@ def _tuned_rows_of_pack(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tune
 
 
 def _describe_pack(entries: Sequence[Any], mark: str | None) -> str:
-    """Returns a pack in a few words, for messages. mark: the fingerprint of its tuned rows, None without them."""
+    """Describes a pack in a few words, for messages. mark: the fingerprint of its tuned rows, None if it has none."""
     rows = "" if mark is None else f", tuned rows {mark[:12]}"
     return f"{len(entries)} entries{rows}" if len(entries) else "no entries"
 
@@ -504,7 +506,7 @@ def _leave_lazy(*arrays: mx.array) -> None:
 
 @contextmanager
 def submit_parts_early(state: ZipState) -> Iterator[None]:
-    """Context manager: inside, the device starts to compute parts of a step while the rest is still being built."""
+    """Context manager: while the block runs, the device computes parts of a step before the whole step is built."""
     state.submit = mx.async_eval
     try:
         yield
@@ -521,9 +523,9 @@ def find_zip_state(cache: Sequence[Any]) -> ZipState | None:
 
 
 def _parts_of_known_version(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
-    """Returns the parts of a saved state after its first, the version.
+    """Returns the parts of a saved state without the first, the version.
 
-    sizes: how many parts a state of each known version has. Raises `ModelError` for another version or number of parts.
+    sizes: number of parts in each known version. Raises `ModelError` if the version or the number of parts is wrong.
     """
     version = value[0]
     if sizes.get(version) != len(value):
@@ -542,7 +544,7 @@ def _tuned_to_json(tuned: Sequence[Tuned]) -> str | None:
 
 
 def _tuned_from_json(text: str, batch: int) -> list[str | None]:
-    """Returns the fingerprints that `_tuned_to_json` wrote for `batch` sequences. Raises `ModelError` for others."""
+    """Returns the fingerprints that `_tuned_to_json` wrote for `batch` sequences. Raises `ModelError` if damaged."""
     try:
         found = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
