@@ -143,9 +143,9 @@ def _window_folder() -> Path | None:
 
 
 def _offered_models(main: str) -> dict[str, str]:
-    """Returns the models that the page offers besides `main`, all without a download: name -> what the model does.
+    """Returns the models that the page offers besides `main`, none of which needs a download: name -> description.
 
-    Returns {} unless `main` is a model of `named.KNOWN`.
+    Returns {} unless `main` is in `named.KNOWN`.
     """
     if main not in named.KNOWN:
         return {}
@@ -158,7 +158,7 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
 
     args: the flags as the user gave them, with --engine auto not yet replaced.
     """
-    own = ("adapter_path", "pack", "codebook_size", "canonical", "chat_template", "draft_model")  # flags for the main model alone
+    own = ("adapter_path", "pack", "codebook_size", "canonical", "chat_template", "draft_model")  # of the main model
     changed = argparse.Namespace(**{**vars(args), **dict.fromkeys(own)})
     choose_engine(changed, name)
     return open_chosen_engine(None, name, **{**engine_options(changed, name, None), "sessions": None})

@@ -67,7 +67,7 @@ def _start_rules(tokenizer: Any, reasons: ReasoningStart) -> list[str]:
 
 
 def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
-    """Returns the rule `body`, for the text after the reasoning, and the rules it needs; None if any text is allowed."""
+    """Returns the rule `body`, for the text after the reasoning, with the rules it needs; None to allow any text."""
     tools = turn.tools if turn.tool_choice != "none" else ()
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_rule(turn.schema)}"

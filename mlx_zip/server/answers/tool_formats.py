@@ -137,7 +137,7 @@ def new_call_id() -> str:
 
 
 def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
-    """Returns a parser's result as a call. Raises `ValueError` if the name is not text or the arguments are not a map."""
+    """Returns a parser's result as a call. Raises `ValueError` if the name is not a text or the arguments no map."""
     name, arguments = found["name"], found.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         raise ValueError("no call")
@@ -145,7 +145,7 @@ def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
 
 
 def _parse_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the calls in JSON text: an object, a list of objects, or several of these. Raises `ValueError` if none."""
+    """Returns the calls in JSON text: objects or lists of objects. Raises `ValueError` if there is no call."""
     found: list[dict[str, Any]] = []
     text, at = text.strip(), 0
     text = text.removeprefix("<|python_tag|>").strip()
@@ -168,8 +168,7 @@ def _name_and_arguments(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_headed_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the calls in text such as `name[ARGS]{...}` or in a JSON list. Raises `ValueError` if the text is neither.
-    """
+    """Returns the calls in text such as `name[ARGS]{...}`, or in JSON. Raises `ValueError` if the text is neither."""
     if "[ARGS]" not in text:
         return _parse_json_calls(text, tools)
     found, at = [], 0

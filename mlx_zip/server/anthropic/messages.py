@@ -34,6 +34,7 @@ def routes(core: Core) -> list[Route]:
     """Returns the routes of the Messages API."""
 
     async def messages(request: Request) -> Response:
+        """Answers a conversation."""
         body = await read_body(request, core, MessagesBody)
         check_model(core, body.model)
         asked = _MessageRequest(core, body)
@@ -45,6 +46,7 @@ def routes(core: Core) -> list[Route]:
         return response
 
     async def count_tokens(request: Request) -> Response:
+        """Counts the base tokens of a conversation."""
         body = await read_body(request, core, CountBody)
         check_model(core, body.model)
         ids = await run_unless_client_gone(request, core.prompt_ids(turn_of(body)))
