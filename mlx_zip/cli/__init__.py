@@ -116,10 +116,7 @@ def _run_command_group(name: str, argv: Sequence[str]) -> int | None:
 
 
 def run_guarded(command: Callable[[], int | None]) -> int:
-    """Calls `command` and returns the exit status.
-
-    Prints an `MlxZipError`, an `OSError` or a failure to encode output as one line on stderr.
-    """
+    """Calls `command` and returns the exit status; prints an `MlxZipError` or an output error as one line on stderr."""
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     quiet_libraries()
@@ -140,7 +137,7 @@ def run_guarded(command: Callable[[], int | None]) -> int:
 def quiet_libraries() -> None:
     """Silences warnings of the Hugging Face libraries, and their progress bars unless stderr is a terminal.
 
-    Only commands call this, before they import those libraries. An environment variable that the user has set stays.
+    Only commands call this, before they import those libraries. Environment variables that the user has set are kept.
     """
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")

@@ -1,6 +1,6 @@
 """Helpers of the commands, mainly of `mlx_zip vocab`: declare and print actions, name tokenizers, check output paths.
 
-In `mlx_zip vocab` the action `learn` (`train` in multitok) writes the file --out; other actions take it as FILE.
+In `mlx_zip vocab` the action `learn` (`train` in multitok) writes a file; other actions take it as first argument.
 --tokenizer names a tokenizer, --data and --held-out name texts, --json prints one JSON object.
 """
 
@@ -30,8 +30,8 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
     """Declares a method's actions as subcommands.
 
     actions: name -> (function that declares the action's flags, purpose for --help, function that runs the action).
-    examples: text at the end of each --help. Parsing sets `args.do` to the function that runs the action and returns
-    the `result` of `print_result`.
+    examples: text at the end of each --help. Parsing sets `args.do` to the function that runs the action; what this
+    function returns is for `print_result`.
     """
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -50,8 +50,7 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
 def print_result(args: argparse.Namespace, result: Any) -> int:
     """Prints the result of an action and returns the exit status.
 
-    result: (record, lines), of which --json prints the record and otherwise the lines are printed; or an exit status,
-    if the action has already printed its output.
+    result: (record to print with --json, lines to print without), or an exit status if the action printed its output.
     """
     if isinstance(result, int):
         return result

@@ -225,9 +225,6 @@ def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
 
 
 def import_torch_module(name: str, engine: str) -> Any:
-    """Returns the module `mlx_zip.cuda.<name>`. engine: "torch" or "cuda", for the error message.
-
-    Raises `InstallationError` if a library that the engine needs is not installed.
-    """
+    """Returns the module `mlx_zip.cuda.<name>`. Raises `InstallationError` if a library of `engine` is missing."""
     needed = LIBRARIES if engine == CUDA else LIBRARIES[:1]
     return import_or_explain(f"mlx_zip.cuda.{name}", f"--engine {engine}", *needed, extra=engine, implied=LIBRARIES)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, group: Any) -> int:
-    """Generates a text and prints it; returns what `run` returns. group: the machines of this run, None for one."""
+    """Generates a text and prints it; returns the exit status. group: the machines of this run, None for one."""
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     add_eos_tokens(opened.tokenizer, args.extra_eos_token)
@@ -102,7 +102,7 @@ def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, g
 
 @contextmanager
 def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_OpenedModel]:
-    """Context manager: yields the model, loaded on MLX.
+    """Context manager: yields the model on MLX.
 
     sampling: fields of `Sampling`. group: the machines of this run, None for one.
     """
@@ -151,7 +151,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
 
 @contextmanager
 def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
-    """Context manager: yields the model, in an engine on PyTorch. sampling: fields of `Sampling`."""
+    """Context manager: yields the model on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.sampling.options import Sampling
@@ -183,10 +183,7 @@ def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterat
 
 
 def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
-    """Returns the fingerprint of `chosen`, or if None that of the tuned pack in the model's folder, None without one.
-
-    chosen: the packs of --pack, or None.
-    """
+    """Returns the fingerprint of the packs of --pack, else of the tuned pack in the model's folder, else None."""
     from mlx_zip.packs.pack import IN_FOLDER, load_pack
 
     if chosen is not None:
@@ -205,7 +202,7 @@ def _open_output(group: Any) -> Iterator[TextIO]:
 
 
 def _check_machines(args: argparse.Namespace, group: Any) -> None:
-    """Raises `GenerationError` for flags that cannot be used in a run on several machines."""
+    """Raises `GenerationError` if a flag cannot be used in a run on several machines."""
     if group is None:
         return
     if args.prompt_cache_file is not None:
@@ -215,7 +212,7 @@ def _check_machines(args: argparse.Namespace, group: Any) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for flags that cannot be used here, and for an empty model name."""
+    """Raises `GenerationError` if a flag cannot be used here or --model is empty."""
     for name, reason in REFUSED.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
@@ -223,7 +220,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _read_saved_cache(args: argparse.Namespace) -> Any:
-    """Returns the `SavedCache` of --prompt-cache-file, None without the flag. Raises `GenerationError`."""
+    """Returns the `SavedCache` of --prompt-cache-file, None without it. Raises `GenerationError` if it does not fit."""
     from mlx_zip.engine.mlx.prompt_caches import read_prompt_cache
 
     if args.prompt_cache_file is None:
@@ -235,8 +232,7 @@ def _read_saved_cache(args: argparse.Namespace) -> Any:
 
 
 def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:
-    """Returns lines to print before the text on a terminal: the model and prompt, if default, and the colours' meaning.
-    """
+    """Returns lines to print before the text on a terminal: default model and prompt, and what the colours mean."""
     lines = []
     if not hasattr(args, "given_prompt"):
         lines.append(f"model {Path(model).name}, prompt {args.prompt!r} (choose with --model and --prompt)")
@@ -246,7 +242,7 @@ def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -
 
 
 def _choose_bundled_model(args: argparse.Namespace) -> None:
-    """Sets --model in `args` to the bundled model, and --prompt and --max-tokens to its defaults unless given."""
+    """Sets --model in `args` to the bundled model, and --prompt and --max-tokens, unless given, to its defaults."""
     args.model = str(named.bundled_model_folder(named.DEFAULT))  # even if the current folder has one of that name
     if not hasattr(args, "given_prompt"):
         args.prompt = named.PROMPT

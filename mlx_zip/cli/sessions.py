@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the folder's sessions, or the number of deleted files; returns 0.
-
-    Raises `GenerationError` if the folder cannot be read.
-    """
+    """Prints the folder's sessions, or the number of deleted files; returns 0. Raises `GenerationError`."""
     from mlx_zip.files import expand_home
 
     folder = expand_home(args.folder)

@@ -177,10 +177,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a YAML file and of flags, with mlx-lm's names replaced by ours. Flags take precedence.
-
-    file_values: values of the YAML file. given: values of the flags.
-    """
+    """Returns the values of a YAML file and of flags, with mlx-lm's names replaced by ours. Flags take precedence."""
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
     for name in ("fine_tune_type", "optimizer"):  # the meaning of other names of mlx-lm depends on these
         iters |= {name: given[name]} if given.get(name) is not None else {}
@@ -215,10 +212,7 @@ def report_stop(step: int, number: int) -> int:
 
 
 def _read_config(path: str | None) -> dict[str, Any]:
-    """Returns the values in the YAML file at `path` by name, {} if `path` is None.
-
-    Raises `TrainingError` if the file cannot be read or holds an unknown name or a wrong value.
-    """
+    """Returns the values of a YAML file by name, {} without a file. Raises `TrainingError`, which names the file."""
     if path is None:
         return {}
     from mlx_zip.training.yaml_file import read_yaml

@@ -181,7 +181,7 @@ _ANSWERS = {  # endpoint's attribute `answer` -> OpenAPI response
 
 
 def _openapi_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Returns the OpenAPI document of routes. An endpoint's attribute `body` is the pydantic class of request bodies."""
+    """Returns the OpenAPI document of routes. An endpoint's attribute `body` is the class of its request bodies."""
     found = [route for route in routes if isinstance(route, Route)]
     bodies = list(dict.fromkeys(body for route in found if (body := getattr(route.endpoint, "body", None))))
     refs, schema = models_json_schema(

@@ -380,8 +380,7 @@ class Cores:
             self.engines.release(waiting.result())
 
     def _core_of(self, name: str, engine: Engine) -> Core:
-        """Returns the core of an engine, with the main core's options, but without packs: they fit the main model only.
-        """
+        """Returns the core of an engine, with the main core's options but no packs, which fit the main model only."""
         if self._other is None or self._other.engine is not engine:
             if self._other is not None:
                 self._other.close()
@@ -402,10 +401,7 @@ _MOST_MERGED_PACKS = 16
 
 @dataclass(frozen=True)
 class PackInfo:
-    """A pack that requests can name. entries: number of entries.
-
-    reason: why the model cannot use the pack, None if it can.
-    """
+    """A pack that requests can name. entries: number of entries. reason: why it cannot be used, None if it can."""
 
     name: str
     entries: int

@@ -74,10 +74,7 @@ class RequestError(MlxZipError):
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """Returns the error to send to a client for an exception.
-
-    An unexpected exception is logged; the client does not get its message.
-    """
+    """Returns the error to send to a client for an exception. Logs an unexpected one, and does not send its message."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, HTTPException):

@@ -172,10 +172,7 @@ class RefusalPart(LenientBody):
 
 
 def parse_body(kind: type[Some], given: Any) -> Some:
-    """Returns a request's body as an instance of `kind`. Raises `BodyError`, which names a field at fault.
-
-    given: the JSON value of the body.
-    """
+    """Returns `given`, a request's body, as an instance of `kind`. Raises `BodyError` naming the field at fault."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -211,7 +208,7 @@ def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None
 
 
 def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
-    """Returns the labels of the tools that this server cannot run, and which are left out of the prompt.
+    """Returns the labels of the tools that this server cannot run and that are left out of the prompt.
 
     Raises `BodyError` if there is one and `choice` forces a call, because the client may want that tool to be called.
     """

@@ -141,7 +141,7 @@ def _depth_error(most: int) -> RequestError:
 
 
 async def run_unless_client_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some:
-    """Awaits and returns `work`; if the client closes the connection before, cancels it and raises `ClientGone`."""
+    """Returns the result of `work`; if the client closes the connection, cancels `work` and raises `ClientGone`."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)

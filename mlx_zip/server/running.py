@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Context manager: lets SIGHUP, sent when a terminal closes, end the server like SIGTERM, unless ignored."""
+        """Context manager: SIGHUP, sent when a terminal closes, ends the server like SIGTERM, unless it is ignored."""
         with super().capture_signals():
             main = threading.current_thread() is threading.main_thread()
             before = signal.getsignal(signal.SIGHUP)
@@ -159,10 +159,7 @@ def _connection_class(options: Options) -> type[H11Protocol]:
 
 
 class _Connection(H11Protocol):
-    """A connection. head_s: time within which a request's head must arrive.
-
-    stall_s: time after which a client that does not read is disconnected.
-    """
+    """A connection. head_s: time limit for a request's head. stall_s: time limit for a client that does not read."""
 
     head_s = stall_s = 60.0
     _head_timer: asyncio.TimerHandle | None = None

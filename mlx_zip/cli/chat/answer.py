@@ -50,7 +50,7 @@ class AnswerText:
         return "".join(self._texts)
 
     def add_emitted(self, event: Emitted) -> None:
-        """Shows the text that an emitted id completes; does nothing after a stop or `finish`."""
+        """Shows the text that an emitted id completes; does nothing if the text has already ended."""
         if self._ended:
             return
         piece = self._stream.feed(event.base_ids)
@@ -115,7 +115,7 @@ def stream_answer(
 
 @contextmanager
 def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> Iterator[Callable[[str, int], None]]:
-    """Context manager: yields a function to call with each piece of an answer and the number of base tokens of its id.
+    """Context manager: yields a function that takes each piece of an answer and the number of base tokens of its id.
 
     view: shows the answer's text and reasoning, without the marks around the reasoning. prompt_ids: base ids of the
     prompt; if the prompt ends with the mark that starts reasoning, the answer begins with reasoning.
@@ -132,7 +132,7 @@ def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> It
 
 
 class _ReasoningSplitter:
-    """Feeds reasoning and text to `view`, without the marks around the reasoning and the white space next to them.
+    """Feeds reasoning and text to `view`, without the marks around the reasoning and the white space next to the marks.
 
     start, end: the marks. begun: whether the prompt has already begun the reasoning.
     """

@@ -30,7 +30,6 @@ def run(program: Program) -> int:
 
 
 def _handle_message(program: Program, text: str) -> None:
-    """Runs a command, or asks the model. Raises `MlxZipError`."""
     if not text.strip():
         return
     found = find_command(text)
@@ -47,10 +46,7 @@ def _error_message(error: MlxZipError) -> str:
 
 
 class Command(NamedTuple):
-    """A command of the chat. argument, purpose: texts for /help. run: called with the program and the argument.
-
-    takes_path: whether the argument is a file name.
-    """
+    """A command of the chat. argument, purpose: texts for /help. takes_path: whether the argument is a file name."""
 
     argument: str
     purpose: str

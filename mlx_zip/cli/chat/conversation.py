@@ -105,10 +105,7 @@ class Conversation:
 
     @classmethod
     def _from_messages(cls, messages: tuple[Mapping[str, Any], ...], where: str, path: Path) -> Conversation:
-        """Returns the conversation of `messages`, read from `path`. where: file and line, for error messages.
-
-        Raises `DataError` if user and assistant messages do not alternate.
-        """
+        """Returns the conversation of `messages`. where: file and line, for errors. Raises `DataError`."""
         texts = [{"role": message["role"], "content": message.get("content") or ""} for message in messages]
         system = texts.pop(0)["content"] if texts and texts[0]["role"] == "system" else None
         for k, message in enumerate(texts):
@@ -120,10 +117,7 @@ class Conversation:
 
 
 def _conversation_path(name: str) -> Path:
-    """Returns the path of a conversation's file; adds .jsonl to a name without suffix.
-
-    Raises `DataError` if the name has another suffix or is not a file name.
-    """
+    """Returns the path of a conversation's file; adds .jsonl to a name without suffix. Raises `DataError`."""
     path = expand_home(name)
     if path.name in ("", "..") or "\0" in name:
         raise DataError(f"{path}: is no name of a file")

@@ -19,7 +19,7 @@ from mlx_zip.errors import GenerationError
 
 
 class View(Protocol):
-    """Where one answer is shown."""
+    """Shows one answer to the user."""
 
     def feed(self, text: str, length: int) -> None:
         """Shows a piece of text. length: number of base tokens of its id."""
@@ -94,10 +94,7 @@ def call_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class PlainView:
-    """Writes an answer's text as it arrives. coloured: whether to colour hypertokens.
-
-    Control characters are replaced by visible ones.
-    """
+    """Writes an answer's text as it arrives, control characters replaced. coloured: whether to colour hypertokens."""
 
     def __init__(self, out: TextIO, coloured: bool) -> None:
         self._out, self._coloured, self._last = out, coloured, "\n"
@@ -150,10 +147,7 @@ class LineFront(Front):
 
     @contextmanager
     def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
-        """Context manager: yields a view that prints one answer.
-
-        If standard input is a terminal, Ctrl-C stops the answer; else Ctrl-C ends the program.
-        """
+        """Context manager: yields a view of one answer. Ctrl-C calls `stop` if standard input is a terminal."""
         view = PlainView(sys.stdout, self.colours)
         if sys.stdin.isatty():
             with call_on_interrupt(stop):

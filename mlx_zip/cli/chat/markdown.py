@@ -31,7 +31,7 @@ _HEADING = re.compile(r"(#{1,6}) (.*)")
 _RULE = re.compile(r" {0,3}([-*_])(?: *\1){2,} *")
 _LEAD = re.compile(r"( *)((?:> ?)*)( *)(?:([-*+]|\d{1,9}[.)]) +)?")
 _WHOLE = re.compile(r" *(?:```|~~~)|#{1,6} |\|")  # start of a line that is written only when complete
-_UNDECIDED = re.compile(r"`{0,2}|~{0,2}|#{0,6}|(?:[-*_] *)*|(?:> *)*(?:[-*+]|\d{1,9}[.)]?)?")  # the line's kind is open
+_UNDECIDED = re.compile(r"`{0,2}|~{0,2}|#{0,6}|(?:[-*_] *)*|(?:> *)*(?:[-*+]|\d{1,9}[.)]?)?")  # kind not decided yet
 _SGR = re.compile(r"\x1b\[[\d;]*m")
 _STRONG = "1"
 _STYLES = {"strong_open": _STRONG, "em_open": "3", "s_open": "9", "link_open": "4"}
@@ -183,9 +183,9 @@ class MarkdownStream:
     # Text of one line.
 
     def _write(self, piece: str, lengths: str, styles: Sequence[str], tokens: Sequence[Token]) -> None:
-        """Writes a piece of a line whose marks are all closed. tokens: the piece's inline tokens.
+        """Writes a piece of a line whose marks are all closed.
 
-        lengths: per character of the piece, chr(base tokens of its id). styles: SGR codes for the whole piece.
+        styles: SGR codes of the whole piece. tokens: inline tokens of the piece.
         """
         at, styles, links = 0, list(styles), [("", 0)]
         for token in tokens:
@@ -205,10 +205,7 @@ class MarkdownStream:
             self.screen.put_text(" ")
 
     def _put_text(self, text: str, lengths: str, styles: Sequence[str]) -> None:
-        """Adds text to the screen, tinted per character.
-
-        lengths: per character, chr(base tokens of its id); characters beyond the end of `lengths` get no tint.
-        """
+        """Adds text, tinted per character. lengths: like `self._lengths`; characters beyond its end get no tint."""
         at = 0
         while at < len(text):
             end = at + 1

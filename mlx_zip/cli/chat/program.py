@@ -73,10 +73,7 @@ class Program:
         self._report_end(answer)
 
     def retry(self, temp: float | None) -> None:
-        """Asks the last message again and replaces its answer; if the new answer fails or is empty, the old one stays.
-
-        temp: sampling temperature, None for that of the settings. Raises `MlxZipError`.
-        """
+        """Asks the last message again and replaces the answer, unless the new answer fails or is empty."""
         before = self.conversation
         assert before.asked is not None
         self.conversation = before.before_answer()
@@ -116,7 +113,7 @@ class Program:
         self.pack, self.pack_names = chosen, list(chosen.by_name)
 
     def pack_line(self) -> str:
-        """Returns a line that says what codebooks begin with."""
+        """Returns a line that says which entries codebooks begin with."""
         if not self.engine.info.codebook_size:
             return "this model has no hypertokens"
         if self.pack is None:
@@ -127,7 +124,7 @@ class Program:
         return f"codebooks begin with {len(self.pack):,} entries of {', '.join(self.pack_names)}"
 
     def _make_submission(self, question: str, temp: float | None) -> Submission:
-        """Returns the request for an answer to `question`. temp: as in `ask`. Raises `GenerationError`."""
+        """Returns the request for an answer. temp: temperature, None for the settings'. Raises `GenerationError`."""
         settings = self.settings
         seed = None if settings.seed is None else (settings.seed + self._asked) % 2**64
         self._asked += 1

@@ -31,10 +31,7 @@ _SET_ONCE = "master_key"  # key whose value is kept if the file already has one
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A running server. url: address without /v1. key: API key, "" for none. model: name of the model.
-
-    context: context length of the model in base tokens, None for no limit.
-    """
+    """A running server. url: without /v1. key: API key, "" for none. context: context length, None for no limit."""
 
     url: str
     key: str
@@ -147,9 +144,8 @@ def _opencode_settings(server: RunningServer) -> AgentSettings:
 
 
 def _aider_settings(server: RunningServer) -> AgentSettings:
-    """Returns aider's settings, which switch off aider's reminder of the system prompt.
-
-    The reminder always moves to the newest message, so the next prompt would share only the text before it.
+    """Returns aider's settings. They switch off `reminder`, instructions that aider moves to the newest message of each
+    prompt: a prompt would share only the text before them with the next prompt.
     """
     name, home = f"openai/{server.model}", expand_home("~")
     of_server = {"openai-api-base": f"{server.url}/v1", "openai-api-key": server.key or "none"}
@@ -204,10 +200,7 @@ def _read_settings(path: Path) -> str:
 
 
 def _write_settings(path: Path, old: str, new: str) -> str:
-    """Writes the text `new` to a file and returns a line that says so. old: the file's present text.
-
-    Raises `DataError` if the file cannot be written.
-    """
+    """Writes the text `new` to a file; returns a line that says so. old: the present text. Raises `DataError`."""
     if new == old:
         return f"{path}: unchanged"
     try:
@@ -285,7 +278,7 @@ def _item_name(item: Any) -> Any:
 def _merge_toml(path: Path, text: str, old: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Returns the TOML `text` with `settings` merged in and all else unchanged. Raises `DataError` if that fails.
 
-    old: the values in `text`. settings: values, and one table inside one group.
+    old: the values in `text`. settings: top-level values, and one group that holds one table.
     """
     values = {key: value for key, value in settings.items() if not isinstance(value, Mapping)}
     ((group, tables),) = ((key, value) for key, value in settings.items() if isinstance(value, Mapping))

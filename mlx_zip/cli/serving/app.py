@@ -143,10 +143,7 @@ def _window_folder() -> Path | None:
 
 
 def _offered_models(main: str) -> dict[str, str]:
-    """Returns the models that the page offers besides `main`, none of which needs a download: name -> description.
-
-    Returns {} unless `main` is in `named.KNOWN`.
-    """
+    """Returns the models to offer besides a bundled `main`, none of which needs a download: name -> description."""
     if main not in named.KNOWN:
         return {}
     offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.offline_model_names() else [named.DEFAULT]
@@ -165,10 +162,7 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` if a value is out of range or flags contradict each other.
-
-    Raises `InstallationError` if --window is given without pywebview installed.
-    """
+    """Raises `GenerationError` if a flag cannot be used, `InstallationError` if --window is given without pywebview."""
     check_model_flag(args)
     check_at_least(args, 1, "max_tokens")
     check_keep_wired(args.keep_wired)
@@ -193,7 +187,7 @@ def _open_listener(running: Any, port: int | None) -> Any:
 
 
 def _open_conversations(kept: Any, file: Any) -> Any:
-    """Returns the store of conversations. file: its file, None for memory. Raises `GenerationError` if unusable."""
+    """Returns the store of conversations in `file`, None for memory. Raises `GenerationError` for an unusable file."""
     try:
         return kept.Store(file)
     except MlxZipError as error:

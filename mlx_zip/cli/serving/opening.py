@@ -1,4 +1,4 @@
-"""How `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app` open an engine."""
+"""Opens the engine of `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def pack_options(
 
 
 def session_folder(args: argparse.Namespace) -> Path | None:
-    """Returns the folder that --session-cache or MLX_ZIP_SESSION_CACHE names, None to keep no conversations on disk."""
+    """Returns the folder that keeps conversations over restarts, None to keep no conversations on disk."""
     given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
     return None if given in (row_cache.OFF, "") else expand_home(given)
 
@@ -140,7 +140,7 @@ def _read_template(given: str) -> str:
 
 
 def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
-    """Returns the server's `Options` for packs, by name. Raises `MlxZipError` if the packs do not fit the model."""
+    """Returns the fields `packs` and `pack` of the server's `Options`. Raises `MlxZipError` if the packs do not fit."""
     pack = request_pack(chosen, plain, engine)
     if chosen is None or plain:
         return {}

@@ -311,7 +311,7 @@ def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
 
 
 def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
-    """Returns counts and settings of an adapted tokenizer, for --json. base: tokenizer it adapts, None if unknown."""
+    """Returns counts and settings of an adapted tokenizer, for --json. base: its base tokenizer, None if unknown."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
         "base": vocabulary.name,
@@ -331,7 +331,7 @@ def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
 
 
 def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
-    """Returns the texts' bytes, and their tokens and utility with the adapted tokenizer and, unless None, with `base`.
+    """Returns the bytes of texts, and their tokens and utility with the adapted tokenizer and, if given, with `base`.
 
     Utility is 1 - tokens per byte (arXiv 2601.21665).
     """

@@ -100,7 +100,6 @@ def _add_show_flag(add: Any, what: str) -> None:
 
 
 def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Learns a patch table and writes it; returns its contents as a record for --json and as lines to print."""
     from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
@@ -171,7 +170,6 @@ def _describe_table(table: Any, show: int, counts: list[int] | None = None) -> t
 
 
 def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Turns a text into patches; returns patches and rates as a record for --json and as lines to print."""
     from mlx_zip.cli.compression import read_text
     from mlx_zip.text.formats import read_tokenizer_file
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
@@ -392,7 +390,6 @@ def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> 
 
 
 def _run_evaluate(args: argparse.Namespace) -> int:
-    """Measures a patch model on texts and prints its bits per byte. Returns 0. Raises `MlxZipError`."""
     from mlx_zip.models.patches.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_texts
 

@@ -58,7 +58,6 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Encodes texts and writes or prints their ids; returns counts as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
     check_at_least(args, 0, "window")
@@ -113,7 +112,6 @@ def _add_stats_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Returns a dictionary's counts and the phrases that save most, as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary
 
     check_at_least(args, 0, "show")
@@ -189,7 +187,6 @@ def _add_export_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Writes a dictionary as a pack; returns the pack's counts as a record for --json and as lines to print."""
     from mlx_zip.packs.pack import SUFFIX, save_pack
     from mlx_zip.packs.phrases import pack_of_phrases
     from mlx_zip.text.token_facts import special_ids

@@ -142,10 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
-    """Returns the plan (codec and context), the tokenizer, and whether the model is plain.
-
-    Raises `DataError` if the pack has no entries or a flag does not fit the kind of model.
-    """
+    """Returns the plan (codec and context), the tokenizer, and whether the model is plain. Raises `DataError`."""
     from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
 
     if not pack.entries:
@@ -215,10 +212,7 @@ def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
 
 
 def _write_tuned_pack(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
-    """Writes the tuned pack and prints its bits per byte before and after.
-
-    found: what `tune_pack` returned. texts: training windows and validation windows.
-    """
+    """Writes the tuned pack and prints figures. found: result of `tune_pack`. texts: training, validation windows."""
     from mlx_zip.packs.pack import Pack, save_pack
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 

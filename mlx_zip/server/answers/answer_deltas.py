@@ -198,10 +198,7 @@ _TokenFields = tuple[int, tuple[str, ...], str, int, bool]  # fields of `ShownTo
 
 @dataclass(eq=False)
 class _PlacedToken:
-    """A token and the range of its characters in the answer, `begin` to `end`, exclusive.
-
-    shown: whether the token was already returned for an earlier piece of text.
-    """
+    """A token and its characters in the answer, `begin` to `end`. shown: whether an earlier piece already has it."""
 
     fields: _TokenFields
     begin: int
@@ -223,10 +220,7 @@ class ShownTokens:
         self._end = 0
 
     def add(self, event: Emitted, base_ids: Sequence[int], characters: int) -> None:
-        """Adds an emitted id. base_ids: base ids of the event, without the eos.
-
-        characters: number of characters of the answer, this id included.
-        """
+        """Adds an emitted id. base_ids: its base ids without the eos. characters: length of the answer with this id."""
         if not base_ids:
             self.extend(characters)
             return
@@ -235,9 +229,9 @@ class ShownTokens:
         self._waiting.append(self._last)
 
     def extend(self, characters: int) -> None:
-        """Assigns characters that were added at the end, for incomplete UTF-8, to the last token.
+        """Assigns the characters that replace incomplete UTF-8 at the answer's end to the last token.
 
-        characters: number of characters of the answer, the added ones included.
+        characters: length of the answer with these characters.
         """
         last, begin, self._end = self._last, self._end, characters
         if last is None or characters == begin:

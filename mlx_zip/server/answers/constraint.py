@@ -125,17 +125,14 @@ def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], severa
 
 
 def _after_start_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], most: int) -> list[str]:
-    """Returns the rule `after_start`, for the text after a start mark, and the rules it needs.
-
-    most: maximum number of calls after one start mark, for formats that group calls.
-    """
+    """Returns the rule `after_start`, for the text after a start mark, and the rules it needs. most: maximum calls."""
     choices = " | ".join(f"call_{i}" for i in range(len(tools)))
     calls = [rule for i, tool in enumerate(tools) for rule in _call_rules(tokenizer, form, tool, f"call_{i}")]
     return [f"after_start: {_after_start_rule(tokenizer, form, most)}", f"call: {choices}", *calls]
 
 
 def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
-    """Returns the rule for the text after a start mark. most: maximum number of calls after one start mark."""
+    """Returns the rule for the text after a start mark. most: maximum number of calls there."""
     if form.kind == "tags":
         return f'"\\n" call "\\n" {mark_rule(tokenizer, form.end)}'
     if form.kind == "list":

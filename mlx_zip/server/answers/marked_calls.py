@@ -113,10 +113,7 @@ def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def _is_text_argument(tool: Tool, key: str, argument_schema: Any) -> bool:
-    """Returns whether an argument is text. Raises `GenerationError` unless its schema has exactly one type.
-
-    Also raises it if the tool is strict and the schema of a text has a keyword that cannot be forced.
-    """
+    """Returns whether an argument is text. Raises `GenerationError` if its schema cannot be forced."""
     kind = argument_schema.get("type") if isinstance(argument_schema, Mapping) else None
     if kind not in _TYPES:
         raise _unforceable_error(tool, f"{key!r:.80} needs exactly one type")
@@ -168,7 +165,6 @@ def _length_pattern(tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _literal_with_marks(tokenizer: Any, text: str) -> str:
-    """Returns the rule for a fixed text, "" for an empty one. Marks in it that are single tokens are written as tokens.
-    """
+    """Returns the rule for a fixed text, "" for an empty text. A mark that is one token is written as this token."""
     parts = [part for part in _MARK.split(text) if part]
     return " ".join(mark_rule(tokenizer, part) if _MARK.fullmatch(part) else literal_rule(part) for part in parts)

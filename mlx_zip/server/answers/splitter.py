@@ -97,7 +97,7 @@ class Splitter:
         self._held, self._at = "", 0  # text without a delta yet; number of characters before it
         self._looked = self._body = 0  # in a call: where to look for its end; where its text begins
         self._quoted = False  # whether `_looked` is within a JSON string
-        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (place of a piece, of its tokens)
+        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (place of a piece, of its ids)
 
     def feed(self, text: str, logprobs: Sequence[TokenLogprob] = (), base_tokens: int = 0) -> list[Delta]:
         """Takes the next piece of text, and returns the deltas that later text cannot change.
@@ -223,10 +223,7 @@ class Splitter:
         return self._quoted
 
     def _give_call(self, form: ToolFormat, body: str, n: int) -> None:
-        """Adds the calls in `body`; without a valid call, adds the first `n` held characters as text.
-
-        Drops a call that a limit has cut off.
-        """
+        """Adds the calls in `body`; if there are none, adds `n` held characters as text, or drops a cut-off call."""
         calls = [] if self._has_all_calls else form.parse_calls(body, self._turn.tools)
         if not calls and self._cut:
             self._drop_cut_call()
@@ -283,7 +280,7 @@ class Splitter:
 
 
 def _length_without_space(text: str) -> int:
-    """Returns the length of a text without white space at its end, but drops at most `MOST_SPACE` characters."""
+    """Returns the length of `text` without its trailing white space, of which at most `MOST_SPACE` is dropped."""
     return max(len(text.rstrip()), len(text) - MOST_SPACE)
 
 

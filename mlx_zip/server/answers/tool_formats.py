@@ -30,7 +30,7 @@ class ToolFormat:
     """A format of tool calls. kind: name of the format. start, end: the marks around a call, "" for none.
 
     parser: reads the text between the marks. arguments: key of the arguments in JSON. is_json: whether the text between
-    the marks is JSON, so that an end mark within a string does not count. can_force: whether a grammar is known.
+    the marks is JSON, so that an end mark within a string does not count. can_force: whether a grammar can force calls.
     """
 
     kind: str

@@ -14,10 +14,7 @@ from mlx_zip.engine import Counts
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. parameters: JSON schema of the arguments.
-
-    strict: whether the arguments must follow the schema.
-    """
+    """A function that the model may call. parameters: JSON schema of the arguments. strict: whether it is enforced."""
 
     name: str
     description: str = ""

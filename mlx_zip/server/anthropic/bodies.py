@@ -115,10 +115,7 @@ def _join_pieces(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any], place: str, calls: set[str]) -> None:
-    """Adds the blocks of one message of the model to `messages`, and the ids of its calls to `calls`.
-
-    place: path of `blocks` in the body, for errors.
-    """
+    """Adds blocks of the model's message. place: path of `blocks`. calls: ids of calls so far; new ones are added."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
     answer = messages[-1]
@@ -140,10 +137,7 @@ def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any],
 def _add_user_blocks(
     messages: list[dict[str, Any]], role: str, blocks: Sequence[Any], place: str, calls: set[str]
 ) -> None:
-    """Adds the texts and tool results of one message of the user or the system to `messages`.
-
-    place: path of `blocks` in the body, for errors. calls: ids of the calls in all messages before.
-    """
+    """Adds texts and tool results of a user or system message. place: path of `blocks`. calls: ids of known calls."""
     for i, block in enumerate(blocks):
         match block:
             case SystemText():

@@ -109,7 +109,7 @@ class MessageBuilder:
         self._omits = body.thinking is not None and body.thinking.display == "omitted"
         self._events: list[Json] = []
         self._began = False
-        self._block: Json = {}  # the block that is being written, the last of the content; {} between blocks
+        self._block: Json = {}  # the unfinished block, which is the last of the content; {} between blocks
         self._pieces: list[str] = []  # pieces of the block's text
 
     def add(self, delta: Delta) -> list[Json]:

@@ -202,7 +202,7 @@ class Message(LenientBody):
     reasoning_content: str | None = None
 
     def check_role_fields(self, place: str) -> None:
-        """Raises `BodyError` if a field is missing, or set although this role cannot have it. place: message's path."""
+        """Raises `BodyError` if the role lacks a field or cannot have one that is set. place: path of the message."""
         if self.role != "assistant" and "content" not in self.model_fields_set:
             raise BodyError(f"a message of the role {self.role} needs this field", f"{place}.content")
         for name in ("tool_calls", "reasoning_content", "refusal"):
@@ -212,10 +212,7 @@ class Message(LenientBody):
             raise BodyError("messages of the role tool have this field, and no others", f"{place}.tool_call_id")
 
     def as_template_message(self, place: str) -> dict[str, Any]:
-        """Returns the message in the form that chat templates take. place: path of the message in the body.
-
-        Raises `BodyError` if its fields do not fit its role, or a call's arguments are not a JSON object.
-        """
+        """Returns the message in the form that chat templates take. Raises `BodyError`. place: path of the message."""
         self.check_role_fields(place)
         role = "system" if self.role == "developer" else self.role
         turn: dict[str, Any] = {"role": role, "content": self._joined_text}

@@ -68,10 +68,7 @@ def choice_ends(choices: Sequence[Choice]) -> list[Done]:
 
 
 def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
-    """Returns the fields that a completion, or each chunk of a streamed one, begins with.
-
-    prefix: prefix of the new id. kind: value of the field `object`.
-    """
+    """Returns the first fields of a completion, or of each chunk of a streamed one. prefix: prefix of the new id."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,

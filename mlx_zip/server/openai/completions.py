@@ -244,10 +244,7 @@ class _EchoedToken:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt to send back with its answer. count: number of base tokens of the prompt.
-
-    tokens: base tokens with log-probabilities, () if these were not requested.
-    """
+    """A prompt to send back with its answer. count: number of base tokens. tokens: () without log-probabilities."""
 
     text: str
     count: int

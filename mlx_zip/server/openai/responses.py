@@ -1,7 +1,4 @@
-"""OpenAI's Responses API, streamed and whole.
-
-A running response can be read and cancelled; a stored response can be read, continued and deleted.
-"""
+"""OpenAI's Responses API, streamed and whole. Running responses can be cancelled, stored ones continued and deleted."""
 
 from __future__ import annotations
 
@@ -96,10 +93,7 @@ def routes(core: Core) -> list[Route]:
 def _make_request(
     core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
 ) -> _ResponseRequest:
-    """Returns the request made of a body. Raises `RequestError` if the body names an unknown model, response or item.
-
-    running: requests in flight, by the id of the response.
-    """
+    """Returns the request made of a body. Raises `RequestError` if it names an unknown model, response or item."""
     check_model(core, body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
@@ -197,10 +191,7 @@ class _ResponseRequest:
 
 
 def _items_page(items: Any, query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a page of a list of items. query: limit (1 to 100), order ("asc" or "desc"), after (an item's id).
-
-    Raises `RequestError` if a value is wrong.
-    """
+    """Returns a page of a list of items. query: limit (1 to 100), order ("asc" or "desc"), after (an item's id)."""
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise RequestError(400, "limit: this must be an integer from 1 to 100", "invalid_request", "limit")

@@ -42,7 +42,7 @@ class TextPart(LenientBody):
 
 
 class Message(LenientBody):
-    """A message of the user, the system, the developer or the model. The developer's count as system messages."""
+    """A message of the user, the system, the developer or the model. A developer's message counts as the system's."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -112,10 +112,7 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def item_with_id(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
-    """Returns a request's item in the form of a response's item: with an id, a status, and content in parts.
-
-    make_id: function from a prefix to a new id.
-    """
+    """Returns a request's item in the form of a response's item: with an id, a status, and content in parts."""
     named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
     if isinstance(item.get("content"), str):
         notes = {"annotations": []} if item["role"] == "assistant" else {}

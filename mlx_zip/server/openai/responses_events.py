@@ -26,7 +26,7 @@ class ResponseBuilder:
         self._logprobs, self._make_id = body.logprobs is not None, make_id
         self._events: list[Json] = []
         self._sequence = 0
-        self._item: Json = {}  # the item that is being written, the last of the output; {} between items
+        self._item: Json = {}  # the unfinished item, which is the last of the output; {} between items
         self._pieces: list[str] = []  # pieces of the item's text
 
     def begin(self) -> list[Json]:

@@ -70,10 +70,7 @@ class ResponseStore:
             self.delete(next(iter(self._texts)))
 
     def get(self, name: str, param: str | None = None, code: str = "not_found") -> StoredResponse:
-        """Returns the stored response with the id `name`. Raises `RequestError` with status 404 if there is none.
-
-        param, code: name of the request's field that holds the id, and code of the error, for the error.
-        """
+        """Returns a stored response by id. param: request field with the id. Raises `RequestError` with status 404."""
         if name not in self._texts:
             message = f"there is no stored response {name[:80]!r}; the server keeps the latest ones"
             raise RequestError(404, message, code, param)
