@@ -1,7 +1,7 @@
-"""`mlx_zip COMMAND ...`: parse, call, print. Each command's module is imported only when the command is run.
+"""The `mlx_zip` command: parses the command line and runs one of `COMMANDS`, whose module is imported only then.
 
-Exit status: 0 done, 1 a check failed, 2 a bad request or input (one line on stderr), 129 terminal closed, 130 Ctrl-C,
-143 SIGTERM.
+Exit status: 0 done, 1 a check failed or the engine stopped, 2 wrong flags or input (one line on stderr), 129 terminal
+closed, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mlx_zip.device import choose_device
 from mlx_zip.errors import MlxZipError, explain_missing_mlx, failure_reason
 from mlx_zip.files import exit_on_signals
 
-# name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
+# Command name -> (module, purpose). The module has add_arguments(parser) and run(args) -> int | None; the modules of
+# bench and vocab have main(argv) -> int | None.
 COMMANDS = {
     "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
     "app": (
@@ -57,9 +58,9 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `mlx_zip` command; returns the exit status."""
+    """Runs the `mlx_zip` command and returns its exit status. argv: arguments, None for those of this process."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] in (["bench"], ["vocab"]):  # have commands of their own
+    if argv[:1] in (["bench"], ["vocab"]):  # have subcommands, each with a parser
         return run_guarded(lambda: _run_command_group(argv[0], argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run_command(argv[0], f"mlx_zip {argv[0]}", argv[1:])
@@ -71,17 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(argv: Sequence[str] | None = None) -> int:
-    """The `mlx_zip.generate` command."""
+    """Runs the `mlx_zip.generate` command and returns its exit status."""
     return _run_command("generate", "mlx_zip.generate", argv)
 
 
 def convert(argv: Sequence[str] | None = None) -> int:
-    """The `mlx_zip.convert` command."""
+    """Runs the `mlx_zip.convert` command and returns its exit status."""
     return _run_command("convert", "mlx_zip.convert", argv)
 
 
 def top_parser() -> Parser:
-    """Returns the parser of `mlx_zip` itself, which only knows the names of the commands."""
+    """Returns the parser of `mlx_zip` itself, which has the commands' names but not their flags."""
     parser = Parser(prog="mlx_zip", description="Language models whose vocabulary grows while they run, on MLX.")
     parser.add_argument("--version", action="version", version=f"mlx_zip {mlx_zip.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help="mlx_zip COMMAND --help shows its flags")
@@ -91,7 +92,7 @@ def top_parser() -> Parser:
 
 
 def command_parser(name: str, prog: str) -> Parser:
-    """Returns the full parser of one command."""
+    """Returns the parser of the command `name`, with all its flags. prog: program name in help and errors."""
     module, purpose = COMMANDS[name]
     parser = Parser(prog=prog, description=purpose[0].upper() + purpose[1:] + ".")
     import_module(module).add_arguments(parser)
@@ -103,7 +104,7 @@ def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
 
 
 def _run_parsed(name: str, args: argparse.Namespace) -> int | None:
-    """Runs a command; first chooses MLX's device, unless --engine is auto or names another library than MLX."""
+    """Runs a command. First chooses MLX's device if --engine is mlx or the command has no --engine."""
     if getattr(args, "engine", MLX) == MLX:
         choose_device()
     return import_module(COMMANDS[name][0]).run(args)
@@ -115,7 +116,7 @@ def _run_command_group(name: str, argv: Sequence[str]) -> int | None:
 
 
 def run_guarded(command: Callable[[], int | None]) -> int:
-    """Runs a command and returns its exit status; prints an `MlxZipError` or a failure to write output as one line."""
+    """Calls `command` and returns the exit status; prints an `MlxZipError` or an output error as one line on stderr."""
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     quiet_libraries()
@@ -126,21 +127,21 @@ def run_guarded(command: Callable[[], int | None]) -> int:
         return _print_error(error)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has left; nothing more can be written at exit either
+    except BrokenPipeError:  # the reader of our output has left; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (OSError, UnicodeEncodeError) as error:  # of our own output: a full disk, a terminal without these letters
+    except (OSError, UnicodeEncodeError) as error:  # while printing: a full disk, an unencodable character
         return _print_error(error)
 
 
 def quiet_libraries() -> None:
     """Silences warnings of the Hugging Face libraries, and their progress bars unless stderr is a terminal.
 
-    Only commands call this, before they import those libraries. An environment variable that the user has set stays.
+    Only commands call this, before they import those libraries. Environment variables that the user has set are kept.
     """
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
-    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # it logs each error that it raises too
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # datasets also logs each error that it raises
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if sys.stderr is None or not sys.stderr.isatty():
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):

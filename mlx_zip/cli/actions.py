@@ -1,6 +1,6 @@
-"""What the methods of `mlx_zip vocab` share: actions, flags that mean the same everywhere, checks, progress bars.
+"""Helpers of the commands, mainly of `mlx_zip vocab`: declare and print actions, name tokenizers, check output paths.
 
-`learn` (multitok calls it `train`) writes a file, --out; every other action takes that file as its first argument.
+In `mlx_zip vocab` the action `learn` (`train` in multitok) writes a file; other actions take it as first argument.
 --tokenizer names a tokenizer, --data and --held-out name texts, --json prints one JSON object.
 """
 
@@ -30,8 +30,8 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
     """Declares a method's actions as subcommands.
 
     actions: name -> (function that declares the action's flags, purpose for --help, function that runs the action).
-    examples: text at the end of each --help. The parsed arguments hold the function that runs the action as `do`; it
-    returns what `print_result` takes.
+    examples: text at the end of each --help. Parsing sets `args.do` to the function that runs the action; what this
+    function returns is for `print_result`.
     """
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -48,9 +48,9 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
 
 
 def print_result(args: argparse.Namespace, result: Any) -> int:
-    """Prints what an action returned, and returns the exit status.
+    """Prints the result of an action and returns the exit status.
 
-    result: a record for --json and the lines to print otherwise, or the exit status of an action that printed itself.
+    result: (record to print with --json, lines to print without), or an exit status if the action printed its output.
     """
     if isinstance(result, int):
         return result
@@ -68,10 +68,10 @@ def add_json_flag(add: Any) -> None:
 
 
 def open_first_stage(name: str) -> Any:
-    """Reads the tokenizer that --tokenizer names (see `TOKENIZER_HELP`) -> `first_stage.TokenizerFile`.
+    """Returns the `first_stage.TokenizerFile` of the tokenizer `name`, a value of --tokenizer (see `TOKENIZER_HELP`).
 
     A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
-    `DataError` for a name that cannot be read.
+    `DataError` if no tokenizer can be read from `name`.
     """
     from mlx_zip.named import resolve_model_name
     from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file
@@ -93,8 +93,9 @@ def writable_path(
 ) -> Path:
     """Returns the path of a file that the command will write, after checks; writes nothing.
 
-    flag: names the file in errors. what, suffix: the kind of file and the only suffix it may have ("" for any). read:
-    other files that the command reads or writes. Raises `DataError` if the file cannot be written or is one of `read`.
+    flag: flag that gives `name`, for error messages. what: kind of file. suffix: suffix that the file must have, "" for
+    any. read: other files that the command reads or writes. Raises `DataError` if the file cannot be written, has
+    another suffix or is in `read`.
     """
     from mlx_zip.files import check_writable, expand_home
 

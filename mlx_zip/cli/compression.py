@@ -1,4 +1,4 @@
-"""`mlx_zip compress FILE --tokenizer T`: what hypertokens a text gets and what they save. No model is loaded."""
+"""`mlx_zip compress FILE --tokenizer T`: shows a text's hypertokens and the ids they save. No model is loaded."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Tally:
-    """Totals over all windows of a text. ids: emitted ids. entries: hypertokens created, used or not.
+    """Totals over all windows of a text. ids: number of emitted ids. entries: number of entries created, used or not.
 
-    uses: base ids of a hypertoken -> number of times that it was emitted.
+    uses: entry -> number of times that its hypertoken was emitted.
     """
 
     base_tokens: int = 0
@@ -85,7 +85,7 @@ class Tally:
     uses: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def saved_ids(self, entry: tuple[int, ...]) -> int:
-        """Returns the number of ids that the uses of one hypertoken saved. entry: its base ids."""
+        """Returns the number of ids saved by all uses of the hypertoken of `entry`."""
         return self.uses[entry] * (len(entry) - 1)
 
 
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 def read_text(file: str) -> str:
     """Returns the text of a file, or of standard input for "-".
 
-    Raises `GenerationError` for a text that is missing, empty or not UTF-8.
+    Raises `GenerationError` if the text cannot be read, is empty or is not UTF-8.
     """
     if file == "-" and sys.stdin is None:
         raise GenerationError("standard input is closed")
@@ -130,7 +130,7 @@ def read_text(file: str) -> str:
 
 
 def model_codec_params(name: str) -> Any:
-    """Returns the codec parameters of the converted or bundled model called `name`, None if it is no such model."""
+    """Returns the codec parameters of the converted or bundled model `name`, None if `name` is not such a model."""
     from mlx_zip.models.model_folder import read_model_codec
 
     file = resolve_model_name(name) / "config.json"
@@ -138,9 +138,9 @@ def model_codec_params(name: str) -> Any:
 
 
 def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:
-    """Returns the codec parameters: each from its flag, else from the converted model, else the default.
+    """Returns the codec parameters: each from its flag, else from `own`, else the default.
 
-    own: the converted model's parameters, None without such a model.
+    own: codec parameters of the converted model in --tokenizer, None if it is not a model.
     """
     from mlx_zip.codec import CodecParams
 
@@ -159,7 +159,7 @@ def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> 
 
 
 def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
-    """Compresses each window of `window` base ids, beginning with a fresh codebook, and returns the totals."""
+    """Compresses the base ids in windows of `window` ids, each with a new codebook, and returns the totals."""
     from mlx_zip.codec import Codebook, compress
 
     tally = Tally()
@@ -198,7 +198,7 @@ def _entry_record(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) 
 
 
 def _format_table(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
-    """Returns the figures as plain text. top: the listed hypertokens, as `_entry_record` gives them."""
+    """Returns the figures as plain text. top: records of the hypertokens to list, from `_entry_record`."""
     lines = [
         f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "
         f"{record['hyper_share']:.1%} of them hypertokens",

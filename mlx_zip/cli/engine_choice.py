@@ -1,6 +1,6 @@
-"""The flag --engine of the commands that run models: which engine computes, and what opens it.
+"""The flag --engine of the commands that run models: declares it, chooses an engine, checks its flags and opens it.
 
-`choose_engine` is the one place that says what --engine auto means.
+What --engine auto means is defined in `choose_engine` alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
 AUTO, MLX, TORCH, CUDA, VLLM = "auto", "mlx", "torch", "cuda", "vllm"
 ENGINE_NAMES = (AUTO, MLX, TORCH, CUDA)
-SERVING_NAMES = (*ENGINE_NAMES, VLLM)  # of the commands that use the `Engine` interface
+SERVING_NAMES = (*ENGINE_NAMES, VLLM)  # --engine of the commands that use the `Engine` interface
 LIBRARIES = ("torch", "triton")
-SMALL_MB = 32  # of weights; with a smaller model, MLX has answered before PyTorch is imported
+SMALL_MB = 32  # size of weights below which auto takes MLX: it has answered before PyTorch is imported
 _ON_TORCH = {  # flags that are refused with PyTorch: reason, or what to do instead
     "adapter_path": "merge the adapter with mlx_zip convert",
     "max_kv_size": "its KV caches do not rotate",
@@ -47,8 +47,8 @@ _ON_VLLM = {  # flags that are refused with vLLM: reason, or what to do instead
     ),
     "prefill_step_size": "vLLM cuts prompts itself: --vllm-args '{\"max_num_batched_tokens\": 2048}'",
 }
-REFUSED = {TORCH: _ON_TORCH, CUDA: _ON_TORCH, VLLM: _ON_VLLM}  # by engine: the flags that it refuses
-RANK_VARIABLE = "MLX_RANK"  # environment variable in which mlx.launch gives each process its number
+REFUSED = {TORCH: _ON_TORCH, CUDA: _ON_TORCH, VLLM: _ON_VLLM}  # engine -> flag that it refuses -> reason
+RANK_VARIABLE = "MLX_RANK"  # environment variable that mlx.launch sets to the rank of the process
 _NEUTRAL_VALUES = {
     "row_cache": ("off",),
     "session_cache": ("off",),
@@ -60,7 +60,7 @@ _NEUTRAL_VALUES = {
     "prompt_cache_bytes": (4 << 30,),
     "session_disk_bytes": (16 << 30,),
     "prefill_step_size": (2048,),
-}  # values with which a refused flag is accepted
+}  # values of a refused flag that are accepted, because they change nothing
 _VLLM_OPTIONS = (  # options of `open_chosen_engine` that vLLM's engine takes
     "canonical",
     "codebook_size",
@@ -72,7 +72,7 @@ _VLLM_OPTIONS = (  # options of `open_chosen_engine` that vLLM's engine takes
     "trust_remote_code",
     "vllm_args",
 )
-_NOT_IN_VLLM_ARGS = {  # arguments of vLLM that mlx_zip sets: where their values come from
+_NOT_IN_VLLM_ARGS = {  # argument of vLLM that --vllm-args must not hold -> what sets it
     "model": "--model",
     "max_num_seqs": "--decode-concurrency",
     "trust_remote_code": "--trust-remote-code",
@@ -83,7 +83,7 @@ _NOT_IN_VLLM_ARGS = {  # arguments of vLLM that mlx_zip sets: where their values
 
 
 def add_engine_flag(add: Any, names: Sequence[str] = ENGINE_NAMES) -> None:
-    """Declares --engine. names: `SERVING_NAMES` for a command that vLLM can run."""
+    """Declares --engine. names: the engines to choose from; `SERVING_NAMES` for a command that can run on vLLM."""
     vllm = " vllm: vLLM, for many requests at a time, on one card or several;" if VLLM in names else ""
     add(
         "--engine",
@@ -96,16 +96,16 @@ def add_engine_flag(add: Any, names: Sequence[str] = ENGINE_NAMES) -> None:
 
 
 def is_torch(args: argparse.Namespace) -> bool:
-    """Returns whether the command runs on PyTorch; false for auto."""
+    """Returns whether --engine is torch or cuda."""
     return args.engine in (TORCH, CUDA)
 
 
 def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
-    """Replaces --engine auto in `args` by mlx or torch. Prints the reason if the choice is not what a user would
-    expect.
+    """Replaces --engine auto in `args` by mlx or torch, and prints the reason if the choice may surprise the user.
 
-    models: folders, hub ids or bundled models, downloaded if necessary; None is skipped. group: the machines of this
-    run, None for one. Raises `ModelError` for an unknown model, `ConfigError` for a device that MLX does not have.
+    models: folders, hub ids or bundled models to run, downloaded if necessary; None is skipped. group: the machines of
+    this run, None for one. Raises `ModelError` if a model is unknown, `ConfigError` if MLX does not have the device
+    that MLX_ZIP_DEVICE names.
     """
     if args.engine != AUTO:
         return
@@ -117,7 +117,7 @@ def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> 
 
 
 def _pick_engine(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:
-    """Returns the engine to use, and the reason to print, None for none."""
+    """Returns the engine to use and the reason to print, None to print nothing."""
     if find_spec("torch") is None or group is not None or RANK_VARIABLE in os.environ:
         return MLX, None
     if find_spec("mlx") is None:
@@ -140,14 +140,14 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _refused_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the given flags that the engine refuses; for auto, those that PyTorch refuses."""
+    """Yields the flags in `args` that the engine refuses; with --engine auto, those that PyTorch refuses."""
     for name in REFUSED.get(args.engine, _ON_TORCH):
         if (given := getattr(args, name, None)) is not None and given not in _NEUTRAL_VALUES.get(name, ()):
             yield name
 
 
 def check_engine_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for a flag that the engine refuses, and for several machines without MLX."""
+    """Raises `GenerationError` if the engine refuses a flag, or runs on one machine and the run has several."""
     if args.engine != VLLM and getattr(args, "vllm_args", None) is not None:
         raise GenerationError(f"--vllm-args cannot be used with --engine {args.engine}: name --engine vllm")
     if args.engine not in REFUSED:
@@ -161,7 +161,7 @@ def check_engine_flags(args: argparse.Namespace) -> None:
 
 
 def machines_of_run(args: argparse.Namespace) -> Any:
-    """Returns the machines of this run, None for one machine. Raises `MachineError`."""
+    """Returns the machines of this run, None for one. Raises `MachineError` if a machine cannot be reached."""
     if args.engine in REFUSED or (args.engine == AUTO and find_spec("mlx") is None):
         return None
     from mlx_zip.models.machines import connect_machines
@@ -170,7 +170,7 @@ def machines_of_run(args: argparse.Namespace) -> Any:
 
 
 def open_row_store(args: argparse.Namespace) -> Any:
-    """Returns a context manager that yields the row store that flags ask for, or None if the engine has its own."""
+    """Returns a context manager that yields the row store set by flags, or None if the engine has its own store."""
     from mlx_zip.cli import row_cache
 
     return nullcontext() if args.engine in REFUSED else row_cache.open_store(args)
@@ -179,8 +179,8 @@ def open_row_store(args: argparse.Namespace) -> Any:
 def open_vllm_engine(name: Any, **options: Any) -> Any:
     """Returns the engine of a model on vLLM. options: those of `open_chosen_engine`.
 
-    Raises `InstallationError` if vLLM is not installed, `GenerationError` for arguments that vLLM does not take, and
-    `EngineError` if it does not start.
+    Raises `InstallationError` if vLLM is not installed, `GenerationError` if --vllm-args holds an argument that mlx_zip
+    sets, `EngineError` if vLLM does not start.
     """
     vllm_args = options["vllm_args"]
     if found := next((one for one in vllm_args if one in _NOT_IN_VLLM_ARGS), None):
@@ -201,10 +201,10 @@ def open_vllm_engine(name: Any, **options: Any) -> Any:
 
 
 def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
-    """Returns the engine of a model on PyTorch. engine: torch, or cuda, which needs a card.
+    """Returns the engine of a model on PyTorch. engine: "torch", or "cuda" to require a GPU.
 
-    options: those of `open_cuda_engine`, and those of MLX alone, which are dropped. Raises `InstallationError` if a
-    library is not installed, and `ModelError` if a card is needed and none is usable.
+    options: those of `open_cuda_engine`; options that only MLX has are dropped. Raises `InstallationError` if a library
+    is not installed, `ModelError` if a GPU is required and none is usable.
     """
     module = import_torch_module("engine", engine)
     for alone in (
@@ -225,6 +225,6 @@ def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
 
 
 def import_torch_module(name: str, engine: str) -> Any:
-    """Returns a module of `mlx_zip.cuda`. engine: as in `open_torch_engine`. Raises `InstallationError`."""
+    """Returns the module `mlx_zip.cuda.<name>`. Raises `InstallationError` if a library of `engine` is missing."""
     needed = LIBRARIES if engine == CUDA else LIBRARIES[:1]
     return import_or_explain(f"mlx_zip.cuda.{name}", f"--engine {engine}", *needed, extra=engine, implied=LIBRARIES)

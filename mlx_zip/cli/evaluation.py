@@ -1,4 +1,4 @@
-"""`mlx_zip evaluate`: compares models by bits per byte, rates of generation and benchmark tasks."""
+"""`mlx_zip evaluate`: compares models by bits per byte, base tokens per step and benchmark tasks."""
 
 from __future__ import annotations
 
@@ -162,13 +162,13 @@ def run(args: argparse.Namespace) -> int:
             runner=_make_torch_runner(args.engine) if engine_choice.is_torch(args) else None,
         )
     print(evaluation_report.format_table(record))
-    if out is not None:  # last: the table has been printed if this fails
+    if out is not None:  # last, so that the table is printed even if this fails
         write_json(out, record)
     return 0
 
 
 def _make_torch_runner(engine: str) -> Any:
-    """Returns the `ModelRunner` of PyTorch. engine: torch or cuda. Raises `InstallationError`."""
+    """Returns the `ModelRunner` of PyTorch. engine: "torch", or "cuda" to require a GPU."""
     from functools import partial
 
     from mlx_zip.evaluation.evaluate import ModelRunner

@@ -1,4 +1,4 @@
-"""`mlx_zip generate`: mlx_lm.generate's flags and output, with counts in base tokens, and a few flags of ours."""
+"""`mlx_zip generate`: has the flags and output of mlx_lm.generate and more flags; counts are in base tokens."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ PASSED_FLAGS = (
 
 
 class _OpenedModel(NamedTuple):
-    """A loaded model. name: as the user gave it. answer: returns the responses to a prompt.
+    """A loaded model. name: name that the user gave. hyper: whether the model has hypertokens.
 
-    hyper: whether it has hypertokens. continues: whether a saved prompt cache precedes the prompt. store: its
-    `RowStore`, None to report no row counts. record: further fields for --json.
+    answer: called with the prompt; returns the responses. record: further fields for --json. continues: whether a saved
+    prompt cache precedes the prompt. store: `RowStore` whose row counts --json prints, None to print no counts.
     """
 
     name: str
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, group: Any) -> int:
-    """Generates a text and prints it; returns what `run` returns. group: the machines of this run, None for one."""
+    """Generates a text and prints it; returns the exit status. group: the machines of this run, None for one."""
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     add_eos_tokens(opened.tokenizer, args.extra_eos_token)
@@ -102,7 +102,10 @@ def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, g
 
 @contextmanager
 def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_OpenedModel]:
-    """Loads the model on MLX. sampling: fields of `Sampling`. group: as in `_print_answer`."""
+    """Context manager: yields the model on MLX.
+
+    sampling: fields of `Sampling`. group: the machines of this run, None for one.
+    """
     from mlx_zip.engine.mlx.draft_model import load_draft_model
     from mlx_zip.engine.mlx.generate import load, stream_generate
 
@@ -135,7 +138,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
             model,
             tokenizer,
             prompt_cache=None if saved is None else saved.cache,
-            # checked against the tokenizer above, whose fingerprint --extra-eos-token may have changed since
+            # without the fingerprint of its tokenizer, which was checked above: --extra-eos-token may have changed it
             pack=None if chosen is None else replace(chosen, tokenizer=None),
             draft_model=draft_model,
             **sampling,
@@ -148,7 +151,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
 
 @contextmanager
 def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
-    """Opens an engine on PyTorch. sampling: fields of `Sampling`."""
+    """Context manager: yields the model on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.sampling.options import Sampling
@@ -180,7 +183,7 @@ def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterat
 
 
 def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
-    """Returns the fingerprint of the chosen packs, else of the tuned pack in the model's folder, else None."""
+    """Returns the fingerprint of the packs of --pack, else of the tuned pack in the model's folder, else None."""
     from mlx_zip.packs.pack import IN_FOLDER, load_pack
 
     if chosen is not None:
@@ -190,7 +193,7 @@ def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
 
 @contextmanager
 def _open_output(group: Any) -> Iterator[TextIO]:
-    """Yields where text is printed: standard output on the first machine of a run, nowhere on the others."""
+    """Context manager: yields standard output on the first machine of a run, the null device on the others."""
     if group is None or group.rank() == 0:
         yield sys.stdout
         return
@@ -199,7 +202,7 @@ def _open_output(group: Any) -> Iterator[TextIO]:
 
 
 def _check_machines(args: argparse.Namespace, group: Any) -> None:
-    """Raises `GenerationError` for flags that cannot be used in a run on several machines."""
+    """Raises `GenerationError` if a flag cannot be used in a run on several machines."""
     if group is None:
         return
     if args.prompt_cache_file is not None:
@@ -209,7 +212,7 @@ def _check_machines(args: argparse.Namespace, group: Any) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for flags that cannot be used here, and for an empty model name."""
+    """Raises `GenerationError` if a flag cannot be used here or --model is empty."""
     for name, reason in REFUSED.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
@@ -217,7 +220,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _read_saved_cache(args: argparse.Namespace) -> Any:
-    """Returns the `SavedCache` of --prompt-cache-file, None without the flag. Raises `GenerationError`."""
+    """Returns the `SavedCache` of --prompt-cache-file, None without it. Raises `GenerationError` if it does not fit."""
     from mlx_zip.engine.mlx.prompt_caches import read_prompt_cache
 
     if args.prompt_cache_file is None:
@@ -229,7 +232,7 @@ def _read_saved_cache(args: argparse.Namespace) -> Any:
 
 
 def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:
-    """Returns the lines printed before the text on a terminal: default model and prompt, and what the colours mean."""
+    """Returns lines to print before the text on a terminal: default model and prompt, and what the colours mean."""
     lines = []
     if not hasattr(args, "given_prompt"):
         lines.append(f"model {Path(model).name}, prompt {args.prompt!r} (choose with --model and --prompt)")
@@ -239,8 +242,8 @@ def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -
 
 
 def _choose_bundled_model(args: argparse.Namespace) -> None:
-    """Sets the bundled model in `args`, and its own default prompt and length unless the user gave them."""
-    args.model = str(named.bundled_model_folder(named.DEFAULT))  # even if a folder of that name is here
+    """Sets --model in `args` to the bundled model, and --prompt and --max-tokens, unless given, to its defaults."""
+    args.model = str(named.bundled_model_folder(named.DEFAULT))  # even if the current folder has one of that name
     if not hasattr(args, "given_prompt"):
         args.prompt = named.PROMPT
     if not hasattr(args, "given_max_tokens"):
@@ -292,7 +295,7 @@ def print_responses(
 
 
 def _row_counts(store: Any) -> dict[str, int]:
-    """Returns the number of hypertoken rows by origin: encoded, from memory, from disk; {} without a store."""
+    """Returns the number of hyper rows by origin: encoded, from memory, from disk; {} if `store` is None."""
     names = () if store is None else ("encoded", "from_memory", "from_disk")
     return {f"rows_{name}": getattr(store, name) for name in names}
 
@@ -300,7 +303,7 @@ def _row_counts(store: Any) -> dict[str, int]:
 def read_prompt(prompt: str) -> str:
     r"""Returns the text of --prompt: `-` reads standard input; backslash-n and backslash-t become newline and tab.
 
-    Raises `GenerationError` for an empty prompt or one that is not UTF-8.
+    Raises `GenerationError` if the prompt is empty or standard input is closed or not UTF-8.
     """
     prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
     if prompt == "-":
@@ -318,8 +321,8 @@ def read_prompt(prompt: str) -> str:
 def make_chat_prompt(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> Any:
     """Returns the prompt for `stream_generate`: a `Chat` if a chat template is used, else the text.
 
-    continues: whether a saved prompt cache precedes the prompt. The result is then the base ids of the rendered
-    conversation from the user's message on.
+    continues: whether a saved prompt cache precedes the prompt; if so and a chat template is used, returns the base ids
+    of the rendered conversation from the user's message on.
     """
     from mlx_zip.text.prompts import Chat, encode_text
 
@@ -332,7 +335,7 @@ def make_chat_prompt(tokenizer: Any, prompt: str, args: argparse.Namespace, cont
 
 
 def _refuse_chat_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` if a flag was given that only a chat template can use."""
+    """Raises `GenerationError` if a flag was given that only applies to a chat template."""
     chat = {"system_prompt", "prefill_response", "chat_template_config", "use_default_chat_template"}
     if given := sorted(name for name in chat if getattr(args, name)):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)

@@ -1,4 +1,4 @@
-"""The flags of `mlx_zip generate`: those of mlx_lm.generate, by their names and defaults, and a few of ours."""
+"""The flags of `mlx_zip generate`: those of mlx_lm.generate with their names and defaults, and a few more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
-SAMPLING_FLAGS = {  # sampling flags: (type, default, help); None is off
+SAMPLING_FLAGS = {  # name of a sampling flag -> (type, default, help); None: off
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
     "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
     "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
@@ -159,13 +159,13 @@ def add_adapter_flag(add: Any) -> None:
 
 
 def add_sampling_flag(add: Any, name: str, kind: type, default: float | None, text: str) -> None:
-    """Declares one of `SAMPLING_FLAGS`. default, text: those of `SAMPLING_FLAGS`, or the command's own."""
+    """Declares the sampling flag `name`, a key of `SAMPLING_FLAGS`, with its type, default and help text."""
     shown = f" (default: {default:g})" if default is not None else ""
     add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
 
 
 def add_canonical_flag(add: Any, default: str = "as in the model's config.json") -> None:
-    """Declares --canonical and --no-canonical. default: the default in words."""
+    """Declares --canonical and --no-canonical. default: text that describes the default."""
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
@@ -213,7 +213,7 @@ def add_kv_quantization_flags(add: Any) -> None:
 
 
 def add_draft_flags(add: Any) -> None:
-    """Declares the flags of drafts."""
+    """Declares the flags for drafts, next ids that are proposed for the model to check."""
     add(
         "--draft",
         choices=DRAFTS,
@@ -257,19 +257,19 @@ def add_kv_size_flag(add: Any) -> None:
 
 
 def check_kv_size(args: argparse.Namespace, model: str) -> None:
-    """Raises `GenerationError` for --max-kv-size with a model of this name, if it has hypertokens."""
+    """Raises `GenerationError` if --max-kv-size is given and the model has hypertokens. model: its name."""
     if args.max_kv_size is not None and not is_plain_model(model, getattr(args, "revision", None)):
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
 
 
 def check_model_flag(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for an empty name of a model."""
+    """Raises `GenerationError` if --model is empty."""
     if args.model == "":
         raise GenerationError("no model: --model is empty")
 
 
 class _MarkGiven(argparse.Action):
-    """Stores a flag's value, and sets `given_<name>` to True to tell a given value from the default."""
+    """Stores a flag's value, and sets `given_<name>` to True, which shows that the value is not the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)

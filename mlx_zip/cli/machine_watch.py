@@ -1,7 +1,7 @@
 """Ends this process if another machine of its run ends: MLX's ring may wait for ever for a machine that is gone.
 
-The first machine has a connection to each of the others, on which nothing is sent. The operating system closes the
-connection when either process ends, for whatever reason.
+An idle connection links the first machine to each other one. The operating system closes the connection when the
+process at either end ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def watch_machines(group: Group | None) -> Iterator[None]:
-    """Until the block ends, ends this process with status 2 and one line soon after another machine of the run ends.
+    """Context manager: ends this process with status 2 and one line on stderr if another machine of the run ends.
 
-    All machines must call this. Does nothing without a group, and for backends other than the ring. Raises
-    `MachineError` if the machines cannot connect.
+    All machines must enter it. Does nothing if `group` is None or the backend is not the ring. Raises `MachineError` if
+    the machines cannot connect.
     """
     over = threading.Event()
     try:
@@ -57,7 +57,7 @@ def _end_with_link(link: socket.socket, over: threading.Event) -> None:
 
 
 def _connect_machines(group: Group) -> list[socket.socket]:
-    """Returns this machine's connections: the first machine's to all others, any other machine's to the first."""
+    """Returns this machine's connections: on the first machine those to all others, on any other that to the first."""
     if group.rank() > 0:
         place = bytes_of_first_machine(group, b"")
         return [_connect_to_first(*json.loads(place))] if place else []
@@ -73,7 +73,7 @@ def _connect_machines(group: Group) -> list[socket.socket]:
 
 
 def _accept_links(listener: socket.socket, token: str, count: int) -> list[socket.socket]:
-    """Accepts `count` connections that begin with the token, and closes others. Raises `OSError` on a timeout."""
+    """Accepts `count` connections that send `token` first, and closes others. Raises `OSError` on a timeout."""
     links: list[socket.socket] = []
     while len(links) < count:
         link = listener.accept()[0]
@@ -87,7 +87,7 @@ def _accept_links(listener: socket.socket, token: str, count: int) -> list[socke
 
 
 def _connect_to_first(host: str, port: int, token: str) -> socket.socket:
-    """Returns a connection with the first machine, on which the token was sent."""
+    """Returns a connection to the first machine, after sending `token`."""
     link = socket.create_connection((host, port), CONNECT_S)
     link.sendall(token.encode())
     link.settimeout(None)

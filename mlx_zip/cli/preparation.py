@@ -14,7 +14,7 @@ from mlx_zip.files import expand_home
 from mlx_zip.progress import pluralize
 
 _MOST_WORKERS = 8
-_DATA_ONLY_FLAGS = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
+_DATA_ONLY_FLAGS = ("separator", "columns", "subset", "split")  # flags for --data alone: a mixture sets them per source
 _PASSED_FLAGS = (  # flags that are options of `PrepareOptions` under the same name
     "model",
     "tokenizer",
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name a tokenizer and texts; `make_sources` returns the texts that they name."""
+    """Declares the flags that name a tokenizer and texts; `make_sources` turns the latter into sources."""
     add = parser.add_argument
     add(
         "--model",
@@ -100,7 +100,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name texts; `make_sources` returns the texts that they name."""
+    """Declares the flags that name texts; `make_sources` turns them into sources."""
     add = parser.add_argument
     add_trust_remote_code_flag(add)
     add(
@@ -134,7 +134,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that set the codec; their defaults are those of --model, if that is a zip2zip model."""
+    """Declares the flags of the codec; if --model is a zip2zip model, their defaults are the model's values."""
     add = parser.add_argument
     add(
         "--merge-size", type=int, help="maximum base ids per hypertoken; 1: no hypertokens (default: the model's, or 3)"
@@ -187,7 +187,7 @@ def _single_pack_path(files: list[str] | None) -> Path | None:
 
 
 def make_sources(args: argparse.Namespace) -> tuple[Any, ...]:
-    """Returns the sources of text that --data or --mixture name. Raises `DataError`."""
+    """Returns the sources of text that --data or --mixture names. Raises `DataError` if flags contradict each other."""
     from mlx_zip.text.sources import Source
     from mlx_zip.training.prepare.mixture import load_mixture
 
@@ -218,7 +218,7 @@ def _parse_column(text: str) -> tuple[str, str]:
 
 
 def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Returns the ids of --disable, or None if it is not given. Raises `DataError`."""
+    """Returns the ids of --disable, None without the flag. Raises `DataError` if its value is not a list of ids."""
     return None if args.disable is None else _parse_ids(args.disable)
 
 
@@ -230,7 +230,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 def format_summary(out: str, index: dict[str, Any]) -> str:
-    """Returns a few lines on what was prepared. out: the folder. index: what `prepare_data` returned."""
+    """Returns a summary of the prepared data in a few lines. out: its folder. index: what `prepare_data` returned."""
     totals, skipped = index["totals"], index["skipped"]
     per_id = totals["base_ids"] / totals["ids"]
     lines = [

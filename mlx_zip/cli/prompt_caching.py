@@ -1,4 +1,4 @@
-"""`mlx_zip cache-prompt`: mlx_lm.cache_prompt's flags and output, with counts in base tokens, and flags of ours."""
+"""`mlx_zip cache-prompt`: has the flags and output of mlx_lm.cache_prompt and more flags; counts are in base tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the prompt, writes the file, and prints figures; returns 0. Raises `MlxZipError`."""
+    """Runs the model over the prompt, writes the prompt cache and prints figures; returns 0. Raises `MlxZipError`."""
     if is_torch(args):
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
     if args.engine != MLX:  # auto: only MLX writes such files, and its device has not been chosen yet
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _ProgressLine:
-    """Prints how many base tokens have been read, in mlx-lm's form."""
+    """Prints how many base tokens have been read, in mlx-lm's format."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""`mlx_zip rows`: shows or deletes stored hyper rows; and the flags of the commands that store rows."""
+"""`mlx_zip rows`: shows or deletes stored hyper rows. Also the flags --row-cache and --row-cache-bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints how many files and bytes are in the folder or were deleted; returns 0.
 
-    Raises `GenerationError` without a folder.
+    Raises `GenerationError` if no folder is given or the folder cannot be used.
     """
     from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
     from mlx_zip.models.rows.row_folder import purge_row_folder
@@ -78,14 +78,14 @@ def add_row_cache_flags(add: Any) -> None:
 
 
 def open_store(args: argparse.Namespace) -> Any:
-    """Returns the store of hypertoken rows that the flags ask for: in memory, and in the folder if one is given."""
+    """Returns the `RowStore` set by flags; it keeps rows in memory, and on disk if --row-cache names a folder."""
     from mlx_zip.models.rows.row_store import FOLDER_BYTES, RowStore
 
     return RowStore(_row_cache_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
 
 
 def _row_cache_folder(given: str | None) -> Path | None:
-    """Returns the folder of stored rows, None for "off". given: the flag's value, None for that of `ENVIRONMENT`."""
+    """Returns the folder of stored rows, None for "off". given: a flag's value, None for $MLX_ZIP_ROW_CACHE."""
     from mlx_zip.files import expand_home
 
     name = os.environ.get(ENVIRONMENT, OFF) if given is None else given
@@ -93,7 +93,7 @@ def _row_cache_folder(given: str | None) -> Path | None:
 
 
 def parse_size(text: str) -> int:
-    """Returns a size such as 500M in bytes; K, M and G are powers of 1000."""
+    """Returns a size such as "500M" as a number of bytes; K, M and G are powers of 1000."""
     match = _SIZE.fullmatch(text)
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes, for example 500M or 2G")

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the folder's sessions, or how many were deleted; returns 0. Raises `GenerationError`."""
+    """Prints the folder's sessions, or the number of deleted files; returns 0. Raises `GenerationError`."""
     from mlx_zip.files import expand_home
 
     folder = expand_home(args.folder)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_sessions(folder: Path) -> None:
-    """Prints one line per session, and their number and size. Raises `OSError`."""
+    """Prints one line per session, then the number of files and their total size in bytes. Raises `OSError`."""
     from mlx_zip.engine.sessions.file_format import BadFileError, read_session_file
     from mlx_zip.engine.sessions.files import list_session_files
     from mlx_zip.engine.sessions.folder import with_machine_folders
@@ -53,7 +53,7 @@ def _print_sessions(folder: Path) -> None:
         try:
             facts = read_session_file(path, whole=False).facts
             about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
-        except (BadFileError, OSError) as error:  # the latter: a folder, a link to nothing
+        except (BadFileError, OSError) as error:  # OSError: a folder, a dangling link
             about = f"{'-':>8}  cannot be used: {failure_reason(error)}"
         print(escape_unprintable(f"{size:>12}  {about}  {path.relative_to(folder)}"))
     print(f"{pluralize(len(sizes), 'file')}, {sum(sizes)} bytes")

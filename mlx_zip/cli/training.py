@@ -1,4 +1,4 @@
-"""`mlx_zip train`: trains a model on prepared data. Each setting comes from a flag, a YAML file, or its default."""
+"""`mlx_zip train`: trains a model on prepared data. A setting comes from a flag, else a YAML file, else a default."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from mlx_zip.training.settings import (
     help_text,
 )
 
-_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run: exit status
+_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run -> exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
-_KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hold for names that are not settings
+_KINDS: dict[str, type | tuple[type, ...]] = {  # flag that is not a setting -> types of its value in YAML
     **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), str),
     **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file", "engine", "init_from"), str),
     **dict.fromkeys(("plot", "canonical", "mask_prompt"), bool),
@@ -38,7 +38,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hol
 _FOLDERS = ("data", "valid")
 _WORDS: dict[Any, str] = {str: "text", bool: "true or false", int: "a whole number", (int, float): "a number"}
 _TYPES = {"int": int, "int | None": int, "float": float, "str": str}
-ENCODER_FLAGS = {  # field of EncoderOptions: its flag's name
+ENCODER_FLAGS = {  # field of EncoderOptions -> name of its flag
     "kind": "encoder",
     "num_hidden_layers": "encoder_layers",
     "num_heads": "encoder_heads",
@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mlx_lm_names(add: Any) -> None:
-    """Declares the flags of `mlx_lm.lora`; those without a counterpart here are hidden, and are errors when given."""
+    """Declares flags of `mlx_lm.lora`; flags without a counterpart here are hidden, and an error if given."""
     add("--num-layers", type=int, metavar="N", help="mlx-lm's name for --lora-layers N")
     add("--adapter-path", metavar="DIR", help="mlx-lm's name for --out DIR --save adapter")
     add(
@@ -152,7 +152,7 @@ def _add_mlx_lm_names(add: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains. Returns 0, or 129/130/143 when a signal ended the run early, after its last step was saved."""
+    """Trains the model. Returns 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merge_values(_read_config(args.config), given)
     options, settings = _run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
@@ -177,15 +177,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a YAML file and of flags, under our names. A flag takes precedence under either name."""
+    """Returns the values of a YAML file and of flags, with mlx-lm's names replaced by ours. Flags take precedence."""
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
-    for name in ("fine_tune_type", "optimizer"):  # other names of mlx-lm depend on these
+    for name in ("fine_tune_type", "optimizer"):  # the meaning of other names of mlx-lm depends on these
         iters |= {name: given[name]} if given.get(name) is not None else {}
     return {**translate_names({**file_values, **iters}), **translate_names(given)}
 
 
 def _run_options(values: dict[str, Any]) -> RunOptions:
-    """Returns what a run reads and writes, from the flags' values. Raises `TrainingError` naming a missing flag."""
+    """Returns the `RunOptions` made of the flags' values. Raises `TrainingError` if --data or --out is missing."""
     for name in ("data", "out"):
         if not values.get(name):
             raise TrainingError(f"--{name} is missing")
@@ -206,13 +206,13 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
 
 
 def report_stop(step: int, number: int) -> int:
-    """Prints on stderr that signal `number` ended a run early, after `step`; returns the exit status."""
+    """Prints on stderr that a run was stopped after `step`; returns the exit status for the signal `number`."""
     print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
     return _STOPPED[signal.Signals(number)]
 
 
 def _read_config(path: str | None) -> dict[str, Any]:
-    """Returns the values of a --config file by name, none without a file. Raises `TrainingError` naming the file."""
+    """Returns the values of a YAML file by name, {} without a file. Raises `TrainingError`, which names the file."""
     if path is None:
         return {}
     from mlx_zip.training.yaml_file import read_yaml
@@ -231,9 +231,9 @@ def _read_config(path: str | None) -> dict[str, Any]:
 
 
 def _check_value(path: str, name: str, value: Any) -> Any:
-    """Returns one value of the YAML file, checked. Raises `TrainingError` for one of another type than the flag's.
+    """Returns one value of the YAML file at `path`. Raises `TrainingError` if its type is not that of the flag.
 
-    YAML reads 3e-4, without a decimal point, as text, and `on` as true: both are corrected.
+    YAML reads 3e-4, which has no decimal point, as text, and `on` as true: both are corrected.
     """
     if any("\0" in one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)):
         raise TrainingError(f"--config {path}: {name} must not hold a null character")
@@ -263,14 +263,14 @@ def _optional_path(value: str | None) -> Path | None:
 
 
 def flag_name(name: str) -> str:
-    """Returns the flag of a setting: `save_every` becomes `--save-every`."""
+    """Returns the flag of a setting, for example `--save-every` for `save_every`."""
     return f"--{name.replace('_', '-')}"
 
 
 def _add_setting_flags(
     add: Any, cls: type[TrainSettings] | type[EncoderOptions], names: Mapping[str, str] | None = None
 ) -> None:
-    """Declares every field of a settings class as a flag whose value is None unless given.
+    """Declares every field of a settings class as a flag with the default None.
 
     add: a parser's `add_argument`. names: field name -> flag name, where the two differ.
     """
@@ -283,9 +283,9 @@ def _add_setting_flags(
 
 
 def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
-    """Declares some training settings as flags with defaults of the command's own.
+    """Declares the training settings in `defaults` as flags, for a command with defaults of its own.
 
-    add: a parser's `add_argument`. defaults: setting -> default. purposes: setting -> help text, where it is not the
+    add: a parser's `add_argument`. defaults: setting -> default. purposes: setting -> help text that replaces the
     setting's own.
     """
     known = {one.name: one for one in fields(TrainSettings)}

@@ -1,1 +1,1 @@
-"""The HTTP server: one core and three dialects (OpenAI chat and completions, OpenAI Responses, Anthropic Messages)."""
+"""The HTTP server: a core and three APIs (OpenAI chat and completions, OpenAI Responses, Anthropic Messages)."""

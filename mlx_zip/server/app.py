@@ -41,9 +41,9 @@ DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
 
 
 def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
-    """Returns the app that serves the core's engine with `core.options`. At the end it closes `core`, not the engine.
+    """Returns the app that serves the engine of `core`. When the app shuts down, it closes `core`, not the engine.
 
-    more: further routes, with the same access checks and in the same OpenAPI document.
+    more: further routes, which get the access checks and are in the OpenAPI document too.
     """
     options = core.options
     metrics = Metrics(core)
@@ -170,7 +170,7 @@ _ERROR = {
     "description": "An error, in the words of the route's dialect",
     "content": {"application/json": {"schema": _ERROR_SCHEMA}},
 }
-_ANSWERS = {  # OpenAPI response, by the endpoint's attribute `answer`
+_ANSWERS = {  # endpoint's attribute `answer` -> OpenAPI response
     "json": {"description": "The answer", "content": _JSON},
     "stream": {
         "description": "The answer; with stream: true as server-sent events",
@@ -181,7 +181,7 @@ _ANSWERS = {  # OpenAPI response, by the endpoint's attribute `answer`
 
 
 def _openapi_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Returns the OpenAPI document of routes. An endpoint's attribute `body` is the pydantic class of its body."""
+    """Returns the OpenAPI document of routes. An endpoint's attribute `body` is the class of its request bodies."""
     found = [route for route in routes if isinstance(route, Route)]
     bodies = list(dict.fromkeys(body for route in found if (body := getattr(route.endpoint, "body", None))))
     refs, schema = models_json_schema(

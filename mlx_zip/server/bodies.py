@@ -1,4 +1,4 @@
-"""What chat completions and completions have in common: fields of a request, and usage in an answer."""
+"""What chat completions and completions share: fields of requests, and usage and log-probabilities of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import Body, BodyError, Many, PackNames, as_turn_pack, at_most_fields
 
 PENALTY_WINDOW = 256  # default number of recent base tokens that a penalty looks at
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it
+LEAST_LOGPROB = -9999.0  # reported in place of minus infinity, as OpenAI does
 _RESERVED_OPTIONS = frozenset(
     {
         "tools",
@@ -39,7 +39,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class StreamOptions(Body):
-    """How a stream is sent."""
+    """Options of a stream. include_usage: whether the stream ends with the usage."""
 
     harmless = frozenset({"include_obfuscation"})
 
@@ -47,7 +47,7 @@ class StreamOptions(Body):
 
 
 class CompletionFields(Body):
-    """Fields of both chat completions and completions. Those from `top_k` on are not OpenAI's but mlx-lm's or ours."""
+    """Fields of both chat completions and completions. The fields from `top_k` on are not in OpenAI's API."""
 
     harmless = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 
@@ -100,7 +100,7 @@ class CompletionFields(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, choice: int = 0) -> dict[str, Any]:
-        """Returns the fields of `Sampling` that the request sets. choice: index below `n`, added to the seed."""
+        """Returns the fields of `Sampling` that the request sets. choice: index of the answer, added to the seed."""
         names = ("top_p", "min_p", "xtc_probability", "xtc_threshold")
         found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         for kind in ("repetition", "presence", "frequency"):
@@ -117,7 +117,7 @@ class CompletionFields(Body):
         return found
 
     def check(self, core: Core) -> None:
-        """Raises `RequestError` for an unknown model, and `BodyError` for fields that do not fit together."""
+        """Raises `RequestError` if the model is unknown, `BodyError` if fields contradict each other or the model."""
         check_model(core, self.model)
         if self.stream_options is not None and not self.stream:
             raise BodyError("only a stream can have this field", "stream_options")
@@ -134,7 +134,7 @@ def check_model(core: Core, name: str) -> None:
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments in chat_template_kwargs. Raises `BodyError` for names that a request must not set."""
+    """Returns the arguments in chat_template_kwargs. Raises `BodyError` if a request must not set one of them."""
     if taken := sorted(given.keys() & _RESERVED_OPTIONS):
         raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
     return dict(given)
@@ -147,15 +147,15 @@ def answer_max_tokens(core: Core, given: int | None, tools: bool = False) -> int
     """
     if given is not None:
         return given
-    long = tools and core.engine.info.context is not None  # without either an answer might not end
+    long = tools and core.engine.info.context is not None  # without a context length it might not end
     return core.options.max_tokens_with_tools if long else core.options.max_tokens
 
 
 def usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
     """Returns the usage of an answer, counted in base tokens.
 
-    Accepted prediction tokens: tokens of the answer that a draft had proposed, from the request's prediction or
-    elsewhere. Rejected prediction tokens: proposed tokens that are not in the answer; they are no completion tokens.
+    accepted_prediction_tokens: tokens of the answer that a draft had proposed, from the request's prediction or another
+    source. rejected_prediction_tokens: proposed tokens that are not in the answer; completion_tokens leaves them out.
     """
     return {
         "prompt_tokens": counts.prompt_tokens,

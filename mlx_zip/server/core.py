@@ -1,6 +1,6 @@
-"""The core of the server: answers a `Turn` with `Delta`s, whatever dialect the client speaks.
+"""The core of the server, which all APIs share: answers a `Turn` with `Delta`s.
 
-`Cores`: of the main model and the model it is compared with. `NamedPacks`: the packs that requests can choose.
+`Cores` holds the cores of the main model and of one other model; `NamedPacks` holds the packs that requests can choose.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AnswerStop:
         self._inbox: asyncio.Queue[Event | None] | None = None
 
     def attach(self, inbox: asyncio.Queue[Event | None]) -> None:
-        """Sets the queue of events of the answer to end. Ends the answer if this stop was called before."""
+        """Sets the event queue of the answer to end. Ends the answer at once if the stop was called before `attach`."""
         self._inbox = inbox
         if self.asked:
             self()
@@ -63,9 +63,10 @@ class AnswerStop:
 
 
 class Core:
-    """Answers turns with an engine. All methods are for one event loop; the engine may run in other threads.
+    """Answers turns with an engine. Call all methods from one event loop; the engine may run in other threads.
 
-    model: name of the model in answers. created: when the server started, seconds since 1970. tokens: texts of ids.
+    Attributes: `model`, name of the model in answers; `created`, start of the server in seconds since 1970; `tokens`,
+    texts of ids.
     """
 
     def __init__(self, engine: Engine, options: Options | None = None) -> None:
@@ -82,14 +83,14 @@ class Core:
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="mlx_zip-server")
         self._long_prompts_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
         self._scoring_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-scored-prompts")
-        self._scoring_count = 0  # prompts that this pool reads or has queued and for which a client still waits
+        self._scoring_count = 0  # number of prompts in this pool, running or queued, for which a client waits
 
     async def answer(self, turn: Turn, stop: AnswerStop | None = None) -> AsyncGenerator[Delta, None]:
         """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called.
 
-        The first delta is `Waiting(0, 0)`; it comes as soon as the engine has accepted the request. Before it, raises
-        what `Engine.submit` and the chat template raise; after it, the error of a request that failed. Closing the
-        generator, or cancelling the task, cancels the engine's request at once.
+        The first delta is `Waiting(0, 0)`, yielded when the engine has accepted the request. Raises, before that, what
+        `Engine.submit` and the chat template raise; later, the error of a failed request. Closing the generator, or
+        cancelling the task, cancels the engine's request at once.
         """
         inbox: asyncio.Queue[Event | None] = asyncio.Queue()
         self._log_left_out_tools(turn.left_out)
@@ -110,10 +111,10 @@ class Core:
             self.engine.cancel(ticket)
 
     async def answers(self, turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields the deltas of several answers as they come, each with the index of its turn.
+        """Yields the deltas of several answers as they arrive, as (index of the turn, delta).
 
-        All turns are submitted before the first delta is yielded. An error of one answer ends all of them. Raises
-        `GenerationError` for more turns than the engine takes at a time.
+        All turns are submitted before the first delta is yielded. An error of one answer ends all answers. Raises
+        `GenerationError` if there are more turns than the engine takes at a time.
         """
         most = self.engine.info.max_requests
         if most is not None and len(turns) > most:
@@ -140,9 +141,9 @@ class Core:
         return await self._await_encoding(turn, partial(self._encode_prompt, turn), lambda ids: None)
 
     async def score_prompt(self, turn: Turn, base_ids: Sequence[int]) -> list[PromptId]:
-        """Returns the ids that the model reads a turn's prompt as, with log-probabilities.
+        """Compresses a turn's prompt to ids, as for generation, and returns the ids with their log-probabilities.
 
-        base_ids: the prompt. Scores one prompt at a time; stops if the task is cancelled. Raises what
+        base_ids: base ids of the prompt. Scores one prompt at a time; stops if the task is cancelled. Raises what
         `Engine.prompt_ids` raises, and `EngineBusyError` if as many prompts wait as the engine takes requests.
         """
         most = self.engine.info.max_requests
@@ -166,16 +167,19 @@ class Core:
             self._scoring_count -= 1
 
     async def check_body_size(self, size: int, prompts: int) -> None:
-        """Raises `PromptTooLongError` if a body of `size` bytes with up to `prompts` prompts has too long a one."""
+        """Raises `PromptTooLongError` if a body of `size` bytes must hold a prompt that is too long.
+
+        prompts: maximum number of prompts in the body, 0 to check nothing.
+        """
         if prompts:
             await self.run_in_thread(self._texts.check_request_size, size, prompts)
 
     async def packs(self) -> list[PackInfo]:
-        """Returns the packs that turns can name."""
+        """Returns the packs that a `Turn` can name."""
         return await self.run_in_thread(self._packs.pack_infos, self.engine)
 
     async def ceiling(self) -> Ceiling | None:
-        """Returns the speed limit that the machine sets for the model; see `Engine.ceiling`."""
+        """Returns the upper bound of the model's speed on this machine; see `Engine.ceiling`."""
         return await self.run_in_thread(self.engine.ceiling)
 
     async def run_in_thread(self, work: Callable[..., Some], *args: Any) -> Some:
@@ -183,14 +187,14 @@ class Core:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     def close(self) -> None:
-        """Calls `on_close`, and ends the threads. Does not close the engine."""
+        """Calls the functions in `on_close` and ends the threads. Does not close the engine."""
         for call in self.on_close:
             call()
         for pool in (self._pool, self._long_prompts_pool, self._scoring_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_submission(self, turn: Turn, prompt_ids: Sequence[int], prediction: Sequence[int]) -> Submission:
-        """Returns a turn's request to the engine. prompt_ids, prediction: base ids of prompt and prediction."""
+        """Returns a turn's request to the engine. prompt_ids, prediction: base ids of the prompt and the prediction."""
         return Submission(
             base_ids=prompt_ids,
             max_tokens=turn.max_tokens,
@@ -250,7 +254,8 @@ class Core:
         """Calls `work`, which encodes a turn's prompt, in a thread, and returns its result.
 
         work: called with a function that raises `EngineStoppedError` once the task is cancelled or the engine has
-        ended. undo: called with the result if the task was cancelled before. pool: None for one by the prompt's length.
+        ended. undo: called with the result of `work` if the task is cancelled before `work` returns. pool: None to
+        choose a pool by the length of the prompt.
         """
         gone = threading.Event()
 
@@ -321,7 +326,7 @@ def _deliver_to(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
 
 
 async def _merge_streams(running: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yields the deltas of several answers as they come, each with the answer's index."""
+    """Yields the deltas of several answers as they arrive, as (index of the answer, delta)."""
     waiting = {asyncio.ensure_future(anext(deltas)): i for i, deltas in enumerate(running)}
     try:
         while waiting:
@@ -347,7 +352,7 @@ class Cores:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Core]:
-        """Opens a model if it is not open, and yields its core. The model stays open until the block ends.
+        """Context manager: opens the model `name` unless it is open, yields its core, and keeps it open in the block.
 
         Waits and raises as `Engines.acquire` does. The main model is always open.
         """
@@ -375,7 +380,7 @@ class Cores:
             self.engines.release(waiting.result())
 
     def _core_of(self, name: str, engine: Engine) -> Core:
-        """Returns the core of an engine, with the main core's settings except packs, which belong to the main model."""
+        """Returns the core of an engine, with the main core's options but no packs, which fit the main model only."""
         if self._other is None or self._other.engine is not engine:
             if self._other is not None:
                 self._other.close()
@@ -383,7 +388,7 @@ class Cores:
         return self._other
 
     def close(self) -> None:
-        """Closes the other model that is open, and ends its core's threads."""
+        """Closes the model that is open besides the main one, if any, and ends the threads of its core."""
         self.engines.close()
         if self._other is not None:
             self._other.close()
@@ -396,7 +401,7 @@ _MOST_MERGED_PACKS = 16
 
 @dataclass(frozen=True)
 class PackInfo:
-    """A pack that requests can name. entries: how many it has. reason: why the model cannot use it, None if it can."""
+    """A pack that requests can name. entries: number of entries. reason: why it cannot be used, None if it can."""
 
     name: str
     entries: int
@@ -411,9 +416,9 @@ class NamedPacks:
         self._merged = lru_cache(_MOST_MERGED_PACKS)(self._merge)
 
     def resolve(self, names: str | Sequence[str] | None) -> Any:
-        """Returns the pack of a name, or of several names merged in their order; the default for none.
+        """Returns the pack with this name, or the packs with these names merged in order; the default pack for None.
 
-        Raises `GenerationError` for an unknown name, and for packs that cannot be merged.
+        Raises `GenerationError` if a name is unknown or the packs cannot be merged.
         """
         several = (names,) if isinstance(names, str) else tuple(names or ())
         for name in several:
@@ -431,7 +436,7 @@ class NamedPacks:
             raise GenerationError(f"pack: {' and '.join(names)}: {error}") from error
 
     def pack_infos(self, engine: Engine) -> list[PackInfo]:
-        """Returns all packs; for each, says whether requests to `engine` can begin with it."""
+        """Returns one `PackInfo` per pack, which says whether requests to `engine` can use the pack."""
         return [self._pack_info(name, pack, engine) for name, pack in self._packs.items()]
 
     def _pack_info(self, name: str, pack: Any, engine: Engine) -> PackInfo:

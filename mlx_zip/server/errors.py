@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: the status, the message, and the JSON body of each dialect."""
+"""Errors as HTTP responses: the status, the message, and the JSON body in the dialect of OpenAI or Anthropic."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ _ANTHROPIC_TYPES = {
 }
 
 
-MOST_QUOTED = 1000  # characters of an error's message and field, which may quote the request
+MOST_QUOTED = 1000  # maximum characters of an error's message and of its field, which may quote the request
 
 
 class RequestError(MlxZipError):
-    """An error that is sent as an HTTP response. code: short name of the error. param: the field at fault. headers:
-    further headers of the response.
+    """An error to send as an HTTP response. status: HTTP status. code: short name of the error.
+
+    param: the field at fault. headers: further headers of the response.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RequestError(MlxZipError):
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
     def body(self, dialect: str = OPENAI) -> dict[str, Any]:
-        """Returns the error as the JSON object of a dialect, for the body of a response or for an event of a stream."""
+        """Returns the error as a JSON object for a response or a stream's event. dialect: `OPENAI` or `ANTHROPIC`."""
         server, message, param = self.status >= 500, str(self)[:MOST_QUOTED], (self.param or "")[:MOST_QUOTED]
         if dialect == ANTHROPIC:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if server else "invalid_request_error")
@@ -65,7 +66,7 @@ class RequestError(MlxZipError):
         return {"error": {"message": message, "type": kind, "param": param or None, "code": self.code}}
 
     def response(self, dialect: str = OPENAI) -> Response:
-        """Returns the error as an HTTP response."""
+        """Returns the error as an HTTP response. dialect: `OPENAI` or `ANTHROPIC`."""
         body, headers = self.body(dialect), dict(self.headers)
         if dialect == ANTHROPIC:
             headers["request-id"] = body["request_id"]
@@ -73,7 +74,7 @@ class RequestError(MlxZipError):
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """Returns an exception as a client sees it. An unexpected one is logged, and its message is not passed on."""
+    """Returns the error to send to a client for an exception. Logs an unexpected one, and does not send its message."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, HTTPException):
@@ -102,7 +103,7 @@ def _route_error(error: HTTPException) -> RequestError:
 
 
 def dialect_of(path: str) -> str:
-    """Returns the dialect in which errors of a path are written."""
+    """Returns the dialect of errors for requests to `path`: `OPENAI` or `ANTHROPIC`."""
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
 

@@ -1,9 +1,9 @@
 """What all request bodies share: typed fields, fields without effect, and errors that name the field at fault.
 
-Unknown fields are refused, because a field that is ignored in silence is a wrong answer that looks right. Fields that
-clients send by habit are accepted if they change nothing; the guide lists them. In earlier messages all unknown fields
-are ignored: clients send answers back with many fields of their own, none of which affects the next answer. A tool that
-cannot be run is left out only where the model need not call any, and is named in the answer.
+Unknown fields are refused, because a client would not notice that a field was ignored. Fields that many clients send
+and that change nothing are accepted; the guide lists them. In the messages of a conversation all unknown fields are
+ignored, because clients add fields of their own to the answers that they send back. A tool that this server cannot run
+is an error if a call is forced; otherwise it is left out of the prompt and named in the answer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mlx_zip.errors import GenerationError
 Some = TypeVar("Some", bound=BaseModel)
 Item = TypeVar("Item")
 MOST_IN_LIST = 10_000
-Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # reports one wrong item only
+Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # reports only the first wrong item
 
 
 def _check_are_names(given: Any) -> Any:
-    """Refuses what is neither a name nor a list; pydantic's own error would mention only one of the two."""
+    """Raises `ValueError` unless `given` is a name or a list; pydantic's own error would mention only one of these."""
     if not isinstance(given, str | list):
         raise ValueError("this must be the name of a pack, or a list of names")
     return given
@@ -44,7 +44,7 @@ PackNames = Annotated[
     BeforeValidator(_check_are_names),
 ]
 
-_UNION_NAMES = frozenset({"str", "constrained-str", "none"})  # pydantic's names of alternatives, which are no fields
+_UNION_NAMES = frozenset({"str", "constrained-str", "none"})  # pydantic's names of union members, not fields
 _BILLING_LINE = re.compile(r"(?m)^x-anthropic-billing-header:.*\n*")
 _FAULT_WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
@@ -58,7 +58,7 @@ _FAULT_WORDS = {  # pydantic's name of an error -> what a client reads
 
 
 class BodyError(GenerationError):
-    """A body that asks for something wrong or unsupported. param: path of the field at fault, None for the whole."""
+    """A request's body is invalid or not supported. param: path of the field at fault, None for the whole body."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(f"{param}: {message}" if param else message)
@@ -68,10 +68,10 @@ class BodyError(GenerationError):
 class Body(BaseModel):
     """A JSON object in a request. Types are exact, unknown fields are refused, and null counts as a missing field.
 
-    Lists are `Many` and maps are `at_most_fields`, so checking a body full of faults costs no more than one with a few.
+    Lists are `Many` and maps use `at_most_fields`, so that a body with many faults takes no longer to check.
 
-    harmless: fields that are accepted with any value and have no effect. lenient: whether all unknown fields are, too.
-    most_prompts: maximum number of prompts, from which the body's maximum size follows; 0: not checked.
+    harmless: fields that are accepted with any value and ignored. lenient: whether all unknown fields are ignored too.
+    most_prompts: maximum number of prompts, from which the maximum size of the body follows; 0: size not checked.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -83,7 +83,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_fields(cls, given: Any) -> Any:
-        """Drops null and harmless fields, and unknown ones: all if `lenient`, else all but the first."""
+        """Drops null fields, harmless fields and unknown fields, but keeps the first unknown one unless `lenient`."""
         if not isinstance(given, Mapping):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -111,22 +111,20 @@ class Body(BaseModel):
 
 
 class LenientBody(Body):
-    """A part of a conversation. Unknown fields are ignored, because clients add their own to the answers they send
-    back.
-    """
+    """A part of a conversation. Ignores unknown fields: clients add their own to the answers that they send back."""
 
     lenient = True
 
 
 class OtherTool(LenientBody):
-    """A tool of a type that this server does not support. It supports functions only, which the client runs."""
+    """A tool of a type that this server does not support; it supports only functions, which the client runs."""
 
     type: str
     name: Any = None
 
     @property
     def label(self) -> str:
-        """What to call the tool in a report: its type, and its name if it has one."""
+        """Label of the tool for reports: the type, and the name if the tool has one; at most 80 characters."""
         return (f"{self.type} {self.name}" if isinstance(self.name, str) else self.type)[:80]
 
 
@@ -155,26 +153,26 @@ def at_most_fields(count: int) -> BeforeValidator:
 
 
 class PlainText(Body):
-    """Text of any form."""
+    """Allows an answer of any text."""
 
     type: Literal["text"]
 
 
 class JsonObject(Body):
-    """A JSON object of any form."""
+    """Demands an answer that is a JSON object, with any fields."""
 
     type: Literal["json_object"]
 
 
 class RefusalPart(LenientBody):
-    """A piece of a message in which a model refused; it is read as text."""
+    """A piece of a message in which a model refused to answer; it counts as text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 def parse_body(kind: type[Some], given: Any) -> Some:
-    """Returns the body of a request as an object of a class. Raises `BodyError` naming the first field at fault."""
+    """Returns `given`, a request's body, as an instance of `kind`. Raises `BodyError` naming the field at fault."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -184,12 +182,12 @@ def parse_body(kind: type[Some], given: Any) -> Some:
 
 
 def _match_quality(found: tuple[list[str], Any]) -> tuple[int, bool]:
-    """Returns how well an alternative of a union fits: the depth of its fault, and whether the value's type fits."""
+    """Returns how well the union member with this fault fits: the fault's depth, and whether the value's type fits."""
     return len(found[0]), not found[1]["type"].endswith("_type")
 
 
 def parse_arguments(text: str, param: str) -> dict[str, Any]:
-    """Returns the JSON object in a text. Raises `BodyError` if there is none. param: path of the text in the body."""
+    """Returns the JSON object in a text. param: path of the text in the body. Raises `BodyError` if it is no object."""
     try:
         value = from_json(text)
     except ValueError as error:
@@ -200,7 +198,7 @@ def parse_arguments(text: str, param: str) -> dict[str, Any]:
 
 
 def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None:
-    """Raises `BodyError` for two tools of the same name, and for a choice that no tool fits."""
+    """Raises `BodyError` if two tools have the same name or no tool fits `choice`, a value of `Turn.tool_choice`."""
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise BodyError(f"there are two tools named {twice[0]!r}", param)
     if choice == "required" and not names:
@@ -210,9 +208,9 @@ def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None
 
 
 def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
-    """Returns the labels of the tools that this server cannot run; the model is not told of them.
+    """Returns the labels of the tools that this server cannot run and that are left out of the prompt.
 
-    Raises `BodyError` for such a tool if a call is forced, because the client may mean that tool.
+    Raises `BodyError` if there is one and `choice` forces a call, because the client may want that tool to be called.
     """
     others = [(i, tool) for i, tool in enumerate(tools) if isinstance(tool, OtherTool)]
     if others and choice not in ("auto", "none"):
@@ -222,14 +220,15 @@ def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
 
 
 def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
-    """Returns names of packs as `Turn.pack` takes them."""
+    """Returns the value of `Turn.pack` for a request's field `pack`."""
     return tuple(given) if isinstance(given, list) else given
 
 
 def join_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the messages with the system messages at their beginning joined: most chat templates take only one.
+    """Returns the messages with the leading system messages joined into one: most chat templates take only one.
 
-    Billing lines are removed: they change with every request, so no prompt would begin like an earlier one.
+    Removes billing lines (`_BILLING_LINE`), which change with every request: with them no prompt would begin with an
+    earlier conversation.
     """
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     texts = [_BILLING_LINE.sub("", message["content"]) for message in messages[:count]]
@@ -238,7 +237,7 @@ def join_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[
 
 
 def thinking_options(effort: str | None) -> dict[str, Any]:
-    """Returns the chat template's options that set how much a model reasons."""
+    """Returns the options of the chat template that set how much a model reasons. effort: None for its default."""
     if effort is None:
         return {}
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
@@ -261,7 +260,7 @@ def _describe_fault(fault: Any) -> str:
 def _field_path(place: Sequence[str | int], given: Any) -> list[str]:
     """Returns a field's path, such as ["input", "0", "content"], without pydantic's names for members of a union.
 
-    place: the path with those names. given: the whole body.
+    place: the path that pydantic reports, with these names. given: the whole body.
     """
     path, of_type = [], False
     for i, step in enumerate(place):
@@ -281,5 +280,5 @@ def _is_union_name(step: str) -> bool:
 
 
 def _ends_or_divides(rest: Sequence[str | int]) -> bool:
-    """Returns whether nothing, an index or a union follows: then the step before is a field, even if it is a type."""
+    """Returns whether `rest` is empty or begins with an index or a union member: then the step before it is a field."""
     return not rest or isinstance(rest[0], int) or _is_union_name(rest[0])

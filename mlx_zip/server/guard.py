@@ -35,13 +35,15 @@ class Guard:
 
 
 def host_or_origin_refusal(options: Options, path: str, headers: Headers) -> RequestError | None:
-    """Returns the refusal of a request, None if there is none: 400 for both Content-Length and Transfer-Encoding, 403
-    for a wrong Host header or origin.
+    """Returns the refusal of a request, None if the request may pass.
+
+    The status is 400 if the request has both Content-Length and Transfer-Encoding, 403 if its Host header or its origin
+    is not allowed.
 
     The check of the Host header keeps web pages from reaching a server on this machine through a host name that
     resolves to it (DNS rebinding).
     """
-    if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see another body: smuggling
+    if "content-length" in headers and "transfer-encoding" in headers:  # request smuggling past a proxy
         message = "a request has Content-Length or Transfer-Encoding, not both"
         return RequestError(400, message, "invalid_http", headers={"Connection": "close"})
     if options.hosts is not None and host_name(headers.get("host", "")) not in options.hosts:

@@ -22,20 +22,20 @@ from mlx_zip.server.fields import Body, parse_body
 Some = TypeVar("Some")
 Kind = TypeVar("Kind", bound=Body)
 _CLOSE = {"Connection": "close"}
-_DISCARDED_S = 2.0  # the rest of a too large body is read for so long, so that its sender reads the answer
-_LARGE = 1 << 18  # bytes from which on a body is parsed in a thread
+_DISCARDED_S = 2.0  # time for which the rest of a too large body is read, so that the client gets the answer
+_LARGE = 1 << 18  # bytes; a body of this size or more is parsed in a thread
 
 
 class ClientGone(Exception):
-    """The client has closed the connection before its answer was there."""
+    """The client closed the connection before the answer was ready."""
 
 
 async def read_body(request: Request, core: Core, kind: type[Kind], most: int | None = None) -> Kind:
-    """Returns a request's body as an object of a class. most: maximum bytes, None for `max_body_bytes` of the options.
+    """Returns a request's body as an instance of `kind`. most: maximum bytes, None for `max_body_bytes` of the options.
 
-    Raises `RequestError` with status 415 for another content type, 413 for a body that is too large, 408 for one that
-    arrives too slowly, and 400 for one that is not JSON; `PromptTooLongError` for one that is too large for its prompt;
-    `BodyError` for what the class refuses; `ClientGone` if the client disconnects.
+    Raises `RequestError` with status 415 if the content type is not JSON, 413 if the body has more than `most` bytes,
+    408 if it arrives too slowly, 400 if it is not JSON; `PromptTooLongError` if its size means that a prompt is too
+    long; `BodyError` if `kind` refuses it; `ClientGone` if the client disconnects.
     """
     _check_content_type(request)
     options = core.options
@@ -71,7 +71,7 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read_bytes(request: Request, most: int) -> bytes:
-    """Returns the bytes of a body. Raises `RequestError` for more than `most`."""
+    """Returns the bytes of a body. Raises `RequestError` with status 413 if there are more than `most`."""
     length = request.headers.get("content-length", "")
     waits = request.headers.get("expect", "").lower() == "100-continue"
     large = length.isdecimal() and (len(length) > 18 or int(length) > most)
@@ -108,7 +108,7 @@ def parse_json(body: bytes, max_depth: int) -> Any:
         raise RequestError(400, f"the body is not UTF-8 at byte {error.start}", "invalid_json") from error
     except RecursionError as error:
         raise _depth_error(max_depth) from error
-    except ValueError as error:  # no JSON, or a number with thousands of digits
+    except ValueError as error:  # not JSON, or a number with thousands of digits
         raise RequestError(400, f"the body is not JSON: {first_message_line(error)}", "invalid_json") from error
     _check_depth(value, max_depth)
     return value
@@ -121,7 +121,7 @@ def _parse_finite(text: str) -> float:
 
 
 def _check_depth(value: Any, most: int) -> None:
-    """Raises `RequestError` for a value whose lists and objects are nested deeper than `most`."""
+    """Raises `RequestError` if the lists and objects in `value` are nested deeper than `most`."""
     level = [value]
     for _ in range(most):
         level = [
@@ -141,7 +141,7 @@ def _depth_error(most: int) -> RequestError:
 
 
 async def run_unless_client_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some:
-    """Returns what `work` returns; cancels it and raises `ClientGone` as soon as the client closes the connection."""
+    """Returns the result of `work`; if the client closes the connection, cancels `work` and raises `ClientGone`."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -165,7 +165,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def with_body_class(endpoint: Any, body: type | None) -> Any:
-    """Stores the pydantic class of an endpoint's body in it, for the OpenAPI document; returns the endpoint."""
+    """Sets `endpoint.body`, the pydantic class of request bodies, for the OpenAPI document; returns the endpoint."""
     endpoint.body = body
     return endpoint
 
@@ -177,10 +177,11 @@ async def stream_response(
     dialect: str = OPENAI,
     on_error: Callable[[RequestError], bytes] | None = None,
 ) -> Response:
-    """Returns a response that streams frames of server-sent events (`event_bytes`) as they come.
+    """Returns a response that streams frames of server-sent events (see `event_bytes`) as they are yielded.
 
-    Waits for the first frame, so that an error before it gets a status of its own. A later error becomes the stream's
-    last event (`on_error`'s frame, or the dialect's error object). The frames are closed when the client disconnects.
+    Waits for the first frame, so that an error before it gets its own HTTP status. A later error becomes the last event
+    of the stream: the frame that `on_error` returns or, if None, the error object of `dialect`. Closes `frames` when
+    the client disconnects.
     """
     first = await run_unless_client_gone(request, _first_frame(frames))
     return EventSourceResponse(
@@ -199,28 +200,28 @@ async def _first_frame(frames: AsyncIterator[bytes]) -> bytes:
 async def _frames_until_error(
     first: bytes, frames: AsyncGenerator[bytes, None], on_error: Callable[[RequestError], bytes]
 ) -> AsyncIterator[bytes]:
-    """Yields the first frame and the others; after an error, the frame of the error. Closes the frames at the end."""
+    """Yields `first`, then `frames`; after an error, the frame that `on_error` returns. Closes `frames` at the end."""
     async with aclosing(frames):
         if first:
             yield first
         try:
             async for frame in frames:
                 yield frame
-        except Exception as error:  # the client is told of any error
+        except Exception as error:  # any error is reported to the client
             yield on_error(as_request_error(error))
 
 
 def event_bytes(value: Any, event: str | None = None) -> bytes:
-    """Returns a frame: one server-sent event with a JSON value, and the event's name if the dialect has names."""
+    """Returns a frame with one server-sent event, whose data is `value` as JSON. event: its name, None for none."""
     name = f"event: {event}\n".encode() if event else b""
     return name + b"data: " + json_bytes(value) + b"\n\n"
 
 
 def events_bytes(events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns a frame of several events, each named by its "type"; b"" for none."""
+    """Returns a frame with several events, each named by its field "type"; b"" for no events."""
     return b"".join(event_bytes(event, event["type"]) for event in events)
 
 
 def comment_bytes(text: str) -> bytes:
-    """Returns a frame that clients ignore and that keeps the connection open."""
+    """Returns a frame with a comment, which clients ignore and which keeps the connection open."""
     return f": {text}\n\n".encode()

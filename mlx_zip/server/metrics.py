@@ -1,4 +1,4 @@
-"""Figures for Prometheus: the engine's, and those of the server."""
+"""Metrics of the engine and of the server for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """Prometheus figures of one server: the engine's, requests by route and status, and durations of answers."""
+    """Metrics of one server: figures of the engine, requests by route and status, and durations of answers."""
 
     def __init__(self, core: Core) -> None:
         self._registry = CollectorRegistry()
@@ -42,17 +42,17 @@ class Metrics:
         self._total.observe(done.counts.total_s)
 
     def route(self) -> Route:
-        """Returns the route that shows the figures."""
+        """Returns the route that shows the metrics."""
 
         async def metrics(request: Request) -> Response:
             """Shows figures in the text format of Prometheus."""
             return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-        metrics.answer = "text"  # for the description of the routes
+        metrics.answer = "text"  # for the OpenAPI document
         return Route("/metrics", metrics)
 
     def count_request(self, scope: Scope, status: int) -> None:
-        """Counts a request. All unknown paths count as the route "other", so that clients cannot create labels."""
+        """Counts a request. An unknown path counts as the route "other", so that clients cannot create labels."""
         found = scope.get("app")
         routes = [one for one in getattr(found, "routes", ()) if one.matches(scope)[0] is not Match.NONE]
         self._requests.labels(routes[0].path if routes else "other", str(status)).inc()
@@ -65,7 +65,7 @@ class RequestCounter:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, and its answer back."""
+        """Passes a request on to the app, and counts it when its status is sent."""
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -15,19 +15,19 @@ class Options:
     """Settings of a server.
 
     model: name of the model in answers, "" for the engine's own name. max_tokens: maximum base tokens of an answer
-    whose request sets none. max_tokens_with_tools: the same maximum for requests with tools and for OpenAI's Responses;
-    -1: the rest of the context. sampling: defaults for fields of `Sampling`. template_options: default arguments of the
-    chat template. pack: pack that codebooks begin with unless a request names one, None for the model's own. packs:
-    name -> pack that requests can choose. api_key: None lets everybody in. open_paths: paths that need no key; one that
-    ends in * stands for all paths with that prefix. allowed_origins: web origins that browsers may call from besides
-    the server's own, "*" for all. hosts: allowed names in the Host header, None for any. max_body_bytes: maximum size
-    of a request's body. max_depth: maximum nesting of its JSON. body_timeout_s: time within which a body must arrive.
-    stall_timeout_s: time after which a client that reads nothing is disconnected. ping_s: time between comments in a
-    stream that has nothing else to send. session_files: folder for saved sessions, None for none. drain_s: time that
-    answers in flight have to end when the server stops. max_responses, max_responses_bytes: maximum number and memory
-    of stored OpenAI Responses. responses_folder: where stored responses are kept over restarts, None for in memory
-    only. show_text: whether reports of where a prompt differs from a kept conversation show the text; otherwise letters
-    and digits are masked.
+    whose request sets no maximum. max_tokens_with_tools: like `max_tokens`, for requests with tools and for OpenAI's
+    Responses; -1: the rest of the context. sampling: defaults for fields of `Sampling`. template_options: default
+    arguments of the chat template. pack: pack that codebooks begin with unless a request names one, None for the
+    model's own. packs: name -> pack that requests can choose. api_key: key that requests must have, None for none.
+    open_paths: paths that need no key; a path that ends in * stands for all paths with this prefix. allowed_origins:
+    web origins that browsers may call from besides the server's own, "*" for all. hosts: allowed names in the Host
+    header, None for any. max_body_bytes: maximum size of a request's body. max_depth: maximum nesting of the body's
+    JSON. body_timeout_s: time within which a body must arrive. stall_timeout_s: time after which a client that reads
+    nothing is disconnected. ping_s: time between comments in a stream that has nothing else to send. session_files:
+    folder for saved sessions, None for none. drain_s: time that answers in flight have to end when the server stops.
+    max_responses, max_responses_bytes: maximum number and memory of stored OpenAI Responses. responses_folder: folder
+    that keeps stored responses over restarts, None to keep them in memory only. show_text: whether reports of where a
+    prompt differs from a kept conversation show the text; if not, letters and digits are masked.
     """
 
     model: str = ""

@@ -1,4 +1,4 @@
-"""The server as it runs under uvicorn: it lets answers end before it stops, and stops when its engine dies."""
+"""Runs the server under uvicorn: lets answers end before the server stops, and stops it when its engine dies."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from mlx_zip.server.errors import RequestError, dialect_of, json_bytes
 from mlx_zip.server.options import Options
 
 log = logging.getLogger(__name__)
-AFTER_DRAIN_S = 5.0  # for the last events of answers that were cut off
+AFTER_DRAIN_S = 5.0  # time for sending the last events of answers that were cut off
 AFTER_FAULT_S = 2.0
-AT_ONCE_S = 1.0  # for these events after a second SIGINT
+AT_ONCE_S = 1.0  # time for sending those events after a second SIGINT
 
 
 class Server(uvicorn.Server):
     """Serves a core on sockets. fault: the exception that ended the engine's thread, None while the thread runs.
 
     On SIGTERM, SIGINT and SIGHUP no new connections are accepted, answers in flight have `drain_s` seconds to end, and
-    the engine is closed. A second SIGINT ends at once. app: the ASGI app to run, None for the server's own routes.
+    the engine is closed. A second SIGINT ends the server at once. app: ASGI app to run, None for that of `make_app`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Lets SIGHUP, sent when a terminal closes, end the server as SIGTERM does, unless SIGHUP is ignored."""
+        """Context manager: SIGHUP, sent when a terminal closes, ends the server like SIGTERM, unless it is ignored."""
         with super().capture_signals():
             main = threading.current_thread() is threading.main_thread()
             before = signal.getsignal(signal.SIGHUP)
@@ -126,7 +126,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(engine: Engine, options: Options, listener: socket.socket, log_level: str) -> BaseException | None:
-    """Prints one line with the address, and serves until a signal comes, which is then raised again.
+    """Prints one line with the address, and serves until a signal arrives, which is then raised again.
 
     Returns the exception that ended the engine's thread if the server stopped because of it, else None.
     """
@@ -148,10 +148,10 @@ def serve(engine: Engine, options: Options, listener: socket.socket, log_level: 
 
 # ---- a connection, with limits for clients that are slow, have closed one side or send invalid HTTP
 
-MOST_BEGUN = 100  # bytes kept of a request's beginning, which may not be HTTP
+MOST_BEGUN = 100  # bytes of a request's beginning that are kept; they may not be HTTP
 MOST_AHEAD = 64 << 10  # bytes of further requests that are read while one is answered
-HALF_CLOSED_S = 0.25  # time in which a client that has closed its sending side still gets an answer
-LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # limits of reading a refused request on after its answer
+HALF_CLOSED_S = 0.25  # time for which a client that has closed its sending side still gets an answer
+LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # limits of reading the rest of a refused request after its answer
 
 
 def _connection_class(options: Options) -> type[H11Protocol]:
@@ -159,7 +159,7 @@ def _connection_class(options: Options) -> type[H11Protocol]:
 
 
 class _Connection(H11Protocol):
-    """A connection. head_s: time in which a request's head must arrive. stall_s: time in which a client must read."""
+    """A connection. head_s: time limit for a request's head. stall_s: time limit for a client that does not read."""
 
     head_s = stall_s = 60.0
     _head_timer: asyncio.TimerHandle | None = None
@@ -167,7 +167,7 @@ class _Connection(H11Protocol):
     _linger_timer: asyncio.TimerHandle | None = None
     _has_eof = False  # whether the client has closed its sending side
     _lingered = 0  # bytes read since the answer to a refused request
-    _begun = b""  # first bytes of a request's head, which tell an error's dialect
+    _begun = b""  # first bytes of a request's head; its path sets the dialect of errors
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _LingeringTransport(transport, self)))
@@ -193,7 +193,7 @@ class _Connection(H11Protocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Goes on with the next request, whose first bytes may already be there."""
+        """Goes on with the next request, whose first bytes may already have arrived."""
         self._begun = self.conn.trailing_data[0][:MOST_BEGUN]
         super().on_response_complete()
 
@@ -227,7 +227,10 @@ class _Connection(H11Protocol):
         self.flow.resume_reading()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Closes the connection, after `HALF_CLOSED_S` if an answer is in flight: most clients close both sides."""
+        """Closes the connection at once or, while an answer is in flight, after `HALF_CLOSED_S` seconds.
+
+        Most clients that close their sending side close both sides.
+        """
         self._has_eof = True
         if self._is_waiting_for_head or self._linger_timer is not None:
             return None
@@ -275,7 +278,7 @@ class _Connection(H11Protocol):
 
 
 class _LingeringTransport:
-    """A connection's transport. While input is unread, `close` only ends writing, and the connection reads on."""
+    """A connection's transport. If input is unread, `close` only ends writing, and the connection reads on."""
 
     def __init__(self, transport: asyncio.Transport, connection: _Connection) -> None:
         self._transport, self._connection, self._closing = transport, connection, False

@@ -1,4 +1,4 @@
-"""Routes that show, save, load and drop the kept sessions."""
+"""Routes that list, save, load and delete the kept sessions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\.safetensors")
 
 
 class SaveBody(Body):
-    """A session, and the name of a file in the folder of --session-files."""
+    """Names a kept session, and the file in the folder of --session-files to save it to."""
 
     session: Annotated[str, Field(min_length=1)]
     file: str
 
 
 class LoadBody(Body):
-    """The name of a file in the folder of --session-files."""
+    """Names a file in the folder of --session-files to load a session from."""
 
     file: str
 
@@ -81,7 +81,8 @@ def routes(core: Core) -> list[Route]:
 async def _call_engine(core: Core, work: Callable[..., Some], *args: Any) -> Some:
     """Calls an engine's method in a thread, and returns its result.
 
-    Passes on `EngineStoppedError`; `UnknownSessionError` becomes status 404, any other `EngineError` 400.
+    Raises `EngineStoppedError` unchanged, and other errors of the engine as `RequestError`: `UnknownSessionError` with
+    status 404, any other `EngineError` with status 400.
     """
     try:
         return await core.run_in_thread(work, *args)
@@ -94,7 +95,7 @@ async def _call_engine(core: Core, work: Callable[..., Some], *args: Any) -> Som
 
 
 def _session_file(core: Core, name: str) -> Path:
-    """Returns a session file's path. Raises `RequestError` without --session-files and for a name not allowed."""
+    """Returns a session file's path. Raises `RequestError` without --session-files or if the name is not allowed."""
     folder = core.options.session_files
     if folder is None:
         raise RequestError(403, "sessions are not saved to files: start the server with --session-files DIR", "session")

@@ -1,4 +1,4 @@
-"""The field `mlx_zip` of requests and answers, for what the dialects have no field for."""
+"""The field `mlx_zip` of requests and answers, for what OpenAI's and Anthropic's APIs have no field for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from mlx_zip.server.fields import Body
 
 
 class VendorFields(Body):
-    """What a request asks for beyond its dialect.
-
-    tokens: whether the answer shows which tokens its text consists of.
-    """
+    """The field `mlx_zip` of a request. tokens: whether the answer lists the tokens of its text."""
 
     tokens: bool = False
 
@@ -36,7 +33,7 @@ def _rates_json(counts: Counts) -> dict[str, float]:
 
 
 def vendor_notes(done: Done) -> dict[str, Any]:
-    """Returns further parts of the field: tools left out, and where the prompt differs from a kept conversation."""
+    """Returns notes for the field `mlx_zip`: tools left out, and where the prompt differs from a kept conversation."""
     left_out = {"tools_left_out": list(done.left_out)} if done.left_out else {}
     return left_out | ({} if done.differs is None else {"prompt_differs": asdict(done.differs)})
 
@@ -44,7 +41,7 @@ def vendor_notes(done: Done) -> dict[str, Any]:
 def token_json(token: ShownToken) -> dict[str, Any]:
     """Returns a shown token as JSON: "t" text, "id"; for a hypertoken also "p" parts, "o" origin, "a" `ShownToken.at`.
 
-    "d": true marks a token that a draft had proposed, "c": true one that continues an earlier piece's token.
+    "d": true if a draft had proposed the token, "c": true if the token begins in an earlier piece of text.
     """
     found: dict[str, Any] = {"t": token.text, "id": token.id}
     if token.origin:
@@ -53,7 +50,7 @@ def token_json(token: ShownToken) -> dict[str, Any]:
 
 
 def live_json(counts: Counts) -> dict[str, Any]:
-    """Returns an answer's figures so far. seconds: since the request arrived. base_tokens_per_s: since the first id."""
+    """Returns an answer's counts so far as JSON. seconds: since the request. base_tokens_per_s: since the first id."""
     names = (
         "base_tokens",
         "steps",
@@ -74,7 +71,7 @@ def live_json(counts: Counts) -> dict[str, Any]:
 
 
 def sum_counts(counts: Sequence[Counts]) -> Counts:
-    """Returns the figures of several answers together: maxima of times, entries and codebook sizes, else sums."""
+    """Returns the counts of several answers together: maxima of times, entries and codebook sizes, else sums."""
     added = ("prompt_tokens", "cached_tokens", "prompt_ids", "base_tokens", "steps", "hypertokens", "kv_bytes_saved")
     added += ("proposed", "accepted", "proposed_tokens", "accepted_tokens")
     largest = ("entries", "codebook_size", "queued_s", "first_id_s", "total_s")

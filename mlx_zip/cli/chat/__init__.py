@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chats until the user ends it; returns 0. Raises `MlxZipError`."""
+    """Chats until the user ends the chat; returns 0, or 1 if the engine stopped. Raises `MlxZipError`."""
     _check_flags(args)
     front = _choose_front(args)
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
@@ -108,7 +108,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _make_settings(args: argparse.Namespace) -> Any:
-    """Returns the settings of the chat's answers. Raises `GenerationError` for sampling flags out of range."""
+    """Returns the settings of the chat's answers. Raises `GenerationError` if a sampling flag is out of range."""
     from mlx_zip.sampling.options import Sampling
 
     sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if name != "seed"}
@@ -124,7 +124,7 @@ def _make_settings(args: argparse.Namespace) -> Any:
 
 def _choose_front(args: argparse.Namespace) -> Any:
     """Returns a `TerminalFront`, or a `LineFront` if standard input or output is not a terminal."""
-    _import_chat_module("markdown")  # so that both kinds of front need the same libraries
+    _import_chat_module("markdown")  # so that `LineFront` needs the same libraries
     terminal = _import_chat_module("terminal")
     for out in (sys.stdout, sys.stderr):
         if out is not None:

@@ -1,4 +1,4 @@
-"""One answer: a request to an engine, whose events become text and reasoning as they arrive."""
+"""Streams one answer: sends a request to an engine and turns its events into text and reasoning as they arrive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mlx_zip.text.stream import TextStream, partial_mark_length
 from mlx_zip.text.tokenizers import REPLACEMENT, thinking_marks
 
 Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
-_TAIL_IDS = 16  # base ids of the prompt's end in which the start mark is looked for
+_TAIL_IDS = 16  # number of base ids at the prompt's end that are searched for the mark that starts reasoning
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that has ended. reason: "stop" at its own end, "length" at a limit, "cancelled" by the user.
+    """An answer that has ended. reason: "stop" if the model ended it, "length" at a limit, "cancelled" by the user.
 
-    uses: its hypertokens, if the request asked for `show`.
+    uses: uses of hypertokens in the answer, empty unless the request set `show`.
     """
 
     text: str
@@ -32,9 +32,9 @@ class Answer:
 
 
 class AnswerText:
-    """An answer in flight. show: called with each piece of text and the base tokens of the id that completed it.
+    """An answer in flight. show: called with each piece of text and the number of base tokens of its last id.
 
-    text, base_ids, uses: the answer so far: its text, its base ids without the eos, and its uses of hypertokens.
+    Attributes of the answer so far: its `text`, its `base_ids` without the eos, and its `uses` of hypertokens.
     """
 
     def __init__(self, tokenizer: Any, show: Callable[[str, int], None]) -> None:
@@ -50,7 +50,7 @@ class AnswerText:
         return "".join(self._texts)
 
     def add_emitted(self, event: Emitted) -> None:
-        """Shows the text that an emitted id completes; nothing after the text has ended."""
+        """Shows the text that an emitted id completes; does nothing if the text has already ended."""
         if self._ended:
             return
         piece = self._stream.feed(event.base_ids)
@@ -61,7 +61,7 @@ class AnswerText:
         self._show_text(piece.text, len(event.base_ids))
 
     def finish(self) -> None:
-        """Shows the text that was held back; nothing is added afterwards."""
+        """Shows the text that was held back; ids that arrive later are ignored."""
         if not self._ended:
             self._ended = True
             self._show_text(self._stream.finish("stop").text, 1)
@@ -79,12 +79,13 @@ def stream_answer(
     show: Callable[[str, int], None],
     reading: Callable[[int, int], None] = lambda read, total: None,
 ) -> Answer:
-    """Submits a request, shows its text, and returns the answer when it has ended.
+    """Submits a request, shows its text as it arrives, and returns the answer when it has ended.
 
-    arrived: queue of the engine's events. None in the queue stops the answer, which then holds what was shown; a signal
-    handler may put it there, even before this call. show: see `AnswerText`. reading: called with the number of prompt
-    ids read so far, and of all. The engine notes the answer's base ids, for later prompts that hold its text. Raises
-    what `Engine.submit` raises, and the error of a request that failed.
+    arrived: queue that the engine's events are put into. A None in the queue stops the answer, which keeps the text
+    shown so far; a signal handler may put None there, even before this call. show: see `AnswerText`. reading: called
+    with the number of prompt ids read so far and the number of all prompt ids. The engine stores the answer's base ids
+    under its text, for later prompts that hold it. Raises what `Engine.submit` raises, and the error of a failed
+    request.
     """
     answering = AnswerText(engine.tokenizer, show)
     ticket = engine.submit(submission, arrived.put)
@@ -92,7 +93,7 @@ def stream_answer(
         while True:
             event = arrived.get()
             if event is None:
-                answering.finish()  # what arrives from now on is left out
+                answering.finish()  # ignores the ids that arrive from now on
                 engine.cancel(ticket)
             elif isinstance(event, Emitted):
                 answering.add_emitted(event)
@@ -114,10 +115,10 @@ def stream_answer(
 
 @contextmanager
 def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> Iterator[Callable[[str, int], None]]:
-    """Yields a function that takes an answer's pieces of text, each with the base tokens of its id.
+    """Context manager: yields a function that takes each piece of an answer and the number of base tokens of its id.
 
-    view: shows the answer's text and reasoning, without the marks. prompt_ids: base ids of the prompt; its end shows
-    whether the reasoning has begun.
+    view: shows the answer's text and reasoning, without the marks around the reasoning. prompt_ids: base ids of the
+    prompt; if the prompt ends with the mark that starts reasoning, the answer begins with reasoning.
     """
     if (marks := thinking_marks(tokenizer)) is None:
         yield view.feed
@@ -131,18 +132,18 @@ def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> It
 
 
 class _ReasoningSplitter:
-    """Feeds a view reasoning and text. start, end: the marks. begun: whether the reasoning has begun already.
+    """Feeds reasoning and text to `view`, without the marks around the reasoning and the white space next to the marks.
 
-    White space next to the marks is dropped.
+    start, end: the marks. begun: whether the prompt has already begun the reasoning.
     """
 
     def __init__(self, view: View, start: str, end: str, begun: bool) -> None:
         self._view, self._start, self._end = view, start, end
         self._state = self._in_reasoning if begun else self._before_reasoning
-        self._held, self._skips = "", begun  # _skips: whether white space that comes next is dropped
+        self._held, self._skips = "", begun  # _skips: whether to drop the next white space
 
     def feed(self, text: str, length: int) -> None:
-        """Takes the next piece of text, which came as an id of `length` base tokens."""
+        """Takes the next piece of text. length: number of base tokens of its id."""
         self._held += text
         self._state(length)
 

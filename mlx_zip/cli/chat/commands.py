@@ -1,4 +1,4 @@
-"""The loop of a chat and its commands: a message is for the model unless it begins with a slash."""
+"""The loop of a chat, and the chat's commands: a message that begins with a slash is a command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlx_zip.errors import EngineStoppedError, GenerationError, MlxZipError, Pro
 
 
 def run(program: Program) -> int:
-    """Chats until the user ends it; returns 0, or 1 if the engine has stopped.
+    """Chats until the user ends the chat; returns 0, or 1 if the engine has stopped.
 
-    After that an interactive chat goes on, so that the conversation can be saved; any other chat ends at once.
+    If the engine stops, an interactive chat goes on, so that its conversation can be saved; any other chat ends.
     """
     while not program.ended and (text := program.front.read()) is not None:
         try:
@@ -30,7 +30,6 @@ def run(program: Program) -> int:
 
 
 def _handle_message(program: Program, text: str) -> None:
-    """Runs a command, or asks the model. Raises `MlxZipError`."""
     if not text.strip():
         return
     found = find_command(text)
@@ -47,7 +46,7 @@ def _error_message(error: MlxZipError) -> str:
 
 
 class Command(NamedTuple):
-    """A command of the chat. argument, purpose: for /help. run: runs it. takes_path: whether it takes a file name."""
+    """A command of the chat. argument, purpose: texts for /help. takes_path: whether the argument is a file name."""
 
     argument: str
     purpose: str
@@ -56,10 +55,10 @@ class Command(NamedTuple):
 
 
 def find_command(text: str) -> tuple[Command, str] | None:
-    """Returns the command in a message, and its argument; None if the message is for the model.
+    """Returns the command in a message, and the command's argument; None if the message is for the model.
 
-    A message that begins with two slashes is for the model. Raises `GenerationError` for an unknown command, with the
-    nearest known ones.
+    A message that begins with two slashes is for the model. Raises `GenerationError` if the command is unknown; the
+    message suggests a similar one.
     """
     if not text.startswith("/") or text.startswith("//"):
         return None

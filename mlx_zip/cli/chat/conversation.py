@@ -1,4 +1,4 @@
-"""A conversation: its messages, their prompt, the file they are saved in, and the hypertokens of its answers."""
+"""A conversation: its messages, the prompt made of them, its .jsonl file, and the hypertokens of its answers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥"})
 
 @dataclass
 class Conversation:
-    """A conversation. system: the system message. messages: those of the user and of the assistant, in turns.
+    """A conversation. system: the system message. messages: user and assistant messages, alternating.
 
     asked: the user's last message. answered: whether `asked` has an answer; if not, `asked` is not in `messages`.
-    saved: files that hold this conversation. uses: the uses of hypertokens in each answer, in order; answers that were
-    loaded from a file are not counted.
+    saved: files that hold this conversation. uses: per answer, the uses of hypertokens in order; answers loaded from a
+    file are left out.
     """
 
     system: str | None = None
@@ -39,27 +39,27 @@ class Conversation:
     uses: list[Sequence[HypertokenUse]] = field(default_factory=list)
 
     def prompt_ids(self, engine: Any, text: str, options: Mapping[str, Any]) -> list[int]:
-        """Returns the base ids of the conversation with one more message of the user.
+        """Returns the base ids of a prompt: the conversation, then the user message `text`.
 
-        Answers that the engine has noted keep the base ids that were emitted, so that the prompt continues a kept
-        session. options: further arguments of the chat template. Raises `GenerationError`.
+        An answer that the engine generated keeps the base ids that were emitted, so that the prompt can continue a kept
+        session. options: further arguments of the chat template. Raises `GenerationError` if the chat template fails.
         """
         chat = Chat([*self.messages, {"role": "user", "content": text}], self.system, options=options)
         return encode_prompt(engine.tokenizer, chat, answers=engine.answers())
 
     def ask(self, question: str) -> None:
-        """Sets the user's next message; `add` adds it to the messages, together with its answer."""
+        """Sets the user's next message; `add` then adds `question` and its answer to the messages."""
         self.asked, self.answered = question, False
 
     def add(self, answer: str, uses: Sequence[HypertokenUse] = ()) -> None:
-        """Adds the user's last message and its answer. uses: the answer's hypertokens."""
+        """Adds the user's last message and its answer. uses: uses of hypertokens in the answer, in order."""
         assert self.asked is not None
         question, self.answered = self.asked, True
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         self.uses.append(uses)
 
     def before_answer(self) -> Conversation:
-        """Returns the conversation without its last answer and the message that it answers; `asked` stays."""
+        """Returns the conversation as it was before the last answer: `asked` is set, but not in `messages`."""
         if not self.answered:
             return self
         return replace(self, messages=self.messages[:-2], uses=self.uses[:-1], answered=False)
@@ -67,8 +67,8 @@ class Conversation:
     def save(self, name: str) -> Path:
         """Writes the conversation to a .jsonl file atomically, and returns the file's path.
 
-        The file has one line, {"messages": [...]}, as in training data. An existing file is replaced only if it holds
-        this conversation. Raises `DataError`.
+        The file has one line, {"messages": [...]}, as in training data. Raises `DataError` if the file cannot be
+        written, or exists and was not saved or loaded by this conversation.
         """
         path = _conversation_path(name)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -86,7 +86,7 @@ class Conversation:
 
     @classmethod
     def load(cls, name: str) -> Conversation:
-        """Returns the conversation in a .jsonl file. Raises `DataError` for a file without a usable one."""
+        """Returns the conversation in a .jsonl file. Raises `DataError` unless it holds one valid conversation."""
         path = _conversation_path(name)
         try:
             if source_kind(str(path)) != "json":
@@ -105,7 +105,7 @@ class Conversation:
 
     @classmethod
     def _from_messages(cls, messages: tuple[Mapping[str, Any], ...], where: str, path: Path) -> Conversation:
-        """Returns the conversation of these messages. where: file and line, for errors."""
+        """Returns the conversation of `messages`. where: file and line, for errors. Raises `DataError`."""
         texts = [{"role": message["role"], "content": message.get("content") or ""} for message in messages]
         system = texts.pop(0)["content"] if texts and texts[0]["role"] == "system" else None
         for k, message in enumerate(texts):
@@ -117,7 +117,7 @@ class Conversation:
 
 
 def _conversation_path(name: str) -> Path:
-    """Returns the path of a conversation's file; a name without a suffix gets one. Raises `DataError`."""
+    """Returns the path of a conversation's file; adds .jsonl to a name without suffix. Raises `DataError`."""
     path = expand_home(name)
     if path.name in ("", "..") or "\0" in name:
         raise DataError(f"{path}: is no name of a file")
@@ -129,17 +129,17 @@ def _conversation_path(name: str) -> Path:
 
 
 class HypertokenUse(NamedTuple):
-    """One use of a hypertoken. base_ids: its parts. origin: where it was learned: "pack", "prompt" or "answer"."""
+    """One use of a hypertoken. base_ids: its entry. origin: where the entry is from: "pack", "prompt" or "answer"."""
 
     base_ids: tuple[int, ...]
     origin: str
 
 
 def vocabulary_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[str]:
-    """Yields a heading, and one line for each of the most used hypertokens: uses, where it was learned, and its parts.
+    """Yields a heading, then one line per hypertoken, the most used first: number of uses, where learned, parts.
 
-    uses: of all answers, in order. Of hypertokens with equally many uses, the longest comes first, then the one used
-    first. A hypertoken that was learned in several places is shown with the place of its last use.
+    uses: uses of hypertokens in all answers, in order. Hypertokens with equally many uses are sorted by length, the
+    longest first, then by first use. "Where learned" is that of the last use. At most `_MOST_LISTED` are listed.
     """
     found = _count_uses(uses)
     if not found:
@@ -155,7 +155,7 @@ def vocabulary_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[
 
 
 def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[int, str]]:
-    """Returns for each hypertoken, in the order of the first uses, its number of uses and where it was learned last."""
+    """Returns entry -> (number of uses, origin of the last use), in the order of the first uses."""
     found: dict[tuple[int, ...], tuple[int, str]] = {}
     for base_ids, learned in uses:
         found[base_ids] = found.get(base_ids, (0, ""))[0] + 1, learned

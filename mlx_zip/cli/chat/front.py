@@ -1,4 +1,4 @@
-"""The interface between a chat and its user; and the front that reads lines, for use without a terminal."""
+"""`Front`, the interface between a chat and its user, and `LineFront`, which reads lines and needs no terminal."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mlx_zip.errors import GenerationError
 
 
 class View(Protocol):
-    """Where one answer is shown."""
+    """Shows one answer to the user."""
 
     def feed(self, text: str, length: int) -> None:
-        """Shows a piece of text, which came as an id of `length` base tokens."""
+        """Shows a piece of text. length: number of base tokens of its id."""
         ...
 
     def feed_reasoning(self, text: str) -> None:
@@ -35,10 +35,10 @@ class View(Protocol):
 
 
 class Front(ABC):
-    """Reads a chat's messages and shows its answers; a context manager, inside which the chat runs.
+    """Reads a chat's messages and shows its answers. A context manager; the chat runs inside its block.
 
-    colours: whether hypertokens are coloured. is_interactive: whether a person chats. key_help: lines of /help about
-    keys.
+    colours: whether hypertokens are coloured. is_interactive: whether a person chats in a terminal. key_help: lines
+    about keys for /help.
     """
 
     colours: bool
@@ -53,15 +53,15 @@ class Front(ABC):
 
     @abstractmethod
     def greet(self, model: str, info: EngineInfo) -> None:
-        """Shows, once, which model answers."""
+        """Shows which model answers; called once, before the first message."""
 
     @abstractmethod
     def read(self) -> str | None:
-        """Returns the next message, None when there are no more."""
+        """Returns the next message, None at the end of the chat."""
 
     @abstractmethod
     def show_answer(self, stop: Callable[[], None]) -> AbstractContextManager[View]:
-        """Returns a context in which an answer is shown. stop: called in it when the user wants the answer to end."""
+        """Returns a context manager that yields the view of one answer. stop: called if the user stops the answer."""
 
     @abstractmethod
     def show_conversation(self, talk: Conversation) -> None:
@@ -82,7 +82,7 @@ class Front(ABC):
 
 @contextmanager
 def call_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Until the block ends, Ctrl-C calls `stop` and raises nothing; no effect outside the main thread."""
+    """Context manager: makes Ctrl-C call `stop` instead of raising `KeyboardInterrupt`, in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -94,13 +94,13 @@ def call_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class PlainView:
-    """Writes an answer's text at once, control characters replaced. coloured: whether hypertokens are coloured."""
+    """Writes an answer's text as it arrives, control characters replaced. coloured: whether to colour hypertokens."""
 
     def __init__(self, out: TextIO, coloured: bool) -> None:
         self._out, self._coloured, self._last = out, coloured, "\n"
 
     def feed(self, text: str, length: int = 1) -> None:
-        """Writes a piece of text, which came as an id of `length` base tokens."""
+        """Writes a piece of text. length: number of base tokens of its id."""
         shown = replace_controls(text)
         self._out.write(colours.colour_text(shown, length) if self._coloured else shown)
         self._out.flush()
@@ -121,7 +121,7 @@ class PlainView:
 
 
 class LineFront(Front):
-    """Reads messages from standard input, one per line. coloured: as in `PlainView`.
+    """Reads messages from standard input, one per line. coloured: whether to colour hypertokens.
 
     Raises `GenerationError` if standard input is closed.
     """
@@ -136,7 +136,7 @@ class LineFront(Front):
         """Shows nothing: standard output is for answers."""
 
     def read(self) -> str | None:
-        """Returns the next line. Raises `GenerationError` for one that is not UTF-8."""
+        """Returns the next line, None at the end of input. Raises `GenerationError` if the line is not UTF-8."""
         n, line = next(self._lines, (0, b""))
         if not n:
             return None
@@ -147,7 +147,7 @@ class LineFront(Front):
 
     @contextmanager
     def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
-        """Prints an answer. Ctrl-C stops it if a person types the messages; else it ends the program."""
+        """Context manager: yields a view of one answer. Ctrl-C calls `stop` if standard input is a terminal."""
         view = PlainView(sys.stdout, self.colours)
         if sys.stdin.isatty():
             with call_on_interrupt(stop):
@@ -157,11 +157,11 @@ class LineFront(Front):
         view.finish()
 
     def show_conversation(self, talk: Conversation) -> None:
-        """Says how long the conversation is."""
+        """Prints the number of messages on standard error."""
         self.say(f"loaded {len(talk.messages)} messages")
 
     def say(self, line: str) -> None:
-        """Prints a line on standard error, so that standard output holds the model's words alone."""
+        """Prints a line on standard error, because standard output is for answers."""
         print(replace_controls(line), file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:

@@ -1,7 +1,7 @@
-"""Renders Markdown on a terminal while it arrives: writes finished parts, and never changes what was written.
+"""Renders Markdown on a terminal as the text arrives; never changes what is already on the screen.
 
-A word is written when it is complete, a phrase between marks (**, `, [) with its closing mark, a line of code with its
-end, and a table after its last row. Line breaks stay as they are.
+A word is written when it is complete, a phrase between marks (**, `, [) when its closing mark arrives, a line of code
+when it ends, and a table after its last row. Line breaks are kept.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from rich.markdown import Markdown
 
 from mlx_zip.cli.chat.screen import Screen, last_break_length, replace_controls, style_text
 
-_MOST_HELD = 400  # characters within which a closing mark must come
+_MOST_HELD = 400  # characters; longer text is written without waiting for a closing mark
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _SPECIAL = re.compile(r"[*_`~\[\]\\&<!]")
-_OPEN = re.compile(r"(?<!\w)_(?=\S)|\*(?=\S)|`|~~(?=\S)|\[[^\]]*$|\]\([^)]*$")  # in text: a mark that may yet be closed
+_OPEN = re.compile(r"(?<!\w)_(?=\S)|\*(?=\S)|`|~~(?=\S)|\[[^\]]*$|\]\([^)]*$")  # a mark whose closing mark may follow
 _FENCE = re.compile(r" *(`{3,}|~{3,}) *([^`]*)")
 _HEADING = re.compile(r"(#{1,6}) (.*)")
 _RULE = re.compile(r" {0,3}([-*_])(?: *\1){2,} *")
 _LEAD = re.compile(r"( *)((?:> ?)*)( *)(?:([-*+]|\d{1,9}[.)]) +)?")
-_WHOLE = re.compile(r" *(?:```|~~~)|#{1,6} |\|")  # beginnings of lines that are written as a whole
-_UNDECIDED = re.compile(r"`{0,2}|~{0,2}|#{0,6}|(?:[-*_] *)*|(?:> *)*(?:[-*+]|\d{1,9}[.)]?)?")  # a line of unknown kind
+_WHOLE = re.compile(r" *(?:```|~~~)|#{1,6} |\|")  # start of a line that is written only when complete
+_UNDECIDED = re.compile(r"`{0,2}|~{0,2}|#{0,6}|(?:[-*_] *)*|(?:> *)*(?:[-*+]|\d{1,9}[.)]?)?")  # kind not decided yet
 _SGR = re.compile(r"\x1b\[[\d;]*m")
 _STRONG = "1"
 _STYLES = {"strong_open": _STRONG, "em_open": "3", "s_open": "9", "link_open": "4"}
 _CODE, _FAINT = "94", "2"
-_LONGEST_COLOURED = 2000  # characters of a line that is coloured
-_SEEN = 60  # earlier lines that the highlighter sees: a line may be in the middle of a long string
+_LONGEST_COLOURED = 2000  # characters; longer lines of code are not coloured
+_SEEN = 60  # number of earlier lines given to the highlighter, because a line may be inside a long string
 
 
 class MarkdownStream:
-    """Writes one answer to a screen. tint: returns the SGR code for an id of so many base tokens, "" for none.
+    """Renders one answer on `screen`. tint: number of base tokens of an id -> SGR code of the id's text, "" for none.
 
-    coloured: whether colours may be used at all, for code too.
+    coloured: whether to colour tables, inline code and, if `tint` colours nothing, blocks of code.
     """
 
     def __init__(self, screen: Screen, tint: Callable[[int], str], coloured: bool = True) -> None:
         self.screen, self._tint, self._coloured = screen, tint, coloured
-        self._text = self._lengths = ""  # text not written yet; for each character chr(base tokens of its id)
+        self._text = self._lengths = ""  # unwritten text; per character, chr(base tokens of its id)
         self._state = self._at_line_start
         self._code: _Highlighter | None = None
         self._table: list[str] = []
 
     def feed(self, text: str, length: int = 1) -> None:
-        """Takes the next piece of text, which came as an id of `length` base tokens; writes what is finished."""
+        """Takes the next piece of text and writes what is complete. length: number of base tokens of the piece's id."""
         text = replace_controls(text)
         self._text += text
         self._lengths += chr(length) * len(text)
@@ -63,14 +63,14 @@ class MarkdownStream:
         self.screen.flush()
 
     def finish(self) -> None:
-        """Writes what was held back, and ends the line."""
+        """Writes the text that was held back, and ends the line."""
         while self._text and self._state(True):
             pass
         self._end_table()
         self.screen.end_line()
         self.screen.flush()
 
-    # States. Each writes what is finished, and returns whether the next state can run on the rest.
+    # States: each writes what is complete and returns whether to call the next state. final: whether the answer ended.
 
     def _at_line_start(self, final: bool) -> bool:
         line, whole = self._next_line(final)
@@ -87,7 +87,7 @@ class MarkdownStream:
         return line, bool(newline) or final
 
     def _write_whole_line(self, line: str) -> bool:
-        """Writes a line that must be complete first, such as a heading; returns False for a line of text."""
+        """Writes a complete line that is not running text, such as a heading; returns False if it is running text."""
         if fence := _FENCE.fullmatch(line):
             self.screen.write_lines(style_text(line, _FAINT))
             coloured = self._coloured and not self._tint(2)
@@ -137,7 +137,7 @@ class MarkdownStream:
         return True
 
     def _write_ready(self, piece: str, whole: bool) -> bool:
-        """Writes the piece up to a mark that may yet be closed; returns whether that was all of it."""
+        """Writes the piece, or its part before a mark that may still be closed; returns whether all was written."""
         special = _SPECIAL.search(piece)
         tokens = _parse_inline(piece)
         if special and not (whole or len(piece) > _MOST_HELD or _is_closed(tokens)):
@@ -183,7 +183,10 @@ class MarkdownStream:
     # Text of one line.
 
     def _write(self, piece: str, lengths: str, styles: Sequence[str], tokens: Sequence[Token]) -> None:
-        """Writes a piece of a line whose marks are all closed. styles: SGR codes of it. tokens: its inline tokens."""
+        """Writes a piece of a line whose marks are all closed.
+
+        styles: SGR codes of the whole piece. tokens: inline tokens of the piece.
+        """
         at, styles, links = 0, list(styles), [("", 0)]
         for token in tokens:
             if token.nesting > 0:
@@ -194,7 +197,7 @@ class MarkdownStream:
                 if token.type == "link_close" and (link := links.pop())[0] not in piece[link[1] : at]:
                     self.screen.put_text(f" ({link[0]})", _FAINT)
             elif token.content:
-                found = piece.find(token.content, at)  # -1 if the source spells it otherwise, as &amp;
+                found = piece.find(token.content, at)  # -1 if the source is spelled differently: &amp;
                 at = found + len(token.content) if found >= 0 else at
                 code = [_CODE] if token.type == "code_inline" and self._coloured else []
                 self._put_text(token.content, lengths[found:at] if found >= 0 else "", [*styles, *code])
@@ -202,7 +205,7 @@ class MarkdownStream:
             self.screen.put_text(" ")
 
     def _put_text(self, text: str, lengths: str, styles: Sequence[str]) -> None:
-        """Adds text, tinted by character. lengths: as `_lengths`; characters beyond its end get no tint."""
+        """Adds text, tinted per character. lengths: like `self._lengths`; characters beyond its end get no tint."""
         at = 0
         while at < len(text):
             end = at + 1
@@ -233,7 +236,7 @@ def _is_closed(tokens: Sequence[Token]) -> bool:
 
 
 class _Highlighter:
-    """A block of code. fence: marks that it begins with. coloured: whether the code is to be coloured at all."""
+    """Colours a block of code line by line. fence: the marks that begin the block. coloured: whether to colour it."""
 
     def __init__(self, fence: str, language: str, coloured: bool) -> None:
         self._fence = fence
@@ -247,7 +250,7 @@ class _Highlighter:
         return len(bare) >= len(self._fence) and not bare.strip(self._fence[0])
 
     def highlight_line(self, line: str) -> str | None:
-        """Returns the block's next line in colours, None if the line must not be coloured."""
+        """Returns the block's next line with SGR codes, None if the line is not to be coloured."""
         if self._lexer is None or len(line) > _LONGEST_COLOURED:
             return None
         self._lines = [*self._lines[-_SEEN:], line]
@@ -256,7 +259,7 @@ class _Highlighter:
 
 
 def _find_lexer(language: str) -> Any:
-    """Returns the pygments lexer of a language, None if there is none."""
+    """Returns the lexer of a language, None if pygments does not have one."""
     name = language.split(" ")[0].split("{")[0]
     try:
         return get_lexer_by_name(name, stripnl=False, ensurenl=True) if name else None

@@ -25,8 +25,8 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 class Settings:
     """Settings of a chat's answers. max_tokens: maximum base tokens of an answer. sampling: fields of `Sampling`.
 
-    seed: of the first answer, plus 1 for each further one; None: other random numbers in every chat. template_options:
-    arguments of the chat template.
+    seed: seed of the first answer's random numbers, 1 higher for each further answer; None for random seeds.
+    template_options: further arguments of the chat template.
     """
 
     max_tokens: int = 256
@@ -36,10 +36,10 @@ class Settings:
 
 
 class Program:
-    """A chat with an engine's model. front: reads messages and shows answers.
+    """A chat with an engine's model. front: reads messages and shows answers. talk: the conversation to continue.
 
-    talk: the conversation. pack: pack that codebooks begin with, None for the one that the model was loaded with.
-    pack_names: its files. own_pack: whether the model was loaded with its own pack.
+    Attributes: `pack`, which codebooks begin with, None for the pack that the model was loaded with; `pack_names`,
+    files of the pack; `own_pack`, whether the model was loaded with its own pack; `ended`, whether the chat is over.
     """
 
     def __init__(self, engine: Engine, settings: Settings, front: Front, talk: Conversation) -> None:
@@ -48,12 +48,13 @@ class Program:
         self.pack: Any = None
         self.pack_names: Sequence[str] = ()
         self.own_pack = True
-        self._asked = 0  # answers asked for so far
+        self._asked = 0  # number of answers asked for so far
 
     def ask(self, question: str, temp: float | None = None) -> None:
-        """Sends a question to the model, shows the answer, and adds both to the conversation, even if it was stopped.
+        """Sends a question to the model, shows the answer, and adds both to the conversation.
 
-        Adds nothing if there is no text. temp: sampling temperature, None for the settings'. Raises `MlxZipError`.
+        A stopped answer is added too; if the answer is empty, nothing is added. temp: sampling temperature, None for
+        that of the settings. Raises `MlxZipError`.
         """
         arrived = Arrived()
         self.conversation.ask(question)
@@ -72,7 +73,7 @@ class Program:
         self._report_end(answer)
 
     def retry(self, temp: float | None) -> None:
-        """Asks the last message again and replaces its answer. Without a new answer the old one stays."""
+        """Asks the last message again and replaces the answer, unless the new answer fails or is empty."""
         before = self.conversation
         assert before.asked is not None
         self.conversation = before.before_answer()
@@ -83,12 +84,15 @@ class Program:
                 self.conversation = before
 
     def check_system(self, system: str | None) -> None:
-        """Raises `GenerationError` for a system message that the model's chat template cannot render."""
+        """Raises `GenerationError` if the model's chat template cannot render the system message `system`."""
         if system is not None:
             check_system_message(self.engine.tokenizer, system, self.settings.template_options)
 
     def choose_pack(self, names: Sequence[str]) -> None:
-        """From the next answer on, codebooks begin with the packs in these files. Raises `MlxZipError`."""
+        """Sets the packs that codebooks begin with from the next answer on.
+
+        names: pack files, or [OWN] for the model's own pack, or [NONE]. Raises `MlxZipError` if the packs do not fit.
+        """
         if not self.engine.info.codebook_size:
             raise GenerationError("/pack: this model has no hypertokens, so nothing could use a pack")
         if list(names) == [OWN]:
@@ -109,7 +113,7 @@ class Program:
         self.pack, self.pack_names = chosen, list(chosen.by_name)
 
     def pack_line(self) -> str:
-        """Returns in words what codebooks begin with."""
+        """Returns a line that says which entries codebooks begin with."""
         if not self.engine.info.codebook_size:
             return "this model has no hypertokens"
         if self.pack is None:
@@ -120,7 +124,7 @@ class Program:
         return f"codebooks begin with {len(self.pack):,} entries of {', '.join(self.pack_names)}"
 
     def _make_submission(self, question: str, temp: float | None) -> Submission:
-        """Returns the request to the engine. Raises `GenerationError`."""
+        """Returns the request for an answer. temp: temperature, None for the settings'. Raises `GenerationError`."""
         settings = self.settings
         seed = None if settings.seed is None else (settings.seed + self._asked) % 2**64
         self._asked += 1
@@ -148,7 +152,7 @@ class Program:
 
 @dataclass
 class _Totals:
-    """Sums over the answers of a chat. last: figures of the last one."""
+    """Sums over the answers of a chat. last: counts of the last answer."""
 
     answers: int = 0
     base_tokens: int = 0
@@ -176,7 +180,7 @@ class _Totals:
         last = self.last
         yield f"last answer: {_steps_in_words(last.base_tokens, last.steps)}"
         if (seconds := last.total_s - last.first_id_s) > 0 and last.steps > 1:
-            steps_per_s = (last.steps - 1) / seconds  # the time is from the first id on
+            steps_per_s = (last.steps - 1) / seconds  # `seconds` begins when the first id is emitted
             tokens_per_s = steps_per_s * last.base_tokens / last.steps
             yield f"its speed: {tokens_per_s:,.0f} base tokens/s, {steps_per_s:,.0f} steps/s"
         yield f"{pluralize(self.answers, 'answer')}: {_steps_in_words(self.base_tokens, self.steps)}"
@@ -187,7 +191,7 @@ class _Totals:
 
 
 def _steps_in_words(base_tokens: int, steps: int) -> str:
-    """Returns in words: base tokens, steps, their ratio, and the steps saved."""
+    """Returns a text with base tokens, steps, base tokens per step, and steps saved."""
     rate = f" ({base_tokens / steps:.2f} per step)" if steps else ""
     saved = f", {pluralize(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
     return f"{pluralize(base_tokens, 'base token')} in {pluralize(steps, 'step')}{rate}{saved}"

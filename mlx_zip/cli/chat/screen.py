@@ -1,6 +1,6 @@
 """Writes text to a terminal without harmful characters, and wraps its words at the terminal's width.
 
-Control characters are shown and never executed. What was written is never changed, so nothing flickers.
+Control characters are shown, never sent. What is on the screen is never changed, so nothing flickers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def replace_controls(text: str) -> str:
 def repair_surrogates(text: str) -> str:
     """Returns typed text as valid Unicode: bytes that were not UTF-8 become the replacement character.
 
-    Python reads such bytes from a terminal as lone surrogates. Bytes that form a character together become it.
+    Python reads such bytes from a terminal as lone surrogates. Adjacent surrogates whose bytes together are valid UTF-8
+    become that character.
     """
     if not _HALVES.search(text):
         return text
@@ -50,18 +51,18 @@ def repair_surrogates(text: str) -> str:
 
 
 def last_break_length(text: str) -> int:
-    """Returns the length of the longest beginning of a text after which a line may break."""
+    """Returns the length of the longest prefix of `text` after which a line may break, 0 if there is none."""
     found = _BROKEN.match(text)
     return found.end() if found else 0
 
 
 def style_text(text: str, codes: str) -> str:
-    """Returns text with terminal attributes (SGR codes such as "1;36"); "" for codes changes nothing."""
+    """Returns text with terminal attributes. codes: SGR codes such as "1;36"; "" leaves the text unchanged."""
     return f"\x1b[{codes}m{text}\x1b[0m" if codes and text else text
 
 
 class Screen:
-    """A terminal, with the cursor at the left margin at first. out: its text stream.
+    """Writes wrapped text to a terminal. out: text stream of the terminal, whose cursor must be at the left margin.
 
     Text is collected until `flush` writes it.
     """
@@ -71,25 +72,25 @@ class Screen:
         self._pending: list[str] = []
         self._word: list[tuple[str, str]] = []  # parts of a word that may go on: text and its SGR codes
         self._spaces = self._column = self._margin = 0
-        self._hang = ""  # what a wrapped line begins with
+        self._hang = ""  # text that each continuation of a wrapped line begins with
         self._blank = True  # whether the last line is empty, or nothing was written yet
 
     @property
     def columns(self) -> int:
-        """Width of lines now; the terminal may be resized at any time."""
+        """Maximum width of a line, at most 100; read anew each time, because the terminal may be resized."""
         try:
             found = os.get_terminal_size(self.out.fileno()).columns
-        except (OSError, ValueError):  # no terminal
+        except (OSError, ValueError):  # not a terminal
             found = 0
         return min(found or 80, _WIDEST)
 
     def begin_line(self, text: str, hang: str) -> None:
-        """Begins a line with text such as a bullet. hang: what each further line begins with if the line wraps."""
+        """Begins a line with text such as a bullet. hang: text that each further line begins with if the line wraps."""
         self._write(text)
         self._hang, self._margin = hang, cell_len(hang)
 
     def put_text(self, text: str, codes: str = "") -> None:
-        """Adds text without newlines; a word may come in several parts, and is placed when it ends."""
+        """Adds text without newlines. A word may arrive in several parts and is placed on a line when it ends."""
         for run in _RUNS.findall(text):
             if run.isspace():
                 self.end_word()
@@ -102,7 +103,7 @@ class Screen:
                 self._word.append((run, codes))
 
     def end_word(self) -> None:
-        """Places the word that was collected, on the next line if this one has no room."""
+        """Places the collected word on the current line, or on the next line if it does not fit."""
         if not self._word:
             return
         width = sum(cell_len(text) for text, _ in self._word)
@@ -117,7 +118,7 @@ class Screen:
         self._word, self._spaces = [], 0
 
     def newline(self) -> None:
-        """Ends the line. A second empty line in a row is left out."""
+        """Ends the line; of several empty lines in a row writes only one."""
         self.end_word()
         empty = self._column == 0
         if not (empty and self._blank):
@@ -125,7 +126,7 @@ class Screen:
         self._blank, self._column, self._spaces, self._hang, self._margin = empty, 0, 0, "", 0
 
     def end_line(self) -> None:
-        """Ends the line if something stands on it."""
+        """Ends the line if it is not empty."""
         self.end_word()
         if self._column:
             self.newline()
@@ -138,7 +139,7 @@ class Screen:
             self._blank = False
 
     def flush(self) -> None:
-        """Writes what was collected. Raises `OSError`, for example if the reader of a pipe has left."""
+        """Writes the collected text. Raises `OSError`, for example if the reader of a pipe has left."""
         if self._pending:
             text = "".join(self._pending)
             self._pending = []
@@ -148,4 +149,4 @@ class Screen:
     def _write(self, text: str, codes: str = "") -> None:
         if text:
             self._pending.append(style_text(text, codes))
-            self._column = (self._column + cell_len(text) - 1) % self.columns + 1  # a terminal breaks what is too long
+            self._column = (self._column + cell_len(text) - 1) % self.columns + 1  # a terminal wraps at its width

@@ -1,4 +1,4 @@
-"""A chat in a terminal: typed lines can be edited and are kept in a file, answers are rendered as they arrive."""
+"""A chat in a terminal: messages can be edited and are kept in a file, answers are rendered as they arrive."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.files import atomic_file, check_regular_file
 
 _PROMPT = "> "
-_MOST_SHOWN = 2000  # characters of a paste that are shown; a longer one is shown as its size
-_PATIENCE_S = 1.0  # time after which reading the prompt is shown
+_MOST_SHOWN = 2000  # characters; a longer paste is shown as a placeholder with its size
+_PATIENCE_S = 1.0  # time after which the progress of a prefill is shown
 _FAINT, _BOLD = "2", "1"
 HISTORY_FILE = "chat_history.jsonl"
-MOST_BYTES = 1 << 20  # of the history file; beyond, the older half is dropped when a chat begins
-MOST_CHARACTERS = 1 << 14  # of a message that is kept in it
+MOST_BYTES = 1 << 20  # upper bound of the history file; of a larger one a new chat drops the older half
+MOST_CHARACTERS = 1 << 14  # a longer message is not kept in the history file
 
 
 class TerminalView:
-    """Shows one answer. render: renderer that the text is fed to."""
+    """Shows one answer. render: `PlainView` or `MarkdownStream` that the text is fed to."""
 
     def __init__(self, render: Any) -> None:
         self._render, self._begun, self._status = render, time.monotonic(), False
         self._thinking = self._answering = False
 
     def feed(self, text: str, length: int = 1) -> None:
-        """Shows a piece of text, which came as an id of `length` base tokens."""
+        """Shows a piece of text. length: number of base tokens of its id."""
         self._clear_status()
         self._answering = True
         self._end_thinking("\n\n")
@@ -70,7 +70,7 @@ class TerminalView:
             self._status = True
 
     def finish(self) -> None:
-        """Shows the text that was held back, and ends the line."""
+        """Shows the text that the renderer held back, and ends the line."""
         self._clear_status()
         self._end_thinking("\n")
         self._render.finish()
@@ -87,9 +87,9 @@ class TerminalView:
 
 
 class TerminalFront(Front):
-    """A terminal. history: file of typed messages, None to keep none. plain: whether answers are not rendered.
+    """Front of a chat in a terminal. history: file of typed messages, None to keep none.
 
-    may_colour: whether colours may be used at all.
+    plain: whether to print answers without rendering their Markdown. may_colour: whether colours may be used at all.
     """
 
     is_interactive = True
@@ -103,7 +103,7 @@ class TerminalFront(Front):
     def __init__(self, history: Path | None, plain: bool, may_colour: bool) -> None:
         self._plain, self._may_colour = plain, may_colour
         self.colours = may_colour
-        self._pastes: dict[str, str] = {}  # placeholder -> pasted text; kept for messages that are sent again
+        self._pastes: dict[str, str] = {}  # placeholder -> pasted text; kept for messages recalled later
         self._answered = False  # whether an answer was shown since the last prompt
         self._opened = contextlib.ExitStack()
         self._session: PromptSession[str] = PromptSession(
@@ -118,7 +118,7 @@ class TerminalFront(Front):
         )
 
     def __enter__(self) -> TerminalFront:
-        """Keeps keys that are typed between prompts for the next prompt, unseen; Ctrl-C ends nothing."""
+        """Until the block ends, hides keys typed between prompts, which the next prompt reads, and ignores Ctrl-C."""
         self._opened.enter_context(call_on_interrupt(lambda: None))
         self._opened.enter_context(_hide_typed_keys())
         return self
@@ -133,7 +133,7 @@ class TerminalFront(Front):
             print(colours.legend(), flush=True)
 
     def read(self) -> str | None:
-        """Returns the next message; None after Ctrl-D, and after Ctrl-C twice at an empty prompt."""
+        """Returns the next message; None after Ctrl-D, or after Ctrl-C twice at an empty prompt."""
         if self._answered:
             print(flush=True)
         warned = self._answered = False
@@ -157,7 +157,7 @@ class TerminalFront(Front):
 
     @contextmanager
     def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
-        """Shows an answer; Ctrl-C stops it."""
+        """Context manager: yields the view of one answer; Ctrl-C calls `stop`."""
         view, self._answered = TerminalView(self._make_renderer(sys.stdout)), True
         with call_on_interrupt(stop):
             try:
@@ -166,7 +166,7 @@ class TerminalFront(Front):
                 view.finish()
 
     def show_conversation(self, talk: Conversation) -> None:
-        """Shows the system message and the last message with its answer."""
+        """Shows a loaded conversation: its system message, and its last user message with the answer."""
         self.note(f"loaded {len(talk.messages)} messages" + (f"; system message: {talk.system}" if talk.system else ""))
         for message in talk.messages[-2:]:
             if message["role"] == "user":
@@ -212,7 +212,7 @@ class TerminalFront(Front):
         return bindings
 
     def _shown_paste(self, text: str) -> str:
-        """Returns what the prompt shows for a pasted text: the text, or a placeholder with the size of a long one."""
+        """Returns what the prompt shows for pasted text: the text itself, or for a long one a placeholder."""
         if len(text) <= _MOST_SHOWN:
             return text
         shown = f"[paste {len(self._pastes) + 1}: {len(text):,} characters]"
@@ -221,7 +221,7 @@ class TerminalFront(Front):
 
 
 class _CommandCompleter(Completer):
-    """Completes commands, and file names after commands that take one."""
+    """Completes commands, and file names after commands that take a file name."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -243,7 +243,7 @@ class _CommandCompleter(Completer):
 
 @contextmanager
 def _hide_typed_keys() -> Iterator[None]:
-    """Until the block ends, keys typed between prompts are not shown; the next prompt reads them as they are."""
+    """Context manager: hides keys typed between prompts; the next prompt reads them unchanged."""
     handle = sys.stdin.fileno()
     before = termios.tcgetattr(handle)
     quiet = [*before]
@@ -258,14 +258,14 @@ def _hide_typed_keys() -> Iterator[None]:
 
 
 def is_dumb_terminal() -> bool:
-    """Returns whether the terminal says that it knows no control sequences."""
+    """Returns whether the environment variable TERM says that the terminal has no control sequences."""
     return os.environ.get("TERM", "") in ("", "dumb", "unknown")
 
 
 class TypedHistory(History):
-    """The typed messages, one JSON string per line of a file, the newest last.
+    """History of typed messages, kept in `file` with one JSON string per line, the newest last.
 
-    warn: called with one line if the file cannot be read or written; the chat goes on without it.
+    warn: called with one line if the file cannot be read or written; from then on the file is not used.
     """
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
@@ -274,13 +274,13 @@ class TypedHistory(History):
         super().__init__()
 
     def load_history_strings(self) -> Iterable[str]:
-        """Returns the messages in the file, the newest first; lines that are damaged are left out."""
+        """Returns the messages in the file, the newest first, without damaged lines."""
         lines: list[str] = []
         self._try_with_file(lambda: lines.extend(self._read()))
         return reversed([text for line in lines if (text := _parse_message(line))])
 
     def store_string(self, string: str) -> None:
-        """Adds a message to the file."""
+        """Adds a message to the file, unless it is longer than `MOST_CHARACTERS`."""
         if len(string) <= MOST_CHARACTERS:
             self._try_with_file(lambda: self._append(json.dumps(string) + "\n"))
 
@@ -290,7 +290,7 @@ class TypedHistory(History):
         return self.file.read_text(encoding="utf-8", errors="replace").splitlines()
 
     def _append(self, line: str) -> None:
-        """Adds a line in one write, so that two chats do not mix theirs. Raises `OSError`."""
+        """Appends a line in one write, so that lines of two chats do not mix. Raises `OSError`."""
         self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -308,7 +308,7 @@ class TypedHistory(History):
             partial.write_text("".join(line + "\n" for line in lines[len(lines) // 2 :]), encoding="utf-8")
 
     def _try_with_file(self, work: Callable[[], None]) -> None:
-        """Calls `work`, which uses the file. After the first failure it is not called again."""
+        """Calls `work`, which uses the file; after the first failure does nothing."""
         if not self._works:
             return
         try:

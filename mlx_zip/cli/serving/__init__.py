@@ -1,1 +1,1 @@
-"""The commands serve, app and agent, and how the commands that need an engine open one."""
+"""The commands `serve`, `app` and `agent`, and what opens an engine for the commands."""

@@ -1,4 +1,4 @@
-"""`mlx_zip agent`: prints or writes the settings with which an agent uses a running server."""
+"""`mlx_zip agent`: prints or writes the settings that make a coding agent use a running server."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MOST_OUTPUT = 8192  # maximum base tokens per answer that agents may ask for
 SMALL_CONTEXT = 32_768
 WAIT_S = 10.0
 BACKUP_SUFFIX = ".before-mlx_zip"
-_SET_ONCE = "master_key"  # key of a value that is kept if the file has one
+_SET_ONCE = "master_key"  # key whose value is kept if the file already has one
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A running server. url: without /v1. key: its API key, "" for none. context: in positions, None for no limit."""
+    """A running server. url: without /v1. key: API key, "" for none. context: context length, None for no limit."""
 
     url: str
     key: str
@@ -40,13 +40,13 @@ class RunningServer:
 
     @property
     def max_output_tokens(self) -> int:
-        """Base tokens of an answer that an agent may ask for."""
+        """Maximum base tokens per answer that an agent may ask for."""
         return MOST_OUTPUT if self.context is None else min(MOST_OUTPUT, self.context // 2)
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """An agent's settings. files: file -> settings in it. start: command that then starts the agent."""
+    """An agent's settings. files: settings file -> settings to merge into it. start: command that starts the agent."""
 
     files: Mapping[Path, Any]
     start: str
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         texts = {path: _read_settings(path) for path in client.files}
         merged = {
             path: _merge_into_text(path, text, client.files[path]) for path, text in texts.items()
-        }  # all are merged before one is written
+        }  # all files are merged before any is written
         for path, text in merged.items():
             print(_write_settings(path, texts[path], text))
     else:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask_server(url: str) -> RunningServer:
-    """Returns the name and context of the model that a server runs. Raises `GenerationError` if no server answers."""
+    """Asks the server at `url` for its model's name and context. Raises `GenerationError` if no server answers."""
     url, key = url.rstrip("/").removesuffix("/v1"), os.environ.get(API_KEY, "")
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or 'none'}"})
@@ -144,8 +144,8 @@ def _opencode_settings(server: RunningServer) -> AgentSettings:
 
 
 def _aider_settings(server: RunningServer) -> AgentSettings:
-    """Returns aider's settings. They switch off its reminder, which always moves to the newest message: the next prompt
-    would share only the text before it.
+    """Returns aider's settings. They switch off `reminder`, instructions that aider moves to the newest message of each
+    prompt: a prompt would share only the text before them with the next prompt.
     """
     name, home = f"openai/{server.model}", expand_home("~")
     of_server = {"openai-api-base": f"{server.url}/v1", "openai-api-key": server.key or "none"}
@@ -161,7 +161,7 @@ def _aider_settings(server: RunningServer) -> AgentSettings:
 
 
 def _litellm_settings(server: RunningServer) -> AgentSettings:
-    """Returns the settings of litellm's proxy, which demands a key of its own from its clients."""
+    """Returns the settings of litellm's proxy, with a random key that the proxy's clients must send."""
     path = Path("litellm.yaml").absolute()
     key = f"os.environ/{API_KEY}" if server.key else "none"
     length = {} if server.context is None else {"max_input_tokens": server.context}
@@ -200,7 +200,7 @@ def _read_settings(path: Path) -> str:
 
 
 def _write_settings(path: Path, old: str, new: str) -> str:
-    """Writes a file's new text, and returns a line that says what was done. old: its text now. Raises `DataError`."""
+    """Writes the text `new` to a file; returns a line that says so. old: the present text. Raises `DataError`."""
     if new == old:
         return f"{path}: unchanged"
     try:
@@ -208,7 +208,7 @@ def _write_settings(path: Path, old: str, new: str) -> str:
         copy = _back_up(path, old) if old else None
         with atomic_file(path) as partial:
             partial.touch(mode=0o600)
-            partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)  # there may be a key in it
+            partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)  # the file may hold a key
             partial.write_text(new, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {failure_reason(error)}") from error
@@ -216,7 +216,7 @@ def _write_settings(path: Path, old: str, new: str) -> str:
 
 
 def _back_up(path: Path, text: str) -> Path:
-    """Copies a file's text to a new file beside it, and returns that file. Raises `OSError`."""
+    """Writes `text`, the content of `path`, to a new file in the same folder; returns that file. Raises `OSError`."""
     number, copy = 1, path.with_name(path.name + BACKUP_SUFFIX)
     while copy.exists():
         number += 1
@@ -228,7 +228,7 @@ def _back_up(path: Path, text: str) -> Path:
 
 
 def _merge_into_text(path: Path, text: str, settings: Any) -> str:
-    """Returns a file's text with settings in it. Raises `DataError` for a text that is not in the file's format."""
+    """Returns a file's text with `settings` merged in. Raises `DataError` if the text is not in the file's format."""
     old = _parse_settings(path, text)
     if path.suffix == ".toml":
         return _merge_toml(path, text, old, settings)
@@ -244,7 +244,7 @@ def _merge_into_text(path: Path, text: str, settings: Any) -> str:
 
 
 def _parse_settings(path: Path, text: str) -> Any:
-    """Returns the values in a file's text, {} for none. Raises `DataError`."""
+    """Returns the values in a file's text, {} for none. Raises `DataError` if the text is not in the file's format."""
     import yaml
 
     readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
@@ -258,7 +258,7 @@ def _parse_settings(path: Path, text: str) -> Any:
 
 
 def _merge_values(old: Any, new: Any) -> Any:
-    """Returns `old` updated by `new`: maps are merged, and list items of the same name are replaced."""
+    """Returns `old` updated by `new`: merges maps; replaces list items of the same name, adds other list items."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         changed = {key: value for key, value in new.items() if key not in old or key != _SET_ONCE}
         return {
@@ -276,7 +276,10 @@ def _item_name(item: Any) -> Any:
 
 
 def _merge_toml(path: Path, text: str, old: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Returns TOML with settings in it; everything else stays as it is written. Raises `DataError` if that fails."""
+    """Returns the TOML `text` with `settings` merged in and all else unchanged. Raises `DataError` if that fails.
+
+    old: the values in `text`. settings: top-level values, and one group that holds one table.
+    """
     values = {key: value for key, value in settings.items() if not isinstance(value, Mapping)}
     ((group, tables),) = ((key, value) for key, value in settings.items() if isinstance(value, Mapping))
     ((name, table),) = tables.items()
@@ -292,7 +295,7 @@ def _merge_toml(path: Path, text: str, old: Mapping[str, Any], settings: Mapping
 
 
 def _remove_from_toml(text: str, keys: Mapping[str, Any], table: str) -> str:
-    """Returns TOML without the top-level values of `keys`, and without one table."""
+    """Returns the TOML `text` without the top-level values of `keys` and without the table named `table`."""
     kept, inside = [], ""
     for line in text.splitlines():
         if header := re.match(r"\s*\[+([^\[\]]+)\]+\s*(#.*)?$", line):

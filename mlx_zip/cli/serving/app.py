@@ -1,4 +1,4 @@
-"""`mlx_zip app`: the local chat app."""
+"""`mlx_zip app`: serves the chat app, a page for the browser, on this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import pluralize
 from mlx_zip.sampling.options import Sampling
 
-_SERVE_DEFAULTS = {  # of flags that only mlx_zip serve has; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
+_SERVE_DEFAULTS = {  # values for flags that only mlx_zip serve has; session_cache: None for $MLX_ZIP_SESSION_CACHE
     "decode_concurrency": 4,
     "max_waiting": 16,
     "max_prompt_tokens": None,
@@ -54,7 +54,7 @@ _SERVE_DEFAULTS = {  # of flags that only mlx_zip serve has; sessions go to disk
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags; those of the model are `mlx_zip serve`'s."""
+    """Declares the flags; `mlx_zip serve` has the model's flags too."""
     add = parser.add_argument
     add_model_flags(add, "model to chat with")
     _add_page_flags(add)
@@ -91,7 +91,7 @@ def _add_page_flags(add: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves the app until a signal comes; returns 1 if the engine's thread ends by a fault. Raises `MlxZipError`."""
+    """Serves the app until a signal; returns 0, or 1 if an exception ended the engine. Raises `MlxZipError`."""
     _check_flags(args)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running, kept = _import_app_module("running"), _import_app_module("store")
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns the exception that ended the engine's thread, None after a signal."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
-    asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
+    asked = argparse.Namespace(**vars(args))  # for further models, each of which may get another engine
     choose_engine(args, name)
     with (
         open_row_store(args) as row_store,
@@ -134,7 +134,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
 
 
 def _window_folder() -> Path | None:
-    """Returns the folder for the window's own data, such as unsent text; None, with a note, if it cannot be used."""
+    """Returns the folder for the window's data, such as unsent text; if unusable prints a note and returns None."""
     folder = data_folder() / "window"
     problem = make_private(folder)
     if problem is not None:
@@ -143,7 +143,7 @@ def _window_folder() -> Path | None:
 
 
 def _offered_models(main: str) -> dict[str, str]:
-    """Returns the models that the page offers besides a bundled main model; none needs a download."""
+    """Returns the models to offer besides a bundled `main`, none of which needs a download: name -> description."""
     if main not in named.KNOWN:
         return {}
     offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.offline_model_names() else [named.DEFAULT]
@@ -151,18 +151,18 @@ def _offered_models(main: str) -> dict[str, str]:
 
 
 def _open_other_model(args: argparse.Namespace, name: str) -> Any:
-    """Returns the engine of a model other than the main one; it keeps no sessions. Raises `MlxZipError`.
+    """Returns the engine of a model other than the main one; the engine keeps no sessions. Raises `MlxZipError`.
 
-    args: the flags as they were given, so --engine may be auto.
+    args: the flags as the user gave them, with --engine auto not yet replaced.
     """
-    own = ("adapter_path", "pack", "codebook_size", "canonical", "chat_template", "draft_model")  # the main model's
+    own = ("adapter_path", "pack", "codebook_size", "canonical", "chat_template", "draft_model")  # of the main model
     changed = argparse.Namespace(**{**vars(args), **dict.fromkeys(own)})
     choose_engine(changed, name)
     return open_chosen_engine(None, name, **{**engine_options(changed, name, None), "sessions": None})
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for values out of range, and `InstallationError` for a window without its library."""
+    """Raises `GenerationError` if a flag cannot be used, `InstallationError` if --window is given without pywebview."""
     check_model_flag(args)
     check_at_least(args, 1, "max_tokens")
     check_keep_wired(args.keep_wired)
@@ -187,7 +187,7 @@ def _open_listener(running: Any, port: int | None) -> Any:
 
 
 def _open_conversations(kept: Any, file: Any) -> Any:
-    """Returns the store of conversations in a file, None for memory. Raises `GenerationError` for an unusable file."""
+    """Returns the store of conversations in `file`, None for memory. Raises `GenerationError` for an unusable file."""
     try:
         return kept.Store(file)
     except MlxZipError as error:

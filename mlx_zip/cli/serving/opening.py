@@ -1,4 +1,4 @@
-"""How `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app` open an engine."""
+"""Opens the engine of `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SERVER_LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "promet
 
 
 def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
-    """Returns the engine of a model. group: the machines that the model is split over, None for one.
+    """Returns the engine of the model `name`. engine: "mlx", "torch", "cuda" or "vllm".
 
-    engine: mlx, torch, cuda or vllm.
+    group: the machines that the model is split over, None for one. options: see `engine_options`.
     """
     if engine == engine_choice.VLLM:
         return engine_choice.open_vllm_engine(name, **options)
@@ -42,7 +42,7 @@ def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, *
 
 
 def report_engine_fault(fault: BaseException | None) -> int:
-    """Prints the fault that ended the engine's thread, if there was one; returns the exit status of the command."""
+    """Prints the exception that ended the engine's thread and returns 1; returns 0 if `fault` is None."""
     if fault is None:
         return 0
     print(f"error: the engine has stopped: {type(fault).__name__}: {first_message_line(fault)}", file=sys.stderr)
@@ -50,9 +50,9 @@ def report_engine_fault(fault: BaseException | None) -> int:
 
 
 def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
-    """Returns the arguments of `open_chosen_engine`. chosen: the packs of --pack.
+    """Returns the options of `open_chosen_engine` for the flags in `args`. chosen: the packs of --pack, or None.
 
-    Raises `GenerationError` for flags that cannot be used together.
+    Raises `GenerationError` if flags cannot be used together.
     """
     from mlx_zip.engine.drafts import check_draft
     from mlx_zip.engine.sessions.store import SessionOptions
@@ -88,9 +88,9 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 def pack_options(
     chosen: Pack | None, codebook_size: int | None, name: str, revision: str | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments `pack` and `codebook_size` to load a model with. chosen: the packs of --pack.
+    """Returns the arguments `pack` and `codebook_size` for loading the model `name`. chosen: packs of --pack, or None.
 
-    Raises `GenerationError` for --codebook-size with a plain model.
+    Raises `GenerationError` if `codebook_size` is given and the model is plain.
     """
     plain = (chosen is not None or codebook_size is not None) and is_plain_model(name, revision)
     if plain and codebook_size is not None:
@@ -99,15 +99,16 @@ def pack_options(
 
 
 def session_folder(args: argparse.Namespace) -> Path | None:
-    """Returns the folder that keeps conversations over restarts, None for none."""
+    """Returns the folder that keeps conversations over restarts, None to keep no conversations on disk."""
     given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
     return None if given in (row_cache.OFF, "") else expand_home(given)
 
 
 def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
-    """Returns the pack that codebooks begin with: --pack's, None for the one that the model was loaded with.
+    """Returns the pack for requests: `chosen`, or None if codebooks begin with the pack that the model was loaded with.
 
-    plain: whether the model has no hypertokens of its own. Raises `MlxZipError` for packs that do not fit the model.
+    chosen: the packs of --pack, or None. plain: whether the model has no hypertokens of its own. Raises `MlxZipError`
+    if the packs do not fit the model.
     """
     if chosen is None:
         return None
@@ -139,7 +140,7 @@ def _read_template(given: str) -> str:
 
 
 def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
-    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
+    """Returns the fields `packs` and `pack` of the server's `Options`. Raises `MlxZipError` if the packs do not fit."""
     pack = request_pack(chosen, plain, engine)
     if chosen is None or plain:
         return {}

@@ -44,7 +44,7 @@ LOOPBACK = ("127.", "::1", "localhost")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal comes; returns 1 if the engine's thread ends by a fault. Raises `MlxZipError`."""
+    """Serves until a signal; returns 0, or 1 if an exception ended the engine's thread. Raises `MlxZipError`."""
     _check_flags(args)
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running = _import_server_module("running")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> int:
-    """Serves, on the first or only machine; returns what `run` returns. running: `mlx_zip.server.running`."""
+    """Serves on the first or only machine; returns the exit status. running: the module `mlx_zip.server.running`."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     options = _server_options(args, name)
     with _bind_listener(running, args.host, args.port, options["api_key"]) as listener:
@@ -82,9 +82,10 @@ def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> 
 
 
 def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
-    """Does the work that the first machine's engine sends; returns 0 at its end. Raises `MlxZipError` if it is lost.
+    """Does the work that the first machine's engine sends; returns 0 when that engine closes.
 
-    Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers in flight can end.
+    Ignores Ctrl-C, which a terminal sends to all machines, so that the first machine can end the answers in flight.
+    Raises `MlxZipError` if the first machine is lost.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
@@ -103,7 +104,7 @@ def _check_machines(args: argparse.Namespace) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for flags that cannot be used here, and for values out of range."""
+    """Raises `GenerationError` if a flag cannot be used here or a value is out of range."""
     for name, why in REFUSED.items():
         if getattr(args, name) is not None:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {why}; mlx_lm.server has it")
@@ -126,13 +127,13 @@ def _import_server_module(name: str) -> Any:
 
 
 def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
-    """Returns a socket bound to the address: an error comes before the model is loaded. Raises `GenerationError`.
+    """Returns a socket bound to the address. Raises `GenerationError` if that fails, before the model is loaded.
 
-    Warns if other machines can reach it and there is no key.
+    Warns if other machines can reach the address and there is no key.
     """
     try:
         listener = running.bind_socket(host, port)
-    except (OSError, UnicodeError) as error:  # the latter for a name that is too long
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host name is too long
         why = getattr(error, "strerror", None) or error
         another = "; choose another --port" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
         raise GenerationError(f"--host {host} --port {port}: {why}{another}") from error
@@ -142,7 +143,7 @@ def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
 
 
 def _server_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Returns the fields of the server's `Options` that flags set, except packs."""
+    """Returns the fields of the server's `Options` that are set by flags, except those for packs."""
     key, hosts = _api_key(args), _allowed_hosts(args)
     return {
         "model": name,
@@ -163,7 +164,7 @@ def _server_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def _api_key(args: argparse.Namespace) -> str | None:
-    """Returns the API key, None for none. Raises `GenerationError` for an empty one, which would let anybody in."""
+    """Returns the API key, None for none. Raises `GenerationError` if --api-key is empty: it would let anybody in."""
     if args.api_key == "":
         raise GenerationError(f"--api-key is empty; leave it away to let everybody in, or set {API_KEY}")
     return args.api_key or os.environ.get(API_KEY) or None

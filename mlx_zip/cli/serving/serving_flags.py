@@ -1,4 +1,4 @@
-"""The flags of `mlx_zip serve`: those of mlx_lm.server, by their names, and a few of ours."""
+"""The flags of `mlx_zip serve`: those of mlx_lm.server with their names, and a few more."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
 API_KEY = "MLX_ZIP_API_KEY"
-MOST_S = 1_000_000  # a thread can wait that long
+MOST_S = 1_000_000  # upper bound of times: a thread can wait that long
 REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
     "prompt_concurrency": "prompts are read in turns, between the steps of the answers under way",
     "pipeline": "a model on several machines is split inside its layers, not between them",
     "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
 }
-# flags with defaults for requests: (type, default, help)
+# sampling flag that sets a default for requests -> (type, default, help)
 DEFAULT_SAMPLING_FLAGS = {name: SAMPLING_FLAGS[name] for name in ("temp", "top_p", "top_k", "min_p")}
 
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
-    """Declares the flags of the model and of its chat template. purpose: what --model names, for the help."""
+    """Declares the flags of the model and of its chat template. purpose: text that begins the help of --model."""
     add(
         "--model",
         help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
@@ -150,7 +150,7 @@ def _add_limit_flags(add: Any) -> None:
 
 
 def add_keep_wired_flag(add: Any) -> None:
-    """Declares the flag of how long an idle model stays in wired memory."""
+    """Declares --keep-wired, the time that an idle model stays in wired memory."""
     add(
         "--keep-wired",
         metavar="SECONDS",
@@ -162,13 +162,13 @@ def add_keep_wired_flag(add: Any) -> None:
 
 
 def check_keep_wired(seconds: float) -> None:
-    """Raises `GenerationError` for a --keep-wired out of range."""
+    """Raises `GenerationError` if --keep-wired is out of range."""
     if not 0 <= seconds < MOST_S:
         raise GenerationError(f"--keep-wired must be from 0 to below {MOST_S}, got {seconds:g}")
 
 
 def add_session_flags(add: Any) -> None:
-    """Declares the flags of kept conversations."""
+    """Declares the flags that say where and in how many bytes conversations are kept."""
     add(
         "--prompt-cache-bytes",
         metavar="N",

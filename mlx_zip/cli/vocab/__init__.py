@@ -1,4 +1,4 @@
-"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is imported only when the method is used."""
+"""`mlx_zip vocab METHOD ...`: learns vocabularies. A method's module is imported only when the method is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import add_actions, print_result
 
-METHODS: dict[str, tuple[str, str]] = {  # name: (module with ACTIONS and EXAMPLES, purpose for --help)
+METHODS: dict[str, tuple[str, str]] = {  # name -> (module with ACTIONS and EXAMPLES, purpose for --help)
     "pack": ("mlx_zip.cli.vocab.packs", "learn and manage packs, the entries that a codebook begins with"),
     "multitok": ("mlx_zip.cli.vocab.multitok", "learn phrases that texts repeat, and write each as one id (MultiTok)"),
     "adapt": ("mlx_zip.cli.vocab.adapt", "shorten a tokenizer's merge list and adapt it to texts (AdaptBPE)"),
@@ -29,7 +29,7 @@ def method_parser(method: str) -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the action that the arguments after `mlx_zip vocab` name, prints its result and returns the exit status.
+    """Runs one action, prints its result and returns the exit status. argv: the arguments after `mlx_zip vocab`.
 
     Raises what the action raises.
     """

@@ -166,7 +166,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
     """Draws bytes per token of the adapted and the base tokenizer, on the texts and on the held-out texts.
 
-    record: of `_run_learn` and `_run_show`. Draws nothing if `path` is None.
+    record: record that `_run_learn` or `_run_show` returns. Draws nothing if `path` is None.
     """
     if path is None:
         return
@@ -178,7 +178,7 @@ def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
 
 
 def _method_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that --method has. Raises `GenerationError` for a flag of another method."""
+    """Returns the settings of --method. Raises `GenerationError` if a flag of another method is given."""
     chosen = {name: value for name in (*_SWAP_DEFAULTS, "rule") if (value := getattr(args, name)) is not None}
     if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAP_DEFAULTS]):
         raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
@@ -214,7 +214,7 @@ def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
     plot, vocabulary, base = checked_plot_path(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
-        pieces = vocabulary.front.pieces  # one that is not in PIECES comes from the base's own file
+        pieces = vocabulary.front.pieces  # other pieces than those in PIECES come from the base's own file
         base = read_base(open_first_stage(args.tokenizer), pieces if pieces in PIECES else None)
         vocabulary.check_base(base)
     record = _vocabulary_record(vocabulary, base)
@@ -311,7 +311,7 @@ def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
 
 
 def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
-    """Returns what an adapted tokenizer keeps as a record for --json. base: the tokenizer adapted, None if unknown."""
+    """Returns counts and settings of an adapted tokenizer, for --json. base: its base tokenizer, None if unknown."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
         "base": vocabulary.name,
@@ -331,7 +331,7 @@ def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
 
 
 def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
-    """Returns the bytes of texts, and the tokens and utility of the adapted tokenizer and of `base`, if that is given.
+    """Returns the bytes of texts, and their tokens and utility with the adapted tokenizer and, if given, with `base`.
 
     Utility is 1 - tokens per byte (arXiv 2601.21665).
     """

@@ -1,4 +1,4 @@
-"""`mlx_zip vocab hbpe`: patch tables for any first-stage tokenizer, and models that read and write patches."""
+"""`mlx_zip vocab hbpe`: learns to spell a tokenizer's tokens as patches of symbols; trains and runs patch models."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ def _add_show_flag(add: Any, what: str) -> None:
 
 
 def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Learns a patch table and writes it; returns what it holds as a record for --json and as lines to print."""
     from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
@@ -132,17 +131,17 @@ def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
-    """Draws the number of patches of each length if there is a path. record: from `_describe_table`."""
+    """Draws the number of patches of each length, unless `path` is None. record: from `_describe_table`."""
     if path is not None:
         lengths = {str(length): count for length, count in record["patch_lengths"].items()}
         draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))
 
 
 def _describe_table(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Returns what a patch table holds as a record for --json and as lines to print.
+    """Returns the contents of a patch table as a record for --json and as lines to print.
 
-    show: number of merges that the lines list. counts: how often each merge's pair occurred when it was learned; None
-    for a table from a file, which does not hold counts.
+    show: number of merges that the lines list. counts: per merge, how often its pair occurred when the merge was
+    learned; None for a table from a file, which does not hold counts.
     """
     spelled = table.merges.spelled
     lengths = Counter(table.lengths.tolist())
@@ -171,7 +170,6 @@ def _describe_table(table: Any, show: int, counts: list[int] | None = None) -> t
 
 
 def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Turns a text into patches; returns them and their rates as a record for --json and as lines to print."""
     from mlx_zip.cli.compression import read_text
     from mlx_zip.text.formats import read_tokenizer_file
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
@@ -310,7 +308,7 @@ def _add_data_flags(add: Any, purpose: str) -> None:
 
 
 def _run_fit(args: argparse.Namespace) -> int:
-    """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
+    """Trains a patch model and writes its folder. Returns 0, or 129, 130 or 143 if a signal ended the run."""
     from mlx_zip.files import expand_home
     from mlx_zip.training.loop import TrainingStopped
     from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_texts
@@ -378,7 +376,7 @@ def _run_generate(args: argparse.Namespace) -> int:
 
 
 def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> tuple[list[WrittenPatch], int]:
-    """Prints the prompt and each part as it comes, unless silent; returns the parts, and 130 after Ctrl-C, else 0."""
+    """Prints the prompt and each part as it arrives, unless `silent`. Returns the parts and the exit status."""
     parts = []
     try:
         for part in written:
@@ -392,7 +390,6 @@ def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> 
 
 
 def _run_evaluate(args: argparse.Namespace) -> int:
-    """Measures a model and prints its bits per byte. Returns 0. Raises `MlxZipError`."""
     from mlx_zip.models.patches.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_texts
 

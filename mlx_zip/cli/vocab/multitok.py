@@ -1,4 +1,4 @@
-"""`mlx_zip vocab multitok`: dictionaries of phrases, learned from texts, used on texts, shown and exported as packs."""
+"""`mlx_zip vocab multitok`: learns dictionaries of phrases, encodes texts with them, shows them, exports packs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ examples:
   mlx_zip vocab multitok stats ids.mtok --tokenizer stories --show 10 --plot uses.svg
   mlx_zip vocab multitok export ids.mtok --tokenizer stories --size 1024 --out pack.npz
 """
-_SIZE, _MERGE_SIZE = 1024, 3  # defaults: entries of a pack, base ids of an entry
+_SIZE, _MERGE_SIZE = 1024, 3  # defaults of --size and --merge-size
 
 
 # ---- encode
@@ -58,7 +58,6 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Encodes texts and writes or prints their ids; returns the rate as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
     check_at_least(args, 0, "window")
@@ -113,7 +112,6 @@ def _add_stats_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Returns the counts and best phrases of a dictionary as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary
 
     check_at_least(args, 0, "show")
@@ -140,7 +138,7 @@ def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
-    """Returns a function from a list of units to their text; ids stay numbers without --tokenizer."""
+    """Returns a function from a list of units to their text. Without --tokenizer, ids are shown as numbers."""
     if args.tokenizer is None:
         return units.shown
     tokenizer = read_dictionary_tokenizer(units, args)
@@ -189,7 +187,6 @@ def _add_export_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Writes the pack; returns what it holds as a record for --json and as lines to print. Raises `MlxZipError`."""
     from mlx_zip.packs.pack import SUFFIX, save_pack
     from mlx_zip.packs.phrases import pack_of_phrases
     from mlx_zip.text.token_facts import special_ids
@@ -224,7 +221,7 @@ def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _model_codec(name: str) -> Any:
-    """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
+    """Returns the codec settings of the zip2zip model `name`; None if `name` is a plain model or only a tokenizer."""
     from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.named import resolve_model_name
     from mlx_zip.text.tokenizers import tokenizer_folder

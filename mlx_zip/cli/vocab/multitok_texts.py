@@ -15,7 +15,7 @@ from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
 from mlx_zip.errors import DataError
 from mlx_zip.progress import ProgressBar, pluralize
 
-BATCH = 1 << 18  # units after which a batch of samples ends
+BATCH = 1 << 18  # number of units at which a batch of samples is full
 DICTIONARY = "dictionary, as written by `mlx_zip vocab multitok train`"
 TRAINED = {"samples": "samples", "units": "corpus_units", "tokens": "corpus_tokens", "ratio": "ratio"}
 
@@ -49,17 +49,17 @@ def add_text_flags(add: Any, unk_id: str) -> None:
 
 
 def make_texts(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
-    """Returns the samples in `files`, cut as --separator and --lines say; tokenizer None: samples of words."""
+    """Returns the samples in `files`, split as --separator and --lines say. tokenizer: None for samples of words."""
     return Texts(files, args.separator, args.lines, tokenizer)
 
 
 def rate_record(totals: Any) -> dict[str, Any]:
-    """Returns the counts of a `multitok.Totals` as a record; ratio is tokens per unit."""
+    """Returns the counts of a `multitok.Totals` as a record; `ratio` is tokens divided by units."""
     return {"samples": totals.samples, "units": totals.units, "tokens": totals.tokens, "ratio": totals.ratio}
 
 
 def format_rate(record: dict[str, Any]) -> str:
-    """Returns a record of `rate_record` as one line of text."""
+    """Returns one line of text with the counts of `record`, which is from `rate_record`."""
     names = ("sample", "unit", "token")
     samples, units, tokens = (pluralize(record[f"{name}s"], name) for name in names)
     return f"{samples}: {units} -> {tokens} ({record['ratio']:.3f} per unit)"
@@ -67,20 +67,20 @@ def format_rate(record: dict[str, Any]) -> str:
 
 @dataclass
 class Texts:
-    """The samples in files, as sequences of words or of a tokenizer's ids; iterating again reads the files again.
+    """The samples in files, as sequences of words or of a tokenizer's ids; each iteration reads the files again.
 
     separator: line that ends a sample in a .txt file; None: a file is one sample. lines: whether each line is one
-    sample. tokenizer: None for words.
+    sample. tokenizer: tokenizer that encodes the samples, None for words.
     """
 
     files: Sequence[str]
     separator: str | None
     lines: bool
     tokenizer: Any = None
-    _seen: bytes = b""  # digest of what was read the first time
+    _seen: bytes = b""  # digest of the texts at the first reading
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        """Yields every sample, in order. Raises `DataError` naming file and line, or the files if they have changed."""
+        """Yields every sample, in order. Raises `DataError` if a record is invalid or the files have changed."""
         split: Callable[[str], Sequence[Any]] = make_encoder(self.tokenizer) if self.tokenizer else str.split
         parts: list[str] = []
         for text, ends in self._documents():
@@ -135,7 +135,7 @@ class Texts:
 
 
 def read_tokenizer_units(name: str | None) -> tuple[Any, Any]:
-    """Returns the tokenizer that `name` names, and its ids as units; (None, None) without a name: units are words."""
+    """Returns the tokenizer `name` and its ids as units; (None, None) if `name` is None, so that units are words."""
     if name is None:
         return None, None
     from mlx_zip.text.tokenizers import load_tokenizer
@@ -160,10 +160,10 @@ def make_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 
 def read_dictionary_tokenizer(units: Any, args: argparse.Namespace) -> Any:
-    """Returns the tokenizer of --tokenizer, None for a dictionary over words. units: the dictionary's.
+    """Returns the tokenizer of --tokenizer, None for a dictionary over words. units: units of the dictionary.
 
-    Raises `DataError` if the dictionary was trained on ids of another tokenizer, on ids but the flag is missing, or on
-    words but the flag is given.
+    Raises `DataError` if the dictionary was trained on another tokenizer's ids, or on ids and --tokenizer is missing,
+    or on words and --tokenizer is given.
     """
     from mlx_zip.vocab.multitok import Words
 
@@ -178,9 +178,9 @@ def read_dictionary_tokenizer(units: Any, args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def ids_writer(path: Path | None) -> Iterator[Callable[[Any], None]]:
-    """Yields a function that writes samples of ids to `path`, one JSON list per line.
+    """Context manager: yields a function that writes samples of ids to `path`, one JSON list per line.
 
-    The file appears when everything is written. With path None the function does nothing.
+    The file is created when the block ends without an error. If `path` is None, the function does nothing.
     """
     from mlx_zip.files import atomic_file
 

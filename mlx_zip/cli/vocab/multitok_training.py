@@ -1,4 +1,4 @@
-"""`mlx_zip vocab multitok train`: learns a dictionary of phrases and measures its rate, in training and held out."""
+"""`mlx_zip vocab multitok train`: learns a dictionary of phrases; measures tokens per unit in training and held out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SETTINGS = ("window", "first_id", "limit", "unk_id")
 
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declares the flags of `train`."""
     add = parser.add_argument
     add_text_flags(add, "none; such a unit is an error")
     add(
@@ -111,8 +111,8 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _check_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """Returns the paths of --out and --plot (None without the flag).
 
-    Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` for a file that cannot be
-    written and for flags that exclude each other.
+    Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` if a file cannot be written or
+    flags exclude each other.
     """
     from mlx_zip.vocab.multitok import leading_samples
 
@@ -148,8 +148,8 @@ def _make_dictionary(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
 def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:
     """Reads all texts once; returns the units and the number of samples.
 
-    units: those of --tokenizer, which are returned as they are; None: the words of the texts become the units, because
-    each word needs its number before phrases are learned.
+    units: ids of --tokenizer, which are returned unchanged; None to make the words of the texts the units. Words must
+    be read first, because every word gets its id before phrases are learned.
     """
     from mlx_zip.vocab.multitok import Words
 
@@ -168,7 +168,7 @@ def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any
 def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[Any, Any]]:
     """Trains the dictionary on the first `learn` samples (None: all).
 
-    Yields, for each batch, the ids of the samples learned from, and those of the others, which are single units.
+    Yields per batch (ids of the samples learned from, ids of the other samples, one id per unit).
     """
     for batch in texts.batches():
         n_learned = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
@@ -180,9 +180,9 @@ def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator
 
 
 def _write_pruned_ids(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
-    """Reads the texts again, writes the ids that the pruned dictionary gives them to --encoded, and sets its totals.
+    """Encodes the texts again with `pruned`, writes the ids to --encoded, and sets the totals of `pruned`.
 
-    dictionary: the unpruned one. learn: number of samples that it learned from (None: all).
+    dictionary: the dictionary before pruning. learn: number of samples that it learned from, None for all.
     """
     from mlx_zip.vocab.multitok import Dictionary, Rewriter
 
@@ -196,7 +196,7 @@ def _write_pruned_ids(args: argparse.Namespace, dictionary: Any, pruned: Any, te
 
 
 def _measure_held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any) -> dict[str, Any]:
-    """Returns the dictionary's rate on --held-out as a record; a word that is no unit counts as one token."""
+    """Returns counts and tokens per unit on --held-out as a record; a word that is not a unit counts as one token."""
     from mlx_zip.vocab.multitok import Totals
 
     settings, totals, unknown = dictionary.settings, Totals(), 0
@@ -211,7 +211,7 @@ def _measure_held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any)
 
 
 def draw_uses(path: Path, dictionary: Any) -> None:
-    """Draws how often training used each phrase, most used first. Raises `DataError` if it used none."""
+    """Draws how often training used each phrase, most used first. Raises `DataError` if training used none."""
     uses = sorted((n for _, n in dictionary.saving(len(dictionary)) if n), reverse=True)
     if not uses:
         raise DataError("--plot: training used no phrase, so there is nothing to draw")
@@ -220,7 +220,7 @@ def draw_uses(path: Path, dictionary: Any) -> None:
 
 
 def _format_record(record: dict[str, Any], path: str) -> list[str]:
-    """Returns a record of `train` as lines to print. path: of the dictionary."""
+    """Returns a record of `train` as lines to print. path: file of the dictionary."""
     trained, pruned, held_out = record["trained"], record.get("pruned"), record.get("held_out")
     lines = [
         format_rate({name: trained[key] for name, key in TRAINED.items()}) + ", in training",

@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tunes the pack and writes it. Raises `MlxZipError`.
 
-    Returns the exit status: 0, or 130/143 when a signal ended the run early, after its last step was saved.
+    Returns the exit status: 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
     from mlx_zip.training.pack_tuning import dequantize, load_model_to_tune, tune_pack
@@ -168,7 +168,7 @@ def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 
 
 def _read_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
+    """Returns the compressed windows to train on and those to validate on. Raises `DataError` for too little text."""
     from mlx_zip.text.sources import Source
     from mlx_zip.training.prepare.text_windows import compress_windows, cut_records, encode_sources
 
@@ -201,7 +201,7 @@ def _check_enough(windows: int, context: int) -> None:
 
 
 def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
-    """Returns the first windows that together have at most `most_ids` base ids; the first one in any case."""
+    """Returns the first windows that together have at most `most_ids` base ids, but at least one window."""
     kept, ids = [], 0
     for one in windows:
         if kept and ids + len(one.ids) > most_ids:
@@ -212,7 +212,7 @@ def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
 
 
 def _write_tuned_pack(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
-    """Writes the tuned pack and prints what it gains. found: of `tune_pack`. texts: to train, to validate on."""
+    """Writes the tuned pack and prints figures. found: result of `tune_pack`. texts: training, validation windows."""
     from mlx_zip.packs.pack import Pack, save_pack
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 

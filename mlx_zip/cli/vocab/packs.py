@@ -107,7 +107,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _learn_options(args: argparse.Namespace) -> Any:
-    """Returns the flags as `PrepareOptions`, with which `make_plan` reads tokenizer and codec."""
+    """Returns the flags as `PrepareOptions`, from which `make_plan` reads the tokenizer and the codec."""
     from mlx_zip.training.prepare.plan import PrepareOptions
 
     return PrepareOptions(
@@ -128,7 +128,7 @@ def _learn_options(args: argparse.Namespace) -> Any:
 def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
     """Returns the texts of --held-out as one source; () without the flag.
 
-    like: the first source of --data, whose separator, columns, subsets and split are used.
+    like: the first source of --data; its separator, columns, subsets and split apply to --held-out too.
     """
     from mlx_zip.text.sources import Source
 
@@ -157,7 +157,7 @@ def _rates_record(found: Any) -> dict[str, int]:
 
 
 def _draw_rates(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
-    """Draws base ids per id with none, the first 1/8, 1/4, 1/2 and all of the entries.
+    """Draws base ids per id against the number of entries: none, the first 1/8, 1/4 and 1/2, and all.
 
     measure: function from entries and texts to a `learner.LearnedPack`. texts, held_out: base ids, one array per text.
     """
@@ -171,9 +171,9 @@ def _draw_rates(path: Path, entries: Any, measure: Any, texts: list[Any], held_o
 
 
 def _parse_head_cost(args: argparse.Namespace) -> float:
-    """Returns --head-cost as a fraction of a step, 0 without the flag; computes it from --model for `model`.
+    """Returns --head-cost as a fraction of a step: 0 without the flag, computed from --model if the value is `model`.
 
-    Raises `DataError` for a value that is neither a number nor `model`, and for `model` without --model.
+    Raises `DataError` if the value is neither a number nor `model`, or is `model` and --model is missing.
     """
     if args.head_cost is None:
         return 0.0
@@ -190,7 +190,7 @@ def _parse_head_cost(args: argparse.Namespace) -> float:
 
 
 def _make_progress(count: ProgressBar) -> Any:
-    """Returns the function that `learn_pack` calls after each round, which shows the stage and its figures in a bar."""
+    """Returns a function for `learn_pack` to call after each round; it shows the round's counts in the progress bar."""
 
     def show(stage: str, entries: int, ids: int) -> None:
         count.show_figures(
@@ -254,7 +254,7 @@ def _texts_in_pack(pack: Any) -> list[str]:
 
 
 def _uses_in_pack(pack: Any) -> list[int]:
-    """Returns how often each entry was used in the texts learned from, or [] if the pack's file does not hold that."""
+    """Returns how often each entry was used in the texts learned from, [] if the pack does not hold these counts."""
     uses = pack.about.get("uses")
     fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
     return uses if fit else []
@@ -301,7 +301,7 @@ def _add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Returns what a pack holds, as `_describe_pack` does. Raises `DataError` if the model cannot use it."""
+    """Returns the result of `_describe_pack`. Raises `DataError` if the model cannot use the pack."""
     from mlx_zip.errors import CodecError
     from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.packs.pack import load_pack
@@ -334,13 +334,13 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
 
 
-# ---- what a pack holds, in words
+# ---- description of a pack
 
 
 def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Returns what a pack holds as a record for --json and as lines to print.
+    """Returns the contents of a pack as a record for --json and as lines to print.
 
-    texts: the texts of its first entries, which are listed; None lists no entries.
+    texts: texts of the pack's first entries, which are then listed; None to list no entries.
     """
     path = Path(path)
     about = {key: value for key, value in pack.about.items() if key not in ("uses", "texts")}
@@ -360,7 +360,7 @@ def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) 
 
 
 def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
-    """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
+    """Returns the contents of a pack as lines to print. about: facts from the pack's file. best: entries to list."""
     entries = f"{pluralize(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
     lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
     if _has_positive_numbers(about, "base_ids", "ids", "ids_without", "window"):

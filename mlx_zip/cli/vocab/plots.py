@@ -1,4 +1,4 @@
-"""--plot FILE of the `vocab` commands: one plot per command, drawn with matplotlib."""
+"""The flag --plot of the `vocab` commands, and the plots that they draw with matplotlib."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def add_plot_flag(add: Any, what: str) -> None:
 def checked_plot_path(name: str | None, read: Iterable[str | Path | None] = ()) -> Path | None:
     """Returns the path of --plot after checks; None without the flag. read: files that the command reads or writes.
 
-    Raises `DataError` for a suffix not in `SUFFIXES` and for a file that cannot be written, `InstallationError` without
-    matplotlib.
+    Raises `DataError` if the suffix is not in `SUFFIXES` or the file cannot be written, `InstallationError` if
+    matplotlib is not installed.
     """
     if name is None:
         return None
@@ -68,7 +68,7 @@ def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
 
 
 def _write_figure(path: Path, figure: Any, axis: Any, legend: bool) -> None:
-    """Writes a figure to its file, with a legend if asked for. Raises `DataError` if the file cannot be written."""
+    """Writes a figure to `path`, with a legend if `legend`. Raises `DataError` if the file cannot be written."""
     from mlx_zip.files import atomic_file
 
     if legend:

@@ -1,1 +1,1 @@
-"""The parts of one answer that all dialects share: the turn, its deltas, reasoning, tool calls, and grammars."""
+"""What all APIs of the server share to make an answer: turns, deltas, reasoning, tool calls, and grammars."""

@@ -1,4 +1,4 @@
-"""Turns an engine's events into an answer's deltas."""
+"""Turns an engine's events into the deltas (see `turn.Delta`) of an answer."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _LETTER, _DIGIT = re.compile(r"[^\W\d_]|[^\x00-\x7f]"), re.compile(r"[0-9]")
 
 
 def mask_letters_and_digits(text: str) -> str:
-    """Returns a text with x for every letter and every character beyond ASCII, and 0 for every digit."""
+    """Returns `text` with every letter and non-ASCII character replaced by x, and every digit by 0."""
     return _DIGIT.sub("0", _LETTER.sub("x", text))
 
 
 class AnswerDeltas:
-    """The state of one answer, which turns the engine's events into deltas.
+    """Turns the engine's events of one answer into deltas.
 
     tokens: texts of ids, for log-probabilities and shown tokens. splitter: finds reasoning and tool calls in the text.
     cancel: cancels the engine's request; called when a stop string has ended the text. hide: masks texts of prompts
-    before they are reported. text, base_ids: the answer so far, base_ids without the eos. whole: False until the end;
-    then whether a later prompt that holds the text may use these base ids for it.
+    before they are reported. Attributes: `base_ids`, the answer's base ids so far, without the eos; `whole`, whether
+    the answer has ended and a later prompt that holds its text may use `base_ids` for that text.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class AnswerDeltas:
         self._stream = TextStream(tokenizer, stop=turn.stop)
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._hide = hide
-        self._ended: str | None = None  # why the text has ended, while the engine may still run
-        self._held: list[TokenLogprob] = []  # log-probabilities of tokens whose text is held back
+        self._ended: str | None = None  # why the text has ended, None before; the engine may still run
+        self._held: list[TokenLogprob] = []  # log-probabilities of ids whose text is held back
         self._last: list[TokenLogprob] = []  # log-probabilities of ids that are an eos alone
         self._steps = self._hypertokens = self._accepted = self._accepted_tokens = 0
         self._unfed_base_tokens = 0  # base tokens since the splitter was last fed
@@ -73,11 +73,11 @@ class AnswerDeltas:
 
     @property
     def text(self) -> str:
-        """The whole text so far, with reasoning and calls of tools as the model wrote them."""
+        """The answer's text so far, with reasoning and tool calls as the model wrote them."""
         return "".join(self._texts)
 
     def add_event(self, event: Event) -> list[Delta]:
-        """Returns what an event adds to the answer; the last delta of all is a `Done`. Raises the error of `Failed`."""
+        """Returns the deltas of an event; the answer's last delta is a `Done`. Raises the error of a `Failed`."""
         if isinstance(event, Emitted):
             return self._add_emitted(event)
         if isinstance(event, Started):
@@ -99,7 +99,7 @@ class AnswerDeltas:
         return PromptDifference(found.at, kept, now)
 
     def _add_emitted(self, event: Emitted) -> list[Delta]:
-        """Returns the deltas of one emitted id; none after the text has ended."""
+        """Returns the deltas of one emitted id, [] if the text has already ended."""
         if self._ended is not None:
             return []
         self._steps += 1
@@ -122,7 +122,7 @@ class AnswerDeltas:
         return [*self._feed_splitter(piece.text), *self._learned_deltas(event)]
 
     def _learned_deltas(self, event: Emitted) -> list[Delta]:
-        """Returns the delta of the entries that an id has installed; none without `Turn.show`."""
+        """Returns the delta of the entries that an emitted id has installed, [] without `Turn.show`."""
         if self._shown_tokens is None or not event.learned or self._ended is not None:
             return []
         return [LearnedEntries(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
@@ -169,7 +169,7 @@ class AnswerDeltas:
     def _corrected_counts(self, counts: Counts) -> Counts:
         if not self._hit_stop_string:
             return counts
-        # the engine went on until the request was cancelled
+        # the engine's own counts include ids that it emitted after the stop string
         return replace(
             counts,
             base_tokens=self._stream.base_tokens,
@@ -191,14 +191,14 @@ def _logprobs_before_stop(logprobs: Sequence[TokenLogprob], text: str) -> list[T
     return kept
 
 
-# ---- which emitted ids an answer's text consists of
+# ---- the emitted ids that make up an answer's text
 
 _TokenFields = tuple[int, tuple[str, ...], str, int, bool]  # fields of `ShownToken` between `text` and `continues`
 
 
 @dataclass(eq=False)
 class _PlacedToken:
-    """A token and its characters in the answer, from `begin` up to `end`. shown: whether an earlier piece has it."""
+    """A token and its characters in the answer, `begin` to `end`. shown: whether an earlier piece already has it."""
 
     fields: _TokenFields
     begin: int
@@ -207,10 +207,10 @@ class _PlacedToken:
 
 
 class ShownTokens:
-    """The tokens of one answer, with their places in the text, until a piece of text takes them.
+    """Holds the tokens of one answer until `take_tokens` returns them for a piece of the answer's text.
 
     Places are counted in characters from the answer's beginning, reasoning and tool calls included. A token whose
-    characters are in two pieces of text is returned for both.
+    characters are in two pieces of text is returned for both pieces.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -220,7 +220,7 @@ class ShownTokens:
         self._end = 0
 
     def add(self, event: Emitted, base_ids: Sequence[int], characters: int) -> None:
-        """Adds an emitted id. base_ids: its base ids without the eos. characters: length of the answer so far."""
+        """Adds an emitted id. base_ids: its base ids without the eos. characters: length of the answer with this id."""
         if not base_ids:
             self.extend(characters)
             return
@@ -229,7 +229,10 @@ class ShownTokens:
         self._waiting.append(self._last)
 
     def extend(self, characters: int) -> None:
-        """Gives the last token the characters that replace incomplete UTF-8 at the end. characters: as in `add`."""
+        """Assigns the characters that replace incomplete UTF-8 at the answer's end to the last token.
+
+        characters: length of the answer with these characters.
+        """
         last, begin, self._end = self._last, self._end, characters
         if last is None or characters == begin:
             return
@@ -239,7 +242,7 @@ class ShownTokens:
         last.end = characters
 
     def take_tokens(self, begin: int, text: str) -> tuple[ShownToken, ...]:
-        """Returns the tokens of `text`, which begins at character `begin`, and drops the tokens of earlier text."""
+        """Returns the tokens of `text`, which begins at character `begin`, and drops the tokens before `begin`."""
         end, found = begin + len(text), []
         while self._waiting and (placed := self._waiting[0]).begin < end:
             if placed.end > begin or placed.begin >= begin:

@@ -1,4 +1,4 @@
-"""Constraints on answers: JSON schemas and forced tool calls, as a `Constraint` for the engine."""
+"""Turns JSON schemas and forced tool calls into a `Constraint` on the answer, for the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_zip.text.grammar import (
 from mlx_zip.text.prompts import encode_text
 from mlx_zip.text.tokenizers import thinking_marks
 
-MOST_CALLS = 16  # in one answer whose calls are forced
+MOST_CALLS = 16  # maximum calls in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "required": []}
 _ANNOTATIONS = frozenset({"title", "description", "$schema", "$id", "$comment"})
@@ -33,10 +33,10 @@ def make_constraint(
 ) -> GrammarConstraint | None:
     """Returns the constraint on the answer to a turn, None if any text is allowed.
 
-    There is one for a schema, for required calls and for strict tools; it begins after the reasoning. prompt_ids: base
-    ids of the prompt; its end shows whether the reasoning has begun. vocab_size: number of the model's base ids, None
-    for the tokenizer's. Raises `GenerationError` for a schema that cannot be followed, calls in a format that cannot be
-    forced, and a prefill that does not fit; `InstallationError` without llguidance.
+    A schema, required calls and strict tools constrain the answer, from the end of its reasoning on. prompt_ids: base
+    ids of the prompt, whose end shows whether the reasoning has begun. vocab_size: number of the model's base ids, None
+    for that of the tokenizer. Raises `GenerationError` if the schema is not supported, the model's format of calls
+    cannot be forced, or the prefill breaks the constraint; `InstallationError` if llguidance is not installed.
     """
     body = _body_rules(tokenizer, turn)
     if body is None:
@@ -57,7 +57,7 @@ def _push_prefill(constraint: GrammarConstraint, tokenizer: Any, prefill: str) -
 
 
 def _start_rules(tokenizer: Any, reasons: ReasoningStart) -> list[str]:
-    """Returns the rule `start`: the reasoning, if there is any, and then the rule `body`."""
+    """Returns the rule `start`, for the reasoning, if any, followed by the rule `body`; and the rules it needs."""
     marks = thinking_marks(tokenizer)
     if reasons is ReasoningStart.NO or marks is None:
         return ["start: body"]
@@ -67,7 +67,7 @@ def _start_rules(tokenizer: Any, reasons: ReasoningStart) -> list[str]:
 
 
 def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
-    """Returns the rule `body`, for what follows the reasoning, with the rules it needs; None if any text is allowed."""
+    """Returns the rule `body`, for the text after the reasoning, with the rules it needs; None to allow any text."""
     tools = turn.tools if turn.tool_choice != "none" else ()
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_rule(turn.schema)}"
@@ -89,7 +89,9 @@ def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
 
 
 def _schema_rules(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bool) -> list[str]:
-    """Returns the rules for an answer that follows a schema or, with tools, is a call. several: allows several calls.
+    """Returns the rules for an answer that follows a schema or, if there are tools, consists of tool calls.
+
+    schema: the rule `answer`. several: whether to allow more than one call.
     """
     if not tools:
         return ["body: answer", schema]
@@ -107,7 +109,7 @@ def _find_tool(tools: Sequence[Tool], name: str) -> list[Tool]:
 
 
 def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], several: bool) -> list[str]:
-    """Returns the rule `calls`, one call or up to `MOST_CALLS`, with the rules it needs."""
+    """Returns the rule `calls`, for one call or, if `several`, up to `MOST_CALLS`; and the rules it needs."""
     start = mark_rule(tokenizer, form.start) if form.start else ""
     most = MOST_CALLS if several and form.start else 1
     between = '"\\n"' if form.kind == "tags" else _lead_rule(form)
@@ -123,14 +125,14 @@ def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], severa
 
 
 def _after_start_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], most: int) -> list[str]:
-    """Returns the rule `after_start`, for what follows a start mark, and the rules it needs. most: calls in a group."""
+    """Returns the rule `after_start`, for the text after a start mark, and the rules it needs. most: maximum calls."""
     choices = " | ".join(f"call_{i}" for i in range(len(tools)))
     calls = [rule for i, tool in enumerate(tools) for rule in _call_rules(tokenizer, form, tool, f"call_{i}")]
     return [f"after_start: {_after_start_rule(tokenizer, form, most)}", f"call: {choices}", *calls]
 
 
 def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
-    """Returns the rule for what follows a start mark. most: maximum calls in a group."""
+    """Returns the rule for the text after a start mark. most: maximum number of calls there."""
     if form.kind == "tags":
         return f'"\\n" call "\\n" {mark_rule(tokenizer, form.end)}'
     if form.kind == "list":
@@ -157,9 +159,10 @@ def _repeat_rule(rule: str, most: int) -> str:
 
 
 def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
-    """Returns the rule called `name` for a call of a tool, without marks, and the rules that it needs.
+    """Returns the rule called `name` for a call of a tool, without the marks around the call, and the rules it needs.
 
-    For tools that are not strict, unknown keywords are ignored, and objects with listed properties get no others.
+    If the tool is not strict, unknown keywords of its schema are ignored, and an object whose schema lists properties
+    can have no other properties.
     """
     if form.kind in marked_calls.FORMATS:
         return marked_calls.call_rules(tokenizer, form.kind, form.end, tool, name)
@@ -173,7 +176,8 @@ def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list
 def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Returns the schema of a tool's arguments. Raises `GenerationError` if its type is not object.
 
-    A tool that is not strict and whose schema lists no properties, and does not mention others, takes no arguments.
+    A tool takes no arguments if its schema is empty, or if it is not strict and its schema says no more than that
+    there are no properties.
     """
     parameters = dict(tool.parameters)
     said = {**_EMPTY_OBJECT, **{key: value for key, value in parameters.items() if key not in _ANNOTATIONS}}
@@ -185,7 +189,7 @@ def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def _free_text_rules(tokenizer: Any, form: ToolFormat, several: bool) -> list[str]:
-    """Returns the rule `body`, for text that may hold calls, with the rules it needs except those of the calls."""
+    """Returns the rule `body`, for text that may hold calls, and the rules it needs, without those for the calls."""
     if not form.start:
         return ["body: calls | TEXT?", "TEXT: /[ \\t\\n]*[^ \\t\\n{\\[](.|\\n)*/"]
     one = "before after_start"

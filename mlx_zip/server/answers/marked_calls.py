@@ -1,6 +1,7 @@
-"""Grammars for tool calls that write each argument between marks, as in XML, instead of all in one JSON object.
+"""Grammars for formats of tool calls that write each argument between marks, as in XML, instead of one JSON object.
 
-String arguments are written as they are, other values as JSON. A format has the name of mlx-lm's parser that reads it.
+String arguments are written without quotes, other values as JSON. A format has the name of the parser in mlx-lm that
+reads its calls.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mlx_zip.server.answers.turn import Tool
 from mlx_zip.text.grammar import grammar_vocabulary, json_rule, literal_rule, mark_rule, terminal_without_mark
 from mlx_zip.text.tokenizers import single_token_id
 
-MOST_LENGTH = 10_000  # maximum of a schema's minLength and maxLength
+MOST_LENGTH = 10_000  # upper bound of minLength and maxLength in a schema
 _NAME = re.compile(r"[^\s<>\"'&]+")
 _MARK = re.compile(r"(</?[a-z_]+>)")
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -26,11 +27,11 @@ _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalPrope
 
 @dataclass(frozen=True)
 class MarkedFormat:
-    """The texts of a call between its start mark and its end mark, in order.
+    """The fixed texts of a call between its start mark and its end mark, in order.
 
-    lead: before the first call. begin, named: before and after the tool's name. key, value, close: before and after an
-    argument's name, and after its value. end: after the last argument. avoid: what a string argument must not contain.
-    grouped: whether several calls stand between one pair of marks.
+    lead: before the first call. begin, named: before and after the tool's name. key, value: before and after an
+    argument's name. close: after an argument's value. end: after the last argument. avoid: text that a string argument
+    must not contain. grouped: whether several calls stand between one start mark and one end mark.
     """
 
     lead: str
@@ -44,7 +45,7 @@ class MarkedFormat:
     grouped: bool = False
 
 
-FORMATS = {  # by the name of mlx-lm's parser
+FORMATS = {  # name of mlx-lm's parser -> format
     "qwen3_coder": MarkedFormat(
         "\n", "<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n", "</parameter>"
     ),
@@ -65,9 +66,9 @@ FORMATS = {  # by the name of mlx-lm's parser
 
 
 def call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> list[str]:
-    """Returns the rule called `name` for a call of a tool, with the rules it needs. end: the mark after the call.
+    """Returns the rule called `name` for a call of a tool, and the rules it needs. kind: key of `FORMATS`.
 
-    Raises `GenerationError` for parameters that cannot be forced in this format.
+    end: the mark after the call. Raises `GenerationError` if the tool's parameters cannot be forced in this format.
     """
     form, schema = FORMATS[kind], _arguments_schema(tool)
     properties, required = schema.get("properties", {}), schema.get("required", ())
@@ -96,7 +97,7 @@ def lead_rule(kind: str) -> str:
 def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Returns the schema of a tool's arguments. Raises `GenerationError` if it cannot be forced in a marked format.
 
-    Keywords beyond names and types are ignored for tools that are not strict, and cannot be forced for strict ones.
+    Keywords other than `_OBJECT_KEYWORDS` are an error if the tool is strict; otherwise they are ignored.
     """
     schema = tool.parameters
     properties = schema.get("properties", {})
@@ -112,7 +113,7 @@ def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def _is_text_argument(tool: Tool, key: str, argument_schema: Any) -> bool:
-    """Returns whether an argument is text. Raises `GenerationError` for an argument without exactly one type."""
+    """Returns whether an argument is text. Raises `GenerationError` if its schema cannot be forced."""
     kind = argument_schema.get("type") if isinstance(argument_schema, Mapping) else None
     if kind not in _TYPES:
         raise _unforceable_error(tool, f"{key!r:.80} needs exactly one type")
@@ -130,9 +131,10 @@ def _unforceable_error(tool: Tool, reason: str) -> GenerationError:
 def _text_rules(
     tokenizer: Any, form: MarkedFormat, end: str, tool: Tool, schema: Mapping[str, Any], argument: str
 ) -> list[str]:
-    """Returns the rule for a string argument and the mark that closes it, with the rules it needs.
+    """Returns the rule for a string argument and the mark that closes it, and the rules it needs.
 
-    The string has no white space at its ends, which parsers drop, and is not "null", which they read as no value.
+    The string neither begins nor ends with white space, which parsers drop, and is not "null", which parsers read as no
+    value. end: the mark after the call.
     """
     rule, terminal = f"{argument}_text", f"{argument}_body".upper()
     if (choices := _enum_texts(schema)) is not None:
@@ -163,6 +165,6 @@ def _length_pattern(tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _literal_with_marks(tokenizer: Any, text: str) -> str:
-    """Returns the rule for a fixed text, in which marks that are single tokens are written as these; "" for no text."""
+    """Returns the rule for a fixed text, "" for an empty text. A mark that is one token is written as this token."""
     parts = [part for part in _MARK.split(text) if part]
     return " ".join(mark_rule(tokenizer, part) if _MARK.fullmatch(part) else literal_rule(part) for part in parts)

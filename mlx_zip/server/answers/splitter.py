@@ -1,4 +1,4 @@
-"""Splits an answer's streamed text into reasoning between the template's marks, text, and tool calls."""
+"""Splits an answer's streamed text into reasoning, text, and tool calls, at the marks of the model's chat template."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from mlx_zip.server.answers.turn import Delta, Reasoning, ShownToken, Text, Toke
 from mlx_zip.text.stream import partial_mark_length
 from mlx_zip.text.tokenizers import thinking_marks
 
-MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
-MOST_SPACE = 64  # maximum characters of white space that are dropped at a mark, and so held back
+MOST_CALL_CHARACTERS = 256 * 1024  # characters between the marks of a call; a longer call becomes text
+MOST_SPACE = 64  # maximum characters of white space that are dropped before a mark, and so held back
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 _CALL_BEGINNINGS = ('{"name":', '{"type":', '{"function":', '[{"name":', '[{"type":', "<|python_tag|>")
-_BEGINNING_CHARACTERS = 256  # a call's beginning must be found within so many characters
-_TAIL_IDS = 64  # base ids of the prompt's end in which a mark is looked for
+_BEGINNING_CHARACTERS = 256  # number of characters of an answer that decide whether it is a call
+_TAIL_IDS = 64  # number of base ids at the prompt's end that are searched for a mark
 
 
-# ---- where an answer begins: in the reasoning, before it, or after it
+# ---- whether an answer begins within reasoning
 
 
 class ReasoningStart(Enum):
-    """Where an answer stands in a model's reasoning when it begins.
+    """Whether an answer begins with reasoning.
 
-    NO: no reasoning will come. BEGUN: the prompt ends with the start mark. MAYBE: the answer may begin with the mark.
+    NO: it does not. BEGUN: it does, and the prompt already holds the start mark. MAYBE: it does if its text begins with
+    the start mark.
     """
 
     NO = "no"
@@ -38,9 +39,10 @@ class ReasoningStart(Enum):
 def reasoning_start(
     tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), prefilled: bool = True
 ) -> ReasoningStart:
-    """Returns where an answer stands in the reasoning. prompt_ids: base ids of the prompt; only the end is read.
+    """Returns whether an answer begins with reasoning. prompt_ids: base ids of the prompt; only their end is read.
 
-    prefilled: True for the state after `turn.prefill`, with which the prompt ends; False for the state before it.
+    prefilled: True to count the answer from the end of `turn.prefill`, which is the end of the prompt; False to count
+    `turn.prefill` as a part of the answer.
     """
     marks = thinking_marks(tokenizer)
     if marks is None or turn.prompt is not None:
@@ -64,15 +66,15 @@ def _reasoning_after(text: str, start: str, end: str) -> ReasoningStart:
 
 
 class Splitter:
-    """Splits the text of one answer into deltas. Their joined texts do not depend on how the text was cut into pieces.
+    """Splits the text of one answer into deltas, whose joined texts do not depend on how the text arrived in pieces.
 
-    tokenizer: our `Tokenizer` or mlx-lm's wrapper. prompt_ids: base ids of the prompt; its end shows whether
-    the reasoning has begun already. Reasoning is looked for at the beginning of the answer only. White space next to
-    marks of reasoning and of calls is dropped. A call that is not valid stays text, with its marks.
+    tokenizer: our `Tokenizer` or mlx-lm's wrapper. prompt_ids: base ids of the prompt, whose end shows whether the
+    reasoning has begun. Only the beginning of an answer can be reasoning. White space next to the marks of reasoning
+    and of calls is dropped. An invalid call becomes text, with its marks. Raises `GenerationError` if the turn has
+    tools and the model's chat template takes none or the model's calls cannot be read.
 
-    tokens_of: returns the tokens of a piece of text; called with the place of its first character, and the text.
-    called: whether there was a call. reasoning_tokens: base tokens fed while in the reasoning. Raises `GenerationError`
-    for tools that the model's chat template cannot take, or whose calls cannot be read.
+    Attributes: `tokens_of`, function from (index of a piece's first character, the piece) to the piece's tokens;
+    `called`, whether there was a call; `reasoning_tokens`, number of base tokens fed within the reasoning.
     """
 
     def __init__(self, tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = ()) -> None:
@@ -86,21 +88,21 @@ class Splitter:
             ReasoningStart.MAYBE: self._before_reasoning,
         }
         self._state: Callable[[bool], bool] = states[reasons]
-        self._skip = reasons is ReasoningStart.BEGUN  # whether white space that comes next is dropped
+        self._skip = reasons is ReasoningStart.BEGUN  # whether to drop the next white space
         self.tokens_of: Callable[[int, str], tuple[ShownToken, ...]] = lambda begin, text: ()
         self.called = False
         self.reasoning_tokens = 0
         self._deltas: list[Delta] = []
         self._cut = False  # whether a limit has ended the answer
-        self._held, self._at = "", 0  # text that is not given out yet, and the characters before it
-        self._looked = self._body = 0  # in a call: where to look for its end, and where its text begins
-        self._quoted = False  # whether `_looked` is within a string of JSON
-        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (first character, of its tokens)
+        self._held, self._at = "", 0  # text without a delta yet; number of characters before it
+        self._looked = self._body = 0  # in a call: where to look for its end; where its text begins
+        self._quoted = False  # whether `_looked` is within a JSON string
+        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (place of a piece, of its ids)
 
     def feed(self, text: str, logprobs: Sequence[TokenLogprob] = (), base_tokens: int = 0) -> list[Delta]:
-        """Takes the next piece of text, and returns the deltas that are certain.
+        """Takes the next piece of text, and returns the deltas that later text cannot change.
 
-        logprobs: of the piece's tokens. base_tokens: their number of base tokens, for `reasoning_tokens`.
+        logprobs: log-probabilities of the piece's tokens. base_tokens: number of base tokens of the piece.
         """
         if self._state == self._in_reasoning:
             self.reasoning_tokens += base_tokens
@@ -112,27 +114,27 @@ class Splitter:
     def finish(self, reason: str = "stop") -> list[Delta]:
         """Returns the deltas of the text that was held back. reason: why the answer ended, as in `Done`.
 
-        A last call may lack its end mark. At a limit ("length") a call that was cut off is dropped, with its marks.
+        The last call may lack its end mark. If the reason is "length", an incomplete call is dropped, with its marks.
         """
         self._cut = reason == "length"
         return self._run_states(final=True)
 
     def _run_states(self, final: bool) -> list[Delta]:
-        """Runs the states on the held text until they need more text, and returns the deltas."""
+        """Runs the states on the held text until more text is needed, and returns the deltas."""
         while self._state(final):
             pass
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _enter_state(self, state: Callable[[bool], bool], skip: bool = False) -> bool:
-        """Goes on in another state. skip: drop the white space that comes next. Returns True."""
+        """Sets the next state. skip: whether to drop the next white space. Returns True, as a state does to go on."""
         self._state, self._skip = state, skip
         return True
 
-    # States. Each adds the deltas that are certain, and returns whether the next state can run on the held text.
+    # States: each adds the deltas that later text cannot change, and returns whether to run the next state.
 
     def _before_reasoning(self, final: bool) -> bool:
-        """The answer begins, perhaps with reasoning."""
+        """At the beginning of an answer that may begin with reasoning."""
         text, start = self._held.lstrip(), self._think[0]
         spaces = len(self._held) - len(text)
         if spaces <= MOST_SPACE and text.startswith(start):
@@ -155,7 +157,7 @@ class Splitter:
         return self._enter_state(self._before_text, skip=True)
 
     def _before_text(self, final: bool) -> bool:
-        """The text begins. In a format without a start mark, the whole text may be a call."""
+        """At the beginning of the text, which as a whole may be a call if the format has no start mark."""
         if self._format is None or self._format.start:
             return self._enter_state(self._in_text, self._skip)
         may_be = _may_begin_call(self._held)
@@ -181,13 +183,13 @@ class Splitter:
         return self._enter_call(self._held.find(start) + len(start))
 
     def _enter_call(self, body: int) -> bool:
-        """Enters a call; its mark and the space before stay held. body: held characters before the call's text."""
+        """Enters a call, and keeps its start mark and the space before it held. body: index of the call's text."""
         self._body = self._looked = body
         self._quoted = False
         return self._enter_state(self._in_call)
 
     def _in_call(self, final: bool) -> bool:
-        """Within a call, which is held as a whole."""
+        """Within a call, which is held until it is complete."""
         form, most = self._known_format, self._body + MOST_CALL_CHARACTERS
         end = self._find_call_end(form)
         if 0 <= end <= most:
@@ -201,7 +203,7 @@ class Splitter:
         return False
 
     def _find_call_end(self, form: ToolFormat) -> int:
-        """Returns where the end mark begins in the held text, -1 if it has not come yet."""
+        """Returns the index of the end mark in the held text, -1 if the mark has not arrived."""
         if not form.end:
             return -1
         while (end := self._held.find(form.end, self._looked)) >= 0:
@@ -212,7 +214,7 @@ class Splitter:
         return -1
 
     def _is_in_json_string(self, end: int) -> bool:
-        """Returns whether `end` is within a JSON string of the held text; moves `_looked` forward."""
+        """Returns whether the index `end` is within a JSON string of the held text; moves `_looked` forward."""
         while (found := _QUOTES.search(self._held, self._looked, end + 1)) and found.start() < end:
             self._quoted ^= found[0] == '"'
             self._looked = found.end()
@@ -221,7 +223,7 @@ class Splitter:
         return self._quoted
 
     def _give_call(self, form: ToolFormat, body: str, n: int) -> None:
-        """Adds the calls in `body`, or n held characters as text if there are none; drops a call that was cut off."""
+        """Adds the calls in `body`; if there are none, adds `n` held characters as text, or drops a cut-off call."""
         calls = [] if self._has_all_calls else form.parse_calls(body, self._turn.tools)
         if not calls and self._cut:
             self._drop_cut_call()
@@ -234,7 +236,7 @@ class Splitter:
         self._drop_held(n)
 
     def _drop_cut_call(self) -> bool:
-        """Drops the held text, a call that a limit has cut off. Returns False: there is no more to look at."""
+        """Drops the held text, a call that a limit has cut off. Returns False: no state is to run."""
         self._drop_held(len(self._held))
         return False
 
@@ -269,7 +271,7 @@ class Splitter:
             self._deltas.append(Text(text, logprobs, self.tokens_of(begin, text)) if is_text else Reasoning(text))
 
     def _drop_held(self, n: int) -> tuple[TokenLogprob, ...]:
-        """Forgets the first n held characters, and returns the log-probabilities of tokens that begin among them."""
+        """Drops the first `n` held characters, and returns the log-probabilities of the tokens that begin in them."""
         self._held, self._at = self._held[n:], self._at + n
         found: list[TokenLogprob] = []
         while self._logprobs and self._logprobs[0][0] < self._at:
@@ -278,12 +280,12 @@ class Splitter:
 
 
 def _length_without_space(text: str) -> int:
-    """Returns the length of a text without the white space at its end, of which at most `MOST_SPACE` is dropped."""
+    """Returns the length of `text` without its trailing white space, of which at most `MOST_SPACE` is dropped."""
     return max(len(text.rstrip()), len(text) - MOST_SPACE)
 
 
 def _may_begin_call(text: str) -> bool | None:
-    """Returns whether a whole answer that begins like this may be a call; None if that cannot be said yet."""
+    """Returns whether an answer that begins with `text` is a call; None if `text` is too short to tell."""
     begun = re.sub(r"\s+", "", text[:_BEGINNING_CHARACTERS])
     if any(begun.startswith(beginning) for beginning in _CALL_BEGINNINGS):
         return True

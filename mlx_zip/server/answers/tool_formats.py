@@ -1,6 +1,6 @@
 """The formats in which models write tool calls: their marks, and parsers that return a call's name and arguments.
 
-mlx-lm's wrapper of a tokenizer has the model's marks and parser. Otherwise the format is read off the chat template:
+mlx-lm's wrapper of a tokenizer has the model's marks and parser. Without it the format is found in the chat template:
 JSON between tags (Hermes, Qwen), JSON after a mark (Mistral), or JSON as the whole answer (Llama 3 and others).
 """
 
@@ -27,10 +27,10 @@ _BETWEEN = re.compile(r"[\s;,]*")
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls. kind: its name. start, end: the marks around a call, "" for none.
+    """A format of tool calls. kind: name of the format. start, end: the marks around a call, "" for none.
 
-    parser: reads the text between the marks. arguments: the key of the arguments in JSON. is_json: whether the text
-    between the marks is JSON, in which an end mark may stand within a string. can_force: whether a grammar is known.
+    parser: reads the text between the marks. arguments: key of the arguments in JSON. is_json: whether the text between
+    the marks is JSON, so that an end mark within a string does not count. can_force: whether a grammar can force calls.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class ToolFormat:
     can_force: bool = True
 
     def parse_calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
-        """Returns the calls in the text between the marks, [] for text that is no valid call of these tools."""
+        """Returns the calls in the text between the marks, [] unless all are valid calls of these tools."""
         try:
             found = self.parser(text, openai_tools(tools))
             calls = [_make_tool_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
@@ -52,9 +52,9 @@ class ToolFormat:
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
-    """Returns the format of a tokenizer's model.
+    """Returns the format of tool calls of a tokenizer's model.
 
-    Raises `GenerationError` for a chat template without tools, and for a format that has no parser here.
+    Raises `GenerationError` if the chat template takes no tools or the format has no parser here.
     """
     template = chat_template(tokenizer)
     parser = getattr(tokenizer, "tool_parser", None)
@@ -75,7 +75,7 @@ def tool_format(tokenizer: Any) -> ToolFormat:
 
 
 def _wrapper_format(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
-    """Returns the format that mlx-lm's wrapper of a tokenizer names; `parser` is mlx-lm's."""
+    """Returns the format given by mlx-lm's wrapper of a tokenizer. parser: the wrapper's parser."""
     kind = str(getattr(parser, "__module__", "")).rpartition(".")[2]
     if kind == "mistral":
         return _mistral_format(template)
@@ -86,13 +86,13 @@ def _wrapper_format(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
 
 
 def _mistral_format(template: str) -> ToolFormat:
-    """Returns Mistral's format: a list of calls, or for newer templates a header before each call's arguments."""
+    """Returns Mistral's format: a list of calls or, in newer templates, calls that each have a header."""
     kind = "headers" if "[ARGS]" in template else "list"
     return ToolFormat(kind, "[TOOL_CALLS]", "", _parse_headed_calls if kind == "headers" else _parse_json_calls)
 
 
 def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns tools in OpenAI's shape, as chat templates take them."""
+    """Returns tools in OpenAI's JSON format, which chat templates take."""
     return [
         {
             "type": "function",
@@ -107,16 +107,16 @@ def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def messages_for_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as a model's chat template takes them: content is text, and call ids have the template's form.
+    """Returns messages in the form that the model's chat template takes: missing content becomes "".
 
-    Mistral's templates take only ids of 9 letters and digits; any other id is replaced by a hash of it.
+    Mistral's templates take only call ids of 9 letters and digits; any other call id is replaced by a hash of itself.
     """
     short = "[TOOL_CALLS]" in chat_template(tokenizer)
     return [_message_for_template(message, _mistral_call_id if short else str) for message in messages]
 
 
 def _message_for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
-    """Returns a message with "" for missing content. new_id: returns the new form of a call id."""
+    """Returns a message with "" for missing content. new_id: function from a call id to the id that replaces it."""
     changed = {"content": "", **message}
     if changed["content"] is None:
         changed["content"] = ""
@@ -132,12 +132,12 @@ def _mistral_call_id(name: str) -> str:
 
 
 def new_call_id() -> str:
-    """Returns a new id of a call, unique in every conversation."""
+    """Returns a new random id for a tool call."""
     return f"call_{uuid4().hex[:24]}"
 
 
 def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
-    """Returns a parser's result as a call. Raises `ValueError` if it has no name, or arguments that are no map."""
+    """Returns a parser's result as a call. Raises `ValueError` if the name is not a text or the arguments no map."""
     name, arguments = found["name"], found.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         raise ValueError("no call")
@@ -145,7 +145,7 @@ def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
 
 
 def _parse_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the calls in JSON text: an object, a list of objects, or several objects. Raises `ValueError`."""
+    """Returns the calls in JSON text: objects or lists of objects. Raises `ValueError` if there is no call."""
     found: list[dict[str, Any]] = []
     text, at = text.strip(), 0
     text = text.removeprefix("<|python_tag|>").strip()
@@ -168,7 +168,7 @@ def _name_and_arguments(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_headed_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the calls in text such as `name[ARGS]{...}`, or in a JSON list. Raises `ValueError`."""
+    """Returns the calls in text such as `name[ARGS]{...}`, or in JSON. Raises `ValueError` if the text is neither."""
     if "[ARGS]" not in text:
         return _parse_json_calls(text, tools)
     found, at = [], 0

@@ -1,7 +1,6 @@
-"""What the dialects of the server share: a `Turn` says which answer is wanted, and `Delta`s are the answer.
+"""What the APIs of the server share: a `Turn` says which answer is wanted, and `Delta`s are the parts of the answer.
 
-A dialect turns a request's body into a `Turn`, and deltas into its own response, streamed or whole. A whole response is
-made of the same deltas as a streamed one, so both say the same.
+Each API turns a request's body into a `Turn`, and the deltas of the answer into its own response, streamed or whole.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from mlx_zip.engine import Counts
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. parameters: JSON schema of its arguments. strict: they must follow it."""
+    """A function that the model may call. parameters: JSON schema of the arguments. strict: whether it is enforced."""
 
     name: str
     description: str = ""
@@ -25,19 +24,20 @@ class Tool:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer that is asked for.
+    """A request for one answer.
 
     messages: the conversation, as chat templates take it ("role", "content" text; an assistant's "tool_calls" with
     {"id", "type": "function", "function": {"name", "arguments": map}} and "reasoning_content"; a tool's
-    "tool_call_id"). prompt: text or base ids, in place of messages, for plain completions. prefill: how the answer
-    begins. tools, tool_choice: "auto", "none", "required" or the name of the tool to call. left_out: labels of further
-    tools that the client has given and this server cannot run. parallel_tool_calls: whether more than one call may be
-    made. schema: JSON schema that the answer must follow; {} for any JSON object. max_tokens: maximum base tokens, -1
-    for the rest of the context. sampling: fields of `Sampling`. stop: stop strings. logprobs: how many likely tokens to
-    report per token, None for no log-probabilities. template_options: further arguments of the chat template. pack:
-    name of a pack, or names of packs to merge in this order; None for the model's own. show: whether `Text`s have their
-    tokens, and `LearnedEntries` and `LiveCounts` deltas are sent. prediction: likely text of the answer, used for
-    drafts; the answer stays the same.
+    "tool_call_id"). prompt: text or base ids, in place of messages, for plain completions. prefill: text that the
+    answer begins with. tools: tools that the model may call. tool_choice: "auto", "none", "required" or the name of the
+    tool to call. left_out: labels of further tools that the client has given and this server cannot run.
+    parallel_tool_calls: whether the answer may have several calls. schema: JSON schema that the answer must follow; {}
+    for any JSON object. max_tokens: maximum base tokens, -1 for the rest of the context. sampling: fields of
+    `Sampling`. stop: stop strings. logprobs: number of likely tokens to report per token, None for no
+    log-probabilities. template_options: further arguments of the chat template. pack: name of a pack, or names of packs
+    to merge in this order; None for the model's own pack. show: whether each `Text` has its tokens, and deltas
+    `LearnedEntries` and `LiveCounts` are sent. prediction: likely text of the answer, used for drafts; it never changes
+    the answer.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -62,7 +62,7 @@ class Turn:
 class TokenLogprob:
     """A token of the answer (a hypertoken counts as one): its text, its UTF-8 bytes and its log-probability.
 
-    likely: the most likely tokens at its place, as (text, bytes, log-probability).
+    likely: the most likely tokens at this step, as (text, bytes, log-probability).
     """
 
     text: str
@@ -73,8 +73,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The prompt is being read. read, total: prompt ids read so far, and all. prompt_tokens, cached_tokens: as in
-    `Counts`, 0 if not known yet. waits_for: name of the model whose answers must end first, "" for none.
+    """Progress before the answer's first text. read: prompt ids read so far. total: all prompt ids.
+
+    prompt_tokens, cached_tokens: the prompt's base tokens, and those of them that were cached; 0 if not known yet.
+    waits_for: name of the model whose answers must end first, "" for none.
     """
 
     read: int
@@ -86,7 +88,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class ShownToken:
-    """An emitted id in a text. text: the part of the text that it stands for, "" if it only begins a character.
+    """An emitted id in a text. text: the part of the text that the id stands for, "" if it only begins a character.
 
     parts: texts of a hypertoken's base ids, () for a base id. origin: where the hypertoken's entry was learned: "pack",
     "prompt" or "answer", "" for a base id. at: base tokens of prompt and answer that had been read when the entry was
@@ -105,9 +107,9 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of the answer's text. logprobs: of the tokens that the text came from, if they were asked for.
+    """A piece of the answer's text. logprobs: log-probabilities of its tokens, if `Turn.logprobs` asks for them.
 
-    tokens: with `Turn.show`, the tokens of this piece; their texts joined are `text`.
+    tokens: if `Turn.show`, the tokens of this piece; their texts joined are `text`.
     """
 
     text: str
@@ -117,14 +119,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of the model's reasoning, where its template marks it."""
+    """A piece of the model's reasoning, found by the reasoning marks of its chat template."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A whole call of a tool. id: unique in the conversation. arguments: JSON text of an object."""
+    """A complete call of a tool. id: unique in the conversation. arguments: JSON text of an object."""
 
     id: str
     name: str
@@ -140,16 +142,16 @@ class LearnedEntries:
 
 @dataclass(frozen=True)
 class LiveCounts:
-    """The answer's figures so far, sent at most ten times per second and once before `Done`."""
+    """The answer's counts so far, sent at most ten times per second and once before `Done`."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
 class PromptDifference:
-    """Where a prompt first differs from the kept conversation that shares most with it. at: base tokens shared.
+    """Where a prompt first differs from the kept conversation that shares the longest beginning with it.
 
-    kept, now: what comes next in the conversation and in the prompt, shortened.
+    at: number of base tokens shared. kept, now: the next text of the conversation and of the prompt, shortened.
     """
 
     at: int
@@ -159,11 +161,11 @@ class PromptDifference:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an answer. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended it.
+    """The end of an answer. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended the text.
 
-    reasoning_tokens: base tokens of the reasoning. left_out: as in `Turn`. differs: None if the prompt continues a kept
-    conversation, or shares no beginning with one. unshown: log-probabilities, if they were asked for, of the last
-    tokens that added no text: an eos, part of a character.
+    reasoning_tokens: number of base tokens of the reasoning. left_out: labels of tools that this server cannot run.
+    differs: None if the prompt continues a kept conversation, or shares no beginning with one. unshown: if
+    `Turn.logprobs` asks for them, log-probabilities of the last tokens that added no text: an eos, part of a character.
     """
 
     reason: str

@@ -1,1 +1,1 @@
-"""Anthropic's dialect: Messages."""
+"""Anthropic's API: Messages."""

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages: messages of blocks, what a request may hold, and the `Turn` that it asks for."""
+"""Request bodies of Anthropic's Messages API, whose messages consist of blocks, and the `Turn` made of a body."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _TEXTS = ("content", "reasoning_content")  # fields of a message that are lists 
 
 
 class SystemText(LenientBody):
-    """A piece of text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
 
 
 class ToolUse(LenientBody):
-    """A call that the model made."""
+    """A block with a tool call that the model made."""
 
     type: Literal["tool_use"]
     id: str
@@ -46,7 +46,7 @@ class ToolUse(LenientBody):
 
 
 class ToolResult(LenientBody):
-    """What a tool returned. is_error: the content says what went wrong."""
+    """A block with what a tool returned. is_error: whether the content describes an error."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -55,7 +55,7 @@ class ToolResult(LenientBody):
 
 
 class ThinkingBlock(LenientBody):
-    """What the model reasoned. The signature is not checked."""
+    """A block of the model's reasoning. The signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -63,7 +63,7 @@ class ThinkingBlock(LenientBody):
 
 
 class RedactedThinking(LenientBody):
-    """Reasoning of another server, which cannot be read; it is left out."""
+    """A block of encrypted reasoning from another server; it is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -76,22 +76,22 @@ Block = Annotated[
 
 
 class Message(LenientBody):
-    """A message. Content that is a string means one block of text."""
+    """A message. content: blocks, or a string, which stands for one block of text."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
 
 def join_text_blocks(content: str | Sequence[SystemText]) -> str:
-    """Returns the text of a system prompt or of a tool's result; blocks become paragraphs."""
+    """Returns the text of a system prompt or of a tool's result. Blocks become paragraphs."""
     return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
 
 
 def template_messages(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns messages for chat templates, and the answer's prefill: the last message if it is the model's, else None.
+    """Returns messages for chat templates, and the answer's prefill, None for none.
 
-    Messages of one role in a row are joined. Raises `BodyError` for a tool's result without its call, for blocks that
-    do not fit the role, and for a prefill that holds more than text.
+    A last message of the assistant is the prefill. Adjacent messages of one role are joined. Raises `BodyError` if a
+    tool's result has no call before it, a block does not fit the role of its message, or the prefill is not only text.
     """
     messages: list[dict[str, Any]] = []
     calls: set[str] = set()
@@ -110,12 +110,12 @@ def template_messages(given: Sequence[Message]) -> tuple[list[dict[str, Any]], s
 
 
 def _join_pieces(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message with its pieces of text joined, all at once: each addition to a long text would copy it."""
+    """Returns a message with its pieces of text joined; adding them one by one would copy a long text each time."""
     return {name: "".join(value) if name in _TEXTS else value for name, value in message.items()}
 
 
 def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any], place: str, calls: set[str]) -> None:
-    """Adds a message of the model. place: path of its blocks. calls: ids of all calls so far; new ones are added."""
+    """Adds blocks of the model's message. place: path of `blocks`. calls: ids of calls so far; new ones are added."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
     answer = messages[-1]
@@ -137,7 +137,7 @@ def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any],
 def _add_user_blocks(
     messages: list[dict[str, Any]], role: str, blocks: Sequence[Any], place: str, calls: set[str]
 ) -> None:
-    """Adds texts and tool results of a message of the user or the system. place: path of its blocks."""
+    """Adds texts and tool results of a user or system message. place: path of `blocks`. calls: ids of known calls."""
     for i, block in enumerate(blocks):
         match block:
             case SystemText():
@@ -183,7 +183,7 @@ class CustomTool(Body):
 
     @property
     def tool(self) -> Tool:
-        """The tool as a `Turn` takes it."""
+        """The tool in the form that `Turn.tools` takes."""
         return Tool(self.name, self.description, self.input_schema, self.strict)
 
 
@@ -193,7 +193,7 @@ AnyTool = Annotated[
 
 
 class ToolChoice(Body):
-    """Which tools are called. name: of the tool that type "tool" chooses."""
+    """Which tools the model must or may call. name: name of the tool to call if the type is "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -201,7 +201,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons. The budget is passed to the chat template; nothing else enforces it.
+    """Whether the model reasons. budget_tokens: passed to the chat template, and not enforced otherwise.
 
     display: "omitted" leaves the text of the reasoning out of the answer.
     """
@@ -212,20 +212,20 @@ class Thinking(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The chat template's options; for "adaptive" none, which leaves the choice to the model."""
+        """Options of the chat template; {} for "adaptive", which leaves the choice to the model."""
         budget = {} if self.budget_tokens is None else {"thinking_budget": self.budget_tokens}
         return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled", **budget}
 
 
 class OutputSchema(Body):
-    """JSON that follows a schema."""
+    """Demands an answer in JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How the answer is written."""
+    """Settings of the answer. effort: how much the model reasons. format: schema of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputSchema | None = None
@@ -252,7 +252,7 @@ class CountBody(Body):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the model can call; tools of other types are left out."""
+        """The tools that the model can call, without tools of types that this server cannot run."""
         return [tool.tool for tool in self.tools if isinstance(tool, CustomTool)]
 
     @property
@@ -277,9 +277,9 @@ class MessagesBody(CountBody):
 
 
 def turn_of(body: CountBody) -> Turn:
-    """Returns the turn that a body asks for, to be answered or to have its prompt's tokens counted.
+    """Returns the turn that a body asks for.
 
-    Raises `BodyError` for blocks in a wrong order, and for tools that contradict each other.
+    Raises `BodyError` if a block is in a wrong place or the tools contradict each other or the tool choice.
     """
     check_tools([tool.name for tool in body.callable_tools], body.choice)
     messages, prefill = template_messages(body.messages)

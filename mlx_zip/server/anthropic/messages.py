@@ -1,4 +1,4 @@
-"""Anthropic's Messages, streamed and whole, and the count of a prompt's tokens."""
+"""Anthropic's Messages API: answers, streamed and whole, and counts of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 
 def routes(core: Core) -> list[Route]:
-    """Returns the routes of messages."""
+    """Returns the routes of the Messages API."""
 
     async def messages(request: Request) -> Response:
         """Answers a conversation."""
@@ -70,29 +70,29 @@ class _MessageRequest:
         return self._builder.message
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields one frame per delta: its events, or a comment if it has none."""
+        """Yields one frame per delta: the delta's events, or a comment if it has none."""
         async with aclosing(self._core.answer(self._turn)) as deltas:
             async for delta in deltas:
                 events = self._builder.add(delta)
                 yield events_bytes(events) if events else comment_bytes("waiting")
 
     def failure_event(self, failure: RequestError) -> bytes:
-        """Returns the last event of an answer that failed."""
+        """Returns the event that reports the failure and ends the stream."""
         error = failure.body(ANTHROPIC)["error"]
         return events_bytes(self._builder.fail(error["type"], error["message"]))
 
 
-# ---- one builder makes the events of a stream and the whole message
+# ---- the builder of a stream's events and of the whole message
 
 Json = dict[str, Any]
-SIGNATURE = "mlx_zip"  # not empty, because some clients drop reasoning that is not signed; nothing checks it
+SIGNATURE = "mlx_zip"  # of reasoning; some clients drop reasoning without one, and nothing checks it
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageBuilder:
     """Builds a message from deltas. `add` and `fail` return the events to send; `message` is the message so far.
 
-    model: name to report. make_id: returns a new id with a given prefix.
+    model: name of the model to report. make_id: function from a prefix to a new id.
     """
 
     def __init__(self, body: MessagesBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
@@ -109,11 +109,11 @@ class MessageBuilder:
         self._omits = body.thinking is not None and body.thinking.display == "omitted"
         self._events: list[Json] = []
         self._began = False
-        self._block: Json = {}  # the block that is being written, the last of the content; {} between blocks
+        self._block: Json = {}  # the unfinished block, which is the last of the content; {} between blocks
         self._pieces: list[str] = []  # pieces of the block's text
 
     def add(self, delta: Delta) -> list[Json]:
-        """Returns the events of a delta."""
+        """Adds a delta to the message and returns the events to send."""
         if not self._begin_message(delta):
             return []
         match delta:
@@ -132,7 +132,7 @@ class MessageBuilder:
         return self._take_events()
 
     def fail(self, kind: str, message: str) -> list[Json]:
-        """Returns the events of an answer that failed. kind: the error's type."""
+        """Returns the events to send if the answer fails. kind: type of the error."""
         self._events.append({"type": "error", "error": {"type": kind, "message": message}})
         return self._take_events()
 
@@ -201,7 +201,7 @@ class MessageBuilder:
 
 
 def usage_json(counts: Counts, reasoning_tokens: int = 0) -> Json:
-    """Returns the usage in base tokens. input_tokens does not count the prompt's cached tokens."""
+    """Returns the usage in base tokens; `input_tokens` is the prompt without its cached tokens."""
     return {
         "input_tokens": counts.prompt_tokens - counts.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,1 +1,1 @@
-"""OpenAI's dialect: chat completions, completions of plain text, and Responses."""
+"""OpenAI's APIs: chat completions, completions of plain text, and Responses."""

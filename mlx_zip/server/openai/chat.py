@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, streamed and whole."""
+"""OpenAI's chat completions API, streamed and whole."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class _ChatStream:
         return event_bytes({**self._head, "choices": [choice], **self._end, **(more or {})})
 
 
-# ---- what a request may hold, and the `Turn` that it asks for
+# ---- request bodies, and the `Turn` made of a body
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -202,7 +202,7 @@ class Message(LenientBody):
     reasoning_content: str | None = None
 
     def check_role_fields(self, place: str) -> None:
-        """Raises `BodyError` for a missing field, and for one that this role cannot have. place: the message's path."""
+        """Raises `BodyError` if the role lacks a field or cannot have one that is set. place: path of the message."""
         if self.role != "assistant" and "content" not in self.model_fields_set:
             raise BodyError(f"a message of the role {self.role} needs this field", f"{place}.content")
         for name in ("tool_calls", "reasoning_content", "refusal"):
@@ -212,7 +212,7 @@ class Message(LenientBody):
             raise BodyError("messages of the role tool have this field, and no others", f"{place}.tool_call_id")
 
     def as_template_message(self, place: str) -> dict[str, Any]:
-        """Returns the message as chat templates take it. Raises `BodyError`. place: path of the message."""
+        """Returns the message in the form that chat templates take. Raises `BodyError`. place: path of the message."""
         self.check_role_fields(place)
         role = "system" if self.role == "developer" else self.role
         turn: dict[str, Any] = {"role": role, "content": self._joined_text}
@@ -242,7 +242,7 @@ class Function(Body):
 
 
 class FunctionTool(Body):
-    """A function that the model may call, in the shape of chat completions."""
+    """A function that the model may call, in the form of chat completions."""
 
     harmless = frozenset({"cache_control"})
 
@@ -263,14 +263,14 @@ class ChosenFunction(Body):
 
 
 class ChosenTool(Body):
-    """A choice of one function."""
+    """Forces a call of one function."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
 class NamedSchema(Body):
-    """A JSON schema. The answer follows it whether `strict` is set or not."""
+    """A JSON schema. The answer follows the schema whether `strict` is set or not."""
 
     name: Name
     description: str = ""
@@ -279,7 +279,7 @@ class NamedSchema(Body):
 
 
 class JsonSchema(Body):
-    """JSON that follows a schema."""
+    """Demands an answer in JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -323,7 +323,7 @@ class ChatBody(CompletionFields):
     mlx_zip: VendorFields = Field(default_factory=VendorFields)
 
     def check(self, core: Core) -> None:
-        """Raises `RequestError` for an unknown model, and `BodyError` for fields that do not fit together."""
+        """Raises `RequestError` if the model is unknown, `BodyError` if fields contradict each other or the model."""
         super().check(core)
         if self.top_logprobs is not None and not self.logprobs:
             raise BodyError("this field needs logprobs: true", "top_logprobs")
@@ -342,7 +342,7 @@ class ChatBody(CompletionFields):
         return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
 
     def turns(self, core: Core) -> list[Turn]:
-        """Returns one turn for each of the `n` answers. Raises `RequestError` and `BodyError`."""
+        """Returns one turn for each of the `n` answers. Raises what `check` and `as_template_message` raise."""
         self.check(core)
         messages = join_system_messages(
             [one.as_template_message(f"messages.{i}") for i, one in enumerate(self.messages)]
@@ -376,6 +376,6 @@ def _response_schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[s
 
 
 def _call_for_template(call: Call, place: str) -> dict[str, Any]:
-    """Returns a call as chat templates take it: with arguments as a map. Raises `BodyError`."""
+    """Returns a call in the form that chat templates take. Raises `BodyError` if its arguments are no JSON object."""
     arguments = parse_arguments(call.function.arguments or "{}", f"{place}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Whole answers, gathered from deltas, and the fields and figures of all choices together."""
+"""Gathers whole answers from deltas, and sums the counts of all choices of a response."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DONE_FRAME = b"data: [DONE]\n\n"
 
 
 class Choice:
-    """One answer while its deltas arrive. done: None until it has ended."""
+    """One answer, gathered from deltas. done: the last delta, None until the answer has ended."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -49,12 +49,12 @@ class Choice:
 
     @property
     def reason(self) -> str | None:
-        """Why the answer has ended."""
+        """Why the answer has ended, None before."""
         return None if self.done is None else self.done.reason
 
 
 async def gather_choices(core: Core, turns: Sequence[Turn]) -> list[Choice]:
-    """Returns the whole answers of turns. Raises what `Core.answer` raises."""
+    """Returns the whole answers to `turns`. Raises what `Core.answers` raises."""
     choices = [Choice() for _ in turns]
     async with aclosing(core.answers(turns)) as answers:
         async for index, delta in answers:
@@ -68,7 +68,7 @@ def choice_ends(choices: Sequence[Choice]) -> list[Done]:
 
 
 def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
-    """Returns the first fields of an answer, or of each chunk of a streamed one. prefix: begins the new id."""
+    """Returns the first fields of a completion, or of each chunk of a streamed one. prefix: prefix of the new id."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -79,7 +79,7 @@ def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
 
 
 def total_counts(done: Sequence[Done], n: int) -> Counts:
-    """Returns the figures of all choices together. n: choices per prompt; a prompt's tokens count once."""
+    """Returns the counts of all choices together; a prompt's tokens count once. n: choices per prompt."""
     prompts = [one.counts for one in done[::n]]
     read, cached = sum(one.prompt_tokens for one in prompts), sum(one.cached_tokens for one in prompts)
     return replace(sum_counts([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)

@@ -1,4 +1,4 @@
-"""OpenAI's completions of plain text, streamed and whole."""
+"""OpenAI's completions API, which continues plain text, streamed and whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mlx_zip.server.vendor import vendor_figures, vendor_notes
 from mlx_zip.text.token_facts import TokenTexts, count_characters
 
 MOST_PROMPTS = 64
-MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer
+MOST_ECHOED = 1 << 19  # maximum log-probabilities of echoed prompts in one response
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # no maximum here: the model's context bounds it
 
@@ -64,7 +64,7 @@ class CompletionBody(CompletionFields):
         return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
     def turns(self, core: Core) -> list[Turn]:
-        """Returns what the request asks for: n turns for each prompt. Raises `RequestError` and `BodyError`."""
+        """Returns `n` turns for each prompt. Raises what `check` raises, and `BodyError` for invalid prompts."""
         self.check(core)
         if self.best_of not in (None, self.n):
             raise BodyError("all completions are returned, so this must be n", "best_of")
@@ -127,9 +127,9 @@ async def _whole_completion(core: Core, asked: CompletionBody, turns: Sequence[T
 
 
 async def _make_echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
-    """Returns each turn's prompt to send back, [] without `echo`. Raises `BodyError` for too many log-probabilities.
+    """Returns the echo of each turn's prompt, [] if the request does not set `echo`.
 
-    No prompt is scored before that is checked for all of them.
+    Raises `BodyError`, before any prompt is scored, if there would be more than `MOST_ECHOED` log-probabilities.
     """
     if not asked.echo:
         return []
@@ -150,7 +150,7 @@ def _choice_json(index: int, text: str, logprobs: Any, reason: str | None) -> di
 
 
 def _logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
-    """Returns the log-probabilities of a text in the form of completions. begin: offset of its first character."""
+    """Returns the log-probabilities of a text in OpenAI's form. begin: offset of the text's first character."""
     offsets = [begin]
     for one in found:
         offsets.append(offsets[-1] + count_characters(one.bytes))
@@ -219,20 +219,21 @@ async def _stream_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn
     yield DONE_FRAME
 
 
-# ---- prompts that come back with their answers, with log-probabilities if asked for
+# ---- echoes: prompts that are sent back with their answers, with log-probabilities if requested
 #
-# Clients that ask for this count base tokens, also where the model read a hypertoken. So a hypertoken's last base token
-# gets its log-probability, and the base tokens before get 0. The sum from any token to the last one is then the
-# log-probability of all ids that cover these tokens.
+# Clients that request log-probabilities of a prompt count base tokens, even where the model read a hypertoken. So the
+# last base token of a hypertoken gets the hypertoken's log-probability, and its other base tokens get 0. The sum from
+# any base token to the last one is then the log-probability of all ids that cover these base tokens.
 
 _LogprobsByText = dict[str, float]
 
 
 @dataclass(frozen=True)
 class _EchoedToken:
-    """A base token of a prompt. logprob, likely: None where nothing precedes the token.
+    """A base token of an echoed prompt. characters: number of characters that begin in the token.
 
-    characters: how many begin in the token. likely: text -> log-probability of the likeliest tokens at its place.
+    logprob, likely: None if nothing precedes the token. likely: text -> log-probability of the likeliest tokens at the
+    token's place.
     """
 
     text: str
@@ -243,7 +244,7 @@ class _EchoedToken:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt to send back with its answer. count: its base tokens. tokens: () without log-probabilities."""
+    """A prompt to send back with its answer. count: number of base tokens. tokens: () without log-probabilities."""
 
     text: str
     count: int
@@ -267,22 +268,22 @@ class Echo:
 
 
 async def _echo_turn(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:
-    """Returns a turn's prompt to send back. ids: its base ids. Raises what `Core.score_prompt` raises."""
+    """Returns the echo of a turn's prompt. ids: base ids of the prompt. Raises what `Core.score_prompt` raises."""
     read = [] if turn.logprobs is None else await core.score_prompt(turn, ids)
     return await core.run_in_thread(_make_echo, core, turn.prompt, ids, read)
 
 
 def _make_echo(core: Core, prompt: str | Sequence[int], ids: Sequence[int], read: Sequence[PromptId]) -> Echo:
-    """Returns a prompt to send back; for a long one this takes seconds.
+    """Returns the echo of a prompt; takes seconds if the prompt is long.
 
-    ids: its base ids. read: the ids that the model read it as, [] unless log-probabilities were asked for.
+    ids: base ids of the prompt. read: the ids as which the model read the prompt, [] without log-probabilities.
     """
     text = prompt if isinstance(prompt, str) else core.tokens.decode(ids)
     return Echo(text, len(ids), tuple(echoed_tokens(read, core.tokens)))
 
 
 def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_EchoedToken]:
-    """Yields the base tokens of the ids that the model read a prompt as. texts: texts of ids."""
+    """Yields the base tokens of `read`, the ids as which the model read a prompt. texts: texts of ids."""
     for one in read:
         *before, last = (texts[(i,)] for i in one.base_ids)
         if one.logprob is None:
@@ -293,10 +294,10 @@ def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_Echo
 
 
 def _likeliest_by_text(read: PromptId, own: str, texts: TokenTexts) -> _LogprobsByText:
-    """Returns text -> log-probability of the likeliest ids at an id's place. own: text of the id itself at that place.
+    """Returns text -> log-probability of the likeliest ids at the place of `read`. own: text of the id `read`.
 
-    `own` stands for the id itself only: another id with that text gets its bytes as key, as in OpenAI's completions. Of
-    other ids with equal texts, the likeliest is kept.
+    The key `own` is for the id `read` alone: any other id with this text gets its bytes as key, as in OpenAI's
+    completions. Of other ids with equal texts, only the likeliest is returned.
     """
     found: _LogprobsByText = {}
     for other in read.likely:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, streamed and whole. Running ones can be read and cancelled, stored ones continued and deleted."""
+"""OpenAI's Responses API, streamed and whole. Running responses can be cancelled, stored ones continued and deleted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def routes(core: Core) -> list[Route]:
-    """Returns the routes of responses, which share a store."""
+    """Returns the routes of the Responses API, which share one `ResponseStore`."""
     folder = core.options.responses_folder
     files = None if folder is None else ResponseFiles(folder)
     if files is not None:
@@ -93,7 +93,7 @@ def routes(core: Core) -> list[Route]:
 def _make_request(
     core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
 ) -> _ResponseRequest:
-    """Returns the request in a body. Raises `RequestError` for an unknown model, response or item."""
+    """Returns the request made of a body. Raises `RequestError` if it names an unknown model, response or item."""
     check_model(core, body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
@@ -115,8 +115,9 @@ async def _delete_response(store: ResponseStore, running: dict[str, _ResponseReq
 
 @dataclass(eq=False)
 class _ResponseRequest:
-    """One request. items: the whole conversation. running: requests in flight, by the id of the response. stores: False
-    if the response must not be stored, even if the request asks for that.
+    """One request. items: the whole conversation. running: requests in flight, by the id of the response.
+
+    stores: whether the response may be stored; it is stored if `body.store` is set too.
     """
 
     core: Core
@@ -146,7 +147,7 @@ class _ResponseRequest:
                     yield events_bytes(events)
 
     async def _delta_events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Yields the events of each delta, and those of the end if the response is cancelled."""
+        """Yields the events of each delta; if the response is cancelled, yields its last events too."""
         if not self.items:  # a probe: there is nothing to answer
             yield self._add_delta(Done("stop", Counts()))
             return
@@ -165,7 +166,7 @@ class _ResponseRequest:
             self.ended.set()
 
     async def cancel(self) -> dict[str, Any]:
-        """Ends the answer, waits up to `CANCEL_S` seconds until it has ended, and returns the response."""
+        """Stops the answer, waits up to `CANCEL_S` seconds for its end, and returns the response."""
         self.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_S):
@@ -174,7 +175,7 @@ class _ResponseRequest:
         return found | ({"status": "cancelled"} if found["status"] == "in_progress" else {})
 
     def failure_events(self, failure: RequestError) -> bytes:
-        """Returns the last events of an answer that failed."""
+        """Returns the events that report the failure and end the stream."""
         return events_bytes(self.builder.fail(str(failure), _ERROR_CODES.get(failure.status, "server_error")))
 
     def _add_delta(self, delta: Delta) -> list[dict[str, Any]]:
@@ -190,7 +191,7 @@ class _ResponseRequest:
 
 
 def _items_page(items: Any, query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a part of a list. query: limit (1 to 100), order ("asc" or "desc"), after (an item's id)."""
+    """Returns a page of a list of items. query: limit (1 to 100), order ("asc" or "desc"), after (an item's id)."""
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise RequestError(400, "limit: this must be an integer from 1 to 100", "invalid_request", "limit")

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses: the items of a conversation, what a request may hold, and the `Turn` it asks for."""
+"""Request bodies of OpenAI's Responses API: items of a conversation, other fields, and the `Turn` made of a body."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class TextPart(LenientBody):
-    """A piece of a message's text. Its notes (annotations, log-probabilities) have no effect."""
+    """A piece of a message's text. Its annotations and log-probabilities are ignored."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class Message(LenientBody):
-    """A message of the user, the system, the developer (whose messages are the system's) or the model."""
+    """A message of the user, the system, the developer or the model. A developer's message counts as the system's."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -80,7 +80,7 @@ class SummaryText(LenientBody):
 
 
 class ReasoningItem(LenientBody):
-    """What the model reasoned. Encrypted content of another server cannot be read, and has no effect."""
+    """The model's reasoning. Encrypted content from another server is ignored."""
 
     type: Literal["reasoning"]
     summary: Many[SummaryText] = Field(default_factory=list)
@@ -97,7 +97,7 @@ class ItemReference(LenientBody):
 
 
 def _default_to_message(given: Any) -> Any:
-    """Returns an item with its type; one without a type is a message."""
+    """Returns an item with its type, which is "message" if the item has none."""
     return {**given, "type": "message"} if isinstance(given, Mapping) and given.get("type") is None else given
 
 
@@ -112,7 +112,7 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def item_with_id(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
-    """Returns an item of a request as responses show it: with an id, a status, and content in parts."""
+    """Returns a request's item in the form of a response's item: with an id, a status, and content in parts."""
     named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
     if isinstance(item.get("content"), str):
         notes = {"annotations": []} if item["role"] == "assistant" else {}
@@ -124,8 +124,8 @@ def item_with_id(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict
 def template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:
     """Returns items as messages for chat templates. Reasoning and the text and calls after it become one message.
 
-    before: number of items that come from earlier responses. Raises `BodyError` for an output without its call, and for
-    arguments that are no JSON object.
+    before: number of items from earlier responses. Raises `BodyError` if an output has no call before it, or a call's
+    arguments are not a JSON object.
     """
     messages: list[dict[str, Any]] = []
     calls: set[str] = set()
@@ -148,7 +148,7 @@ def template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> li
 
 
 def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """Adds a message; the model's text goes into the message of the reasoning before it."""
+    """Adds a message. Text of the model is added to the message of the reasoning before it, if there is one."""
     if item["role"] != "assistant":
         role = "user" if item["role"] == "user" else "system"
         messages.append({"role": role, "content": _join_text(item["content"], "\n")})
@@ -161,7 +161,7 @@ def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> Non
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
-    """Adds a call to the model's message, or begins one. place: path of the arguments, for errors."""
+    """Adds a call to the last message, or to a new one if the last is not the model's. place: path for errors."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     function = {"name": item["name"], "arguments": parse_arguments(item["arguments"] or "{}", place)}
@@ -192,7 +192,7 @@ class FunctionTool(Body):
 
     @property
     def tool(self) -> Tool:
-        """The function as a `Turn` takes it."""
+        """The function in the form that `Turn.tools` takes."""
         return Tool(self.name, self.description, self.parameters, self.strict)
 
 
@@ -203,14 +203,14 @@ AnyTool = Annotated[
 
 
 class NamedFunction(Body):
-    """A choice of one function."""
+    """Names one function."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedTools(Body):
-    """A choice among some of the functions."""
+    """Allows calls of some functions only. mode: "required" forces a call."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -218,7 +218,7 @@ class AllowedTools(Body):
 
 
 class JsonSchema(Body):
-    """JSON that follows a schema. The schema is followed whether or not `strict` is set."""
+    """Demands an answer in JSON that follows a schema, whether `strict` is set or not."""
 
     harmless = frozenset({"strict", "description"})
 
@@ -228,7 +228,7 @@ class JsonSchema(Body):
 
 
 class TextConfig(Body):
-    """How the text is written. verbosity has no effect."""
+    """Settings of the answer's text. `verbosity` has no effect."""
 
     harmless = frozenset({"verbosity"})
 
@@ -243,7 +243,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """How much the model shall reason. The answer holds all of its reasoning, whatever summary is asked for."""
+    """How much the model reasons. The answer holds the whole reasoning, whatever summary is requested."""
 
     harmless = frozenset({"summary", "generate_summary"})
 
@@ -305,14 +305,14 @@ class ResponseBody(Body):
 
     @property
     def items(self) -> list[Any]:
-        """The input's items; text is one message of the user."""
+        """The items of the input; a text counts as one message of the user."""
         if isinstance(self.input, list):
             return [item.model_dump(exclude_none=True) for item in self.input]
         return [{"type": "message", "role": "user", "content": self.input}]
 
     @property
     def logprobs(self) -> int | None:
-        """How many likely tokens to report per token, None for no log-probabilities at all."""
+        """Number of likely tokens to report per token, None for no log-probabilities at all."""
         return self.top_logprobs or 0 if self.top_logprobs is not None or LOGPROBS in self.include else None
 
     @property
@@ -324,7 +324,7 @@ class ResponseBody(Body):
 
     @property
     def functions(self) -> list[Tool]:
-        """All functions of the request; tools of other types are left out."""
+        """All functions of the request, without tools of other types."""
         return [tool.tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     @property
@@ -339,10 +339,10 @@ class ResponseBody(Body):
 
 
 def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int = 0) -> Turn:
-    """Returns the turn that a body asks for. items: the conversation, which ends with the body's items. before: number
-    of items before those of the body.
+    """Returns the turn that a body asks for. items: the conversation, which ends with the body's items.
 
-    Raises `BodyError` for items in a wrong order, and for tools that contradict each other.
+    before: number of items before those of the body. Raises `BodyError` if items are in a wrong order, or tools
+    contradict each other or the tool choice.
     """
     check_tools([tool.name for tool in body.functions], body.choice)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's Responses: one builder makes the events of a stream and the whole response."""
+"""Builds answers of OpenAI's Responses API from deltas: the events of a stream, and the whole response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 class ResponseBuilder:
     """Builds a response from deltas. Methods return the events to send, in order; `response` is the response so far.
 
-    model: name to report. make_id: returns a new id with a given prefix.
+    model: name of the model to report. make_id: function from a prefix to a new id.
     """
 
     def __init__(self, body: ResponseBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
@@ -26,17 +26,17 @@ class ResponseBuilder:
         self._logprobs, self._make_id = body.logprobs is not None, make_id
         self._events: list[Json] = []
         self._sequence = 0
-        self._item: Json = {}  # the item that is being written, the last of the output; {} between items
+        self._item: Json = {}  # the unfinished item, which is the last of the output; {} between items
         self._pieces: list[str] = []  # pieces of the item's text
 
     def begin(self) -> list[Json]:
-        """Returns the events that come before the first delta."""
+        """Returns the events to send before the first delta."""
         for kind in ("response.created", "response.in_progress"):
             self._add_event(kind, response=deepcopy(self.response))
         return self._take_events()
 
     def add(self, delta: Delta) -> list[Json]:
-        """Returns the events of a delta."""
+        """Adds a delta to the response and returns the events to send."""
         match delta:
             case Text(text, logprobs):
                 self._add_text(text, logprobs_json(logprobs) if self._logprobs else [])
@@ -51,14 +51,14 @@ class ResponseBuilder:
         return self._take_events()
 
     def fail(self, message: str, code: str = "server_error") -> list[Json]:
-        """Returns the events of an answer that failed. code: OpenAI's code of the error."""
+        """Marks the response as failed and returns the events to send. code: OpenAI's code of the error."""
         self._close_item("incomplete")
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         self._add_event("response.failed", response=self.response)
         return self._take_events()
 
     def cancel(self) -> list[Json]:
-        """Returns the events of an answer that a client has cancelled."""
+        """Marks the response as cancelled and returns the events to send."""
         self._close_item("incomplete")
         self.response["status"] = "cancelled"
         self._add_event("response.incomplete", response=self.response)
@@ -173,7 +173,7 @@ def usage_json(done: Done) -> Json:
 
 
 def _initial_fields(body: ResponseBody, model: str) -> Json:
-    """Returns the fields of a response that a request determines, and those that are not known yet."""
+    """Returns the fields of a new response: those that the request sets, and those not known yet, as None."""
     given = body.model_dump(by_alias=True)
     same = ("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "store", "temperature")
     same += ("top_p", "tool_choice", "truncation", "metadata", "background")

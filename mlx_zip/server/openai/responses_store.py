@@ -22,22 +22,22 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response. items: all that the model was given, items of earlier responses included."""
+    """A response. items: all items that the model was given, those of earlier responses included."""
 
     response: Json
     items: Sequence[Json]
 
     @property
     def conversation(self) -> list[Json]:
-        """The items before those of a response that continues this one."""
+        """The items that the conversation has so far, for a response that continues this one."""
         return [*self.items, *self.response["output"]]
 
 
 class ResponseStore:
     """Responses by id, for one event loop. most, most_bytes: maximum number and total bytes of the kept responses.
 
-    Each is kept as JSON, so that the bytes counted are those in memory. files: where responses are kept on disk too,
-    and read from at the beginning; None: in memory only.
+    Each response is kept as JSON text, whose bytes are counted. files: keeps the responses on disk too, and is read at
+    the start; None to keep them in memory only.
     """
 
     def __init__(self, most: int, most_bytes: int, files: ResponseFiles | None = None) -> None:
@@ -53,7 +53,7 @@ class ResponseStore:
         return len(self._texts)
 
     def add(self, response: Json, items: Sequence[Json]) -> None:
-        """Keeps a response and its input items. One that is larger than `most_bytes` is not kept."""
+        """Keeps a response and its input items, unless they have more than `most_bytes`."""
         text = json_bytes({"response": response, "items": items})
         if len(text) > self._most_bytes or self._most < 1:
             return
@@ -62,7 +62,7 @@ class ResponseStore:
         self._keep_response(text, response)
 
     def _keep_response(self, text: bytes, response: Json) -> None:
-        """Keeps a response in memory, and evicts others beyond the limits. text: response and items as JSON."""
+        """Keeps a response in memory, and evicts others above the limits. text: response and items as JSON."""
         self._texts[response["id"]] = text
         self._owners |= {item["id"]: response["id"] for item in response["output"]}
         self.bytes += len(text)
@@ -70,7 +70,7 @@ class ResponseStore:
             self.delete(next(iter(self._texts)))
 
     def get(self, name: str, param: str | None = None, code: str = "not_found") -> StoredResponse:
-        """Returns a response by id. param: the field that names it. Raises `RequestError` with status 404."""
+        """Returns a stored response by id. param: request field with the id. Raises `RequestError` with status 404."""
         if name not in self._texts:
             message = f"there is no stored response {name[:80]!r}; the server keeps the latest ones"
             raise RequestError(404, message, code, param)
@@ -78,7 +78,7 @@ class ResponseStore:
         return StoredResponse(**json.loads(self._texts[name]))
 
     def delete(self, name: str) -> None:
-        """Forgets a response. Raises `RequestError` with status 404."""
+        """Deletes a response, on disk too. Raises `RequestError` with status 404 if it is not stored."""
         for item in self.get(name).response["output"]:
             del self._owners[item["id"]]
         self.bytes -= len(self._texts.pop(name))
@@ -86,18 +86,18 @@ class ResponseStore:
             self._files.delete(name)
 
     def clear(self) -> int:
-        """Forgets all responses; returns how many."""
+        """Deletes all responses, on disk too; returns their number."""
         names = list(self._texts)
         for name in names:
             self.delete(name)
         return len(names)
 
     def with_references(self, items: Sequence[Json]) -> list[Json]:
-        """Returns the items of an input, with output items of stored responses in place of references to them.
+        """Returns the items of an input, with each reference replaced by the output item of a stored response.
 
-        Raises `RequestError` with status 404 for a reference to anything else.
+        Raises `RequestError` with status 404 if a referenced item is not stored.
         """
-        known: dict[str, Json] = {}  # a stored response is read once, however many refer to it
+        known: dict[str, Json] = {}  # so that each stored response is parsed only once
         return [
             self._stored_item(item["id"], i, known) if item["type"] == "item_reference" else item
             for i, item in enumerate(items)
@@ -120,9 +120,9 @@ log = logging.getLogger(__name__)
 
 
 class ResponseFiles:
-    """A folder of responses, which no other user can read. Files are written and deleted in a thread, in order.
+    """A folder of responses that no other user can read. Files are written and deleted in a thread, in order.
 
-    If the folder or a file cannot be used, this is logged and otherwise ignored.
+    A folder or file that cannot be used is logged and skipped.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -171,11 +171,11 @@ class ResponseFiles:
             self._run_in_thread(lambda: (self.folder / f"{name}.json").unlink(missing_ok=True))
 
     def flush(self) -> None:
-        """Waits until everything so far is on disk."""
+        """Waits until all writes and deletions so far are done."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Waits until everything is on disk; nothing is written afterwards."""
+        """Waits until all writes and deletions are done; later ones are ignored."""
         self._thread.shutdown()
         self.usable = False
 
@@ -185,7 +185,7 @@ class ResponseFiles:
 
 
 def _check_stored(value: Any, name: str) -> None:
-    """Raises `ValueError`, `LookupError` or `TypeError` unless a value is the stored response with this id."""
+    """Raises `ValueError`, `LookupError` or `TypeError` unless `value` is a stored response with the id `name`."""
     output = value["response"]["output"]
     if value["response"]["id"] != name:
         raise ValueError("it holds another response than its name says")
