@@ -1,4 +1,4 @@
-"""Exports conversations as JSON, which can be imported again, and as Markdown; with the routes for both."""
+"""Exports conversations as JSON or Markdown, and imports exported JSON; includes the routes of exports and imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
 
 
 class TokenBody(Body):
-    """A token of an answer's text."""
+    """A token of an answer's text; the fields are those of `mlx_zip.server.vendor.token_json`."""
 
     t: Words
     id: int | None = None
@@ -48,7 +48,7 @@ class DiffersBody(Body):
 
 
 class FiguresBody(Body):
-    """The figures of an answer."""
+    """An answer's counts, times and rates, as the page shows them."""
 
     base_tokens: int = 0
     steps: int = 0
@@ -124,12 +124,18 @@ def export_conversations(conversations: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def import_conversations(body: ImportBody) -> list[dict[str, Any]]:
-    """Returns an import's conversations with new ids, as `Store.add` takes them. Raises `BodyError`."""
+    """Returns the conversations in `body` with new ids, as `Store.add` takes them.
+
+    Raises `BodyError` if a message's id, parent or leaf is invalid.
+    """
     return [_import_conversation(one, f"conversations.{i}") for i, one in enumerate(body.conversations)]
 
 
 def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
-    """Returns a conversation with new ids. place: its path in the body. Raises `BodyError` for bad ids."""
+    """Returns a conversation with new ids. place: path of `given` in the request body, for `BodyError`.
+
+    Raises `BodyError` if two messages have one id, or a parent or leaf is not in the conversation.
+    """
     ids: dict[str, str] = {}
     messages = []
     for i, one in enumerate(given.messages):

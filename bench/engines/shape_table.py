@@ -12,7 +12,7 @@ from mlx_zip.layout import MODEL_TYPE
 GROUP_SIZE = 64  # number of weights that share a scale in a quantized layer
 PRECISIONS = ("float32", "16", "8", "4")
 ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
-_LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up factors: other values would take equal time
+_LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up long factors of the rope: their values do not change the time
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "model_type": "llama",
