@@ -214,7 +214,7 @@ class Database:
         self._timer.start()
 
     def _return_to_file(self, patience_ms: float) -> None:
-        """Writes the changes that are only in memory to the file, and uses the file again. Sets `problem` if that fails.
+        """Writes the changes that are only in memory to the file, and uses the file again; sets `problem` on failure.
 
         patience_ms: longest wait for another process.
         """

@@ -153,7 +153,7 @@ class Store:
         return self.database.read(work)
 
     def begin(self, conversation: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Adds messages; the last becomes the conversation's leaf. An empty title is set from the first of `messages`."""
+        """Adds messages; the last becomes the conversation's leaf. Makes a missing title from the first message."""
 
         def work(db: sqlite3.Connection) -> None:
             for message in messages:

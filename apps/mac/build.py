@@ -103,8 +103,9 @@ def briefcase_command(macos: str) -> list[str]:
 
 
 def make_wheels(macos: str, folder: Path, *sources: str) -> None:
-    """Builds the sources' wheels into `folder`. On a Mac, the wheels are for macOS `macos` and newer, even if this Python
-    was built for a newer macOS.
+    """Builds the sources' wheels into `folder`.
+
+    On a Mac, the wheels are for macOS `macos`, even if this Python was built for a newer one.
     """
     found = {"_PYTHON_HOST_PLATFORM": f"macosx-{macos}-arm64", "ARCHFLAGS": "-arch arm64"}
     wanted = {"MACOSX_DEPLOYMENT_TARGET": macos, **found} if sys.platform == "darwin" else {}

@@ -135,7 +135,7 @@ class TorchEngine(EngineOnTorch):
         return run
 
     def ready(self, capacity: int) -> Batch:
-        """Returns the kept batch with one new, empty sequence. Replaces a batch with room for less than `capacity` ids."""
+        """Returns the kept batch, or a new one if it has no room for `capacity` ids, with one new, empty sequence."""
         if self.batch is None or self.batch.capacity < capacity:
             self.batch = None  # frees the smaller batch first
             self.batch = Batch(self.model, 1, capacity)

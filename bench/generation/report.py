@@ -19,7 +19,7 @@ from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; if it did not run, the first of `BASES` that did
 BASES = (BASE, "torch-base", "vllm-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
-OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # engine -> base that precedes `BASE`, if it ran
+OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # engine -> base to use instead of `BASE`, if it ran
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
     "prefill, base tokens/s": ("prefill_tokens_per_s", 1),
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Raises `MlxZipError` for files without records."""
+    """Prints the table. Raises `MlxZipError` if the files have no records of `bench generate`."""
     with refuse_wrong_fields(args.records):
         records = read_records(args.records)
         print(table6(records, args.paper) if args.table == "6" else records_table(records))
@@ -119,7 +119,7 @@ def summary_table(records: Records) -> str:
 def ratios_to_base_engine(record: dict[str, Any], records: Records) -> list[str]:
     """Returns a record's `RATIOS` to the base engine of the same run, as cells.
 
-    A cell is "-" for the base engine itself, if no base engine ran, and for an unknown figure.
+    A cell is "-" if `record` is the base engine's, if no base engine ran, or if a figure is unknown.
     """
     same_run = [
         r
@@ -250,12 +250,15 @@ def _machine_and_model(record: dict[str, Any]) -> str:
 
 
 def prefill_and_decoding_rate(records: Records) -> tuple[float | None, float | None]:
-    """Returns base tokens/s of prefill and of decoding over several records: sum of tokens over sum of median times."""
+    """Returns base tokens/s of prefill and of decoding, pooled: sum of tokens divided by sum of median times."""
     return pooled_rate(records, "prefill_tokens_per_s"), pooled_rate(records, "base_tokens_per_s")
 
 
 def pooled_rate(records: Records, name: str) -> float | None:
-    """Returns the rate `name` over several records: sum of tokens over sum of seconds; None if a record lacks it."""
+    """Returns the rate `name` of all records together: sum of tokens divided by sum of seconds.
+
+    None if a record lacks the rate.
+    """
     which = "prompt_tokens" if name.startswith("prefill") else "base_tokens"
     known = [(record["counts"][which], record["figures"][name]) for record in records]
     if any(figure is None for _, figure in known):

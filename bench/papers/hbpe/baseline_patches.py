@@ -35,8 +35,8 @@ def space_patches(data: bytes) -> list[bytes]:
 def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes]:
     """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
 
-    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `_LONGEST` bytes
-    becomes several patches. Joined, the patches are `data`.
+    entropies [n]: entropy of a model's prediction of each byte from the preceding bytes. A stretch of more than
+    `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
     """
     starts = np.flatnonzero(np.asarray(entropies) > threshold)
     cuts = sorted({0, *starts.tolist(), len(data)})
@@ -46,7 +46,7 @@ def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes
 def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
     """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
 
-    window: bytes that the model reads at a time, without the bytes before them.
+    window: number of bytes that the model reads at a time; predictions do not use the bytes before the window.
     """
     filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
     out = []

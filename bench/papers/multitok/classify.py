@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains and measures a classifier per setting and seed; prints a JSON line for each.
 
-    Raises `MlxZipError` for wrong flags or files before any training.
+    Raises `MlxZipError` if a flag or file cannot be used, before any training.
     """
     settings = check_flags(args)
     train, test = read_texts(args)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
-    """Checks the flags and returns the settings of --settings. Raises `MlxZipError` for a bad flag."""
+    """Checks the flags and returns the settings of --settings. Raises `MlxZipError` if a flag is invalid."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
         raise MlxZipError(f"{' and '.join(missing)} missing")
     check_at_least(args, 1, *_COUNTS)

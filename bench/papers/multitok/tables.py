@@ -211,8 +211,8 @@ def accuracy_by_seed_table(lines: Sequence[Record]) -> str:
 def training_loss_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
 
-    Each encoding has a curve, the mean over seeds, and a band from minimum to maximum. Raises `DataError` for a record
-    without runs, `InstallationError` without matplotlib.
+    Each encoding has a curve, the mean over seeds, and a band from minimum to maximum. Raises `DataError` if the record
+    has no runs, `InstallationError` if matplotlib is missing.
     """
     groups = group_by_seed([line for line in lines if line.get("bench") == "classify"])
     if not groups:

@@ -37,10 +37,10 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    """One of the two ablations: over merge sizes or over hyper-encoders, which are the keys of its maps.
+    """One of the two ablations. A key is a merge size in one of them, a hyper-encoder in the other.
 
-    paper: the paper's byte-perplexities on PAPER_TEXTS, by key. label: returns a key's name in figures. found: our
-    lines, by key.
+    paper: key -> the paper's byte-perplexities on PAPER_TEXTS. label: returns a key's name in figures. found: key ->
+    our lines.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Sweep:
 
 
 class AblationResults:
-    """Our lines, grouped into the two sweeps. Raises `MlxZipError` for lines measured under different conditions."""
+    """Our lines, grouped into the two sweeps. Raises `MlxZipError` if lines were measured under different conditions."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = sorted(lines, key=setting_order)
