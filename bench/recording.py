@@ -76,7 +76,7 @@ def load_before_bench() -> dict[str, float | None]:
 
 
 def print_header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
-    """Prints one line to standard error: bench, model, device, `plan` (what will run), and the load before the bench."""
+    """Prints one line to standard error: bench, model, device, `plan` (what will run), and load before the bench."""
     load = load_before_bench()
     idle = "" if load["idle_share"] is None else f", processors {load['idle_share']:.0%} idle"
     where = f"{device['chip']} ({device['device']})"

@@ -78,7 +78,7 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def write_whole(path: Path, data: str | bytes, what: str = "") -> None:
-    """Writes a file atomically. Raises `MlxZipError` on failure. what: the flag that named the file, for the message."""
+    """Writes a file atomically. Raises `MlxZipError` on failure. what: flag to name in the error message."""
     try:
         with atomic_file(path) as partial:
             partial.write_bytes(data.encode() if isinstance(data, str) else data)

@@ -261,5 +261,5 @@ def text_times(reply: Reply) -> list[float]:
 
 
 def first_text_s(reply: Reply) -> float:
-    """Returns the seconds from the request to the first text of a streamed chat completion; without text, to its end."""
+    """Returns the seconds from the request to a streamed chat completion's first text; without text, to its end."""
     return next(iter(text_times(reply)), reply.seconds)

@@ -71,7 +71,7 @@ class ServerProcess:
         return self._process
 
     def stop_with(self, by: signal.Signals) -> int:
-        """Sends the signal `by`; kills the process if it has not ended after `END_S` seconds. Returns the exit status."""
+        """Sends the signal `by`; kills the process if it does not end in `END_S` seconds. Returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(by)
             try:

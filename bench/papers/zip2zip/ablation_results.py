@@ -50,7 +50,7 @@ class Sweep:
 
 
 class AblationResults:
-    """Our lines, grouped into the two sweeps. Raises `MlxZipError` if lines were measured under different conditions."""
+    """Our lines, grouped into the two sweeps. Raises `MlxZipError` if the conditions of two lines differ."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = sorted(lines, key=setting_order)
