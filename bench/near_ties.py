@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare_widths(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the record's figures: the differences of each width, and `margins`.
+    """Returns the differences of each width, and the number of ids whose margin is below each of `MARGINS`.
 
-    margins: for each of `MARGINS`, the number of ids whose two largest logits differ by less.
+    An id's margin is the difference of its two largest logits.
     """
     requests = read_requests(None)
     prompts = [list(one.turns[0].prompt) for one in make_conversations(tokenizer, requests, len(requests), 1, 1)]

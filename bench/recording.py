@@ -184,8 +184,7 @@ def run_recorded(file: Path, run: Callable[[], int]) -> int:
 
 
 def check_machine_is_quiet() -> None:
-    """Measures the processors' idle share and stores it for the bench's records; raises `MlxZipError` if it is below
-    `QUIET`.
+    """Measures the processors' idle share, which the records then hold. Raises `MlxZipError` if it is below `QUIET`.
 
     If the system gives no idle share, it is estimated as 1 minus the load average divided by the number of processors.
     """

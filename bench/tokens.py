@@ -82,10 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per tokenizer and domain.
-
-    Raises `MlxZipError` if a flag is invalid (before any text is read) or a file cannot be used.
-    """
+    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` if a flag or file cannot be used."""
     windows = check_flags(args)
     upstream = import_upstream() if args.check else None
     corpora = read_domains(args.text, args.limit_bytes)

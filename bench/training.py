@@ -110,8 +110,7 @@ def run(args: argparse.Namespace) -> int:
 def write_synthetic(folder: Path, length: int, context: int, merge_size: int) -> Path:
     """Writes `length` Zipf-distributed base ids, half of them in repeated phrases, in the format of `mlx_zip prepare`.
 
-    The ids form documents of `DOCUMENT` base ids; joined documents are cut into windows of `context` base ids. Returns
-    `folder`.
+    The ids form documents of `DOCUMENT` base ids, which are joined and cut into windows of `context`. Returns `folder`.
     """
     from mlx_zip.training.prepare.encoding import EncodedRecord, compress_window, cut_windows
     from mlx_zip.training.prepare.shards import ShardWriter, make_codec_record, write_index

@@ -75,10 +75,8 @@ class FitBody(Body):
 
 
 class AnswerBody(Body):
-    """A request for an answer.
-
-    parent: id of the message that the new messages follow. text: new user message to answer; None: answer `parent`.
-    continue: extend the answer `parent` instead of starting a new one.
+    """A request for an answer. parent: id of the message that the new messages follow. text: new user message to
+    answer; None: answer `parent`. continue: extend the answer `parent` instead of starting a new one.
     """
 
     parent: Name | None = None

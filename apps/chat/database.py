@@ -49,7 +49,7 @@ _CONVERSATION_QUERIES = {  # table -> query of a conversation's rows, in an orde
 class Database:
     """A database that is used from several threads. path: the file; None keeps the database in memory.
 
-    problem: why changes are in memory only at the moment; None while they go to the file, or if there is no file.
+    problem: why changes are currently stored in memory only; None if they are stored in the file or `path` is None.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -64,7 +64,7 @@ class Database:
         self._open()
 
     def _open(self) -> None:
-        """Opens the file, or a copy in memory if its disk cannot be written. Raises `StoreError`."""
+        """Opens the file; if the disk cannot be written, opens a copy of it in memory. Raises `StoreError`."""
         try:
             self._opened = open_in_memory() if self.path is None else open_file(self.path)
         except UnwritableError as error:
@@ -94,10 +94,7 @@ class Database:
         return self._opened.db
 
     def read(self, work: Callable[[sqlite3.Connection], Some]) -> Some:
-        """Returns `work(db)`; calls `work` again if damaged indexes had to be rebuilt.
-
-        Raises `StoreError` if the database cannot be read.
-        """
+        """Returns `work(db)`; if indexes are damaged, rebuilds them and calls `work` again. Raises `StoreError`."""
         with self._lock:
             try:
                 return work(self._current_db)
@@ -156,7 +153,7 @@ class Database:
         return {row[0] for row in self._spare.execute("SELECT id FROM conversations")} if self._spare else set()
 
     def _leave_full_file(self, error: sqlite3.Error) -> bool:
-        """Switches to memory if `error` says that the file cannot be written; returns whether that was done.
+        """Switches to a copy in memory if `error` says that the file cannot be written; returns whether it does.
 
         Raises `StoreError` if the file cannot be read.
         """
@@ -170,7 +167,7 @@ class Database:
         return True
 
     def _copy_to_memory(self, why: str) -> None:
-        """Continues in memory, with a copy of the file's content. Raises `StoreError` if the file cannot be read."""
+        """Switches to a copy of the file's content in memory. Raises `StoreError` if the file cannot be read."""
         spare = connect(":memory:")
         try:
             self._current_db.backup(spare)
@@ -214,10 +211,7 @@ class Database:
         self._timer.start()
 
     def _return_to_file(self, patience_ms: float) -> None:
-        """Writes the changes that are only in memory to the file, and uses the file again; sets `problem` on failure.
-
-        patience_ms: longest wait for another process.
-        """
+        """Tries to write the changes in memory to the file and to use the file again; waits `patience_ms` at most."""
         if self._spare is None or self.path is None:
             return
         self._tried = time.monotonic()
@@ -267,7 +261,7 @@ class Database:
         self.read(_shrink)
 
     def close(self) -> None:
-        """Closes the database, after a last attempt to write what is only in memory."""
+        """Closes the database, after a last attempt to write changes that are only in memory."""
         with self._lock:
             self._return_to_file(1000 * PATIENCE_S)
             if self._timer is not None:

@@ -40,7 +40,7 @@ class UnwritableError(StoreError):
 
 
 class ForeignError(Exception):
-    """A file that is not a sound database of this app; the message says why."""
+    """The file is damaged or is not a database of this app; the message says which."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def open_in_memory() -> OpenedFile:
 
 
 def copy_to_memory(path: Path) -> sqlite3.Connection:
-    """Returns a copy in memory of a database file; an empty database if the file cannot be read or is not ours."""
+    """Returns a copy in memory of the app's database file; an empty database if the file cannot be used."""
     with contextlib.suppress(sqlite3.Error, ForeignError):
         source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         with contextlib.closing(source):
@@ -181,10 +181,7 @@ def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str |
 
 
 def _open_sound(path: Path) -> sqlite3.Connection:
-    """Returns a connection to the checked database at `path`, migrated to the newest version; creates a missing file.
-
-    Raises the errors of `_check_database`, and `StoreError` if the file cannot be opened.
-    """
+    """Opens or creates the database file, calls `_check_database`, and migrates the tables to the newest version."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(handle, 0o600)  # SQLite gives its other files the mode of this one
@@ -205,8 +202,7 @@ def _open_sound(path: Path) -> sqlite3.Connection:
 def _check_database(db: sqlite3.Connection, path: Path) -> None:
     """Rebuilds damaged indexes; raises an error if the database at `path` still cannot be used.
 
-    Raises `ForeignError` if the database is damaged or another program made it, and `StoreError` if a newer version of
-    mlx_zip made it.
+    The error is `StoreError` if a newer version of mlx_zip made the database, else `ForeignError`.
     """
     try:
         _check_kind(db, path)
@@ -217,9 +213,7 @@ def _check_database(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_kind(db: sqlite3.Connection, path: Path) -> None:
-    """Raises `ForeignError` if another program made the database or tables are missing, `StoreError` if a newer mlx_zip
-    made it.
-    """
+    """Raises `ForeignError` if the database is another program's or lacks tables, `StoreError` if it is too new."""
     tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise ForeignError("it is the database of another program")

@@ -119,23 +119,17 @@ class ImportBody(Body):
 
 
 def export_conversations(conversations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns conversations as the JSON of an export."""
+    """Returns the JSON object of an export file that holds these conversations."""
     return {"format": FORMAT, "version": VERSION, "exported": time.time(), "conversations": list(conversations)}
 
 
 def import_conversations(body: ImportBody) -> list[dict[str, Any]]:
-    """Returns the conversations in `body` with new ids, as `Store.add` takes them.
-
-    Raises `BodyError` if a message's id, parent or leaf is invalid.
-    """
+    """Returns the conversations in `body` with new ids, for `Store.add`. Raises `BodyError` if an old id is invalid."""
     return [_import_conversation(one, f"conversations.{i}") for i, one in enumerate(body.conversations)]
 
 
 def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
-    """Returns a conversation with new ids. place: path of `given` in the request body, for `BodyError`.
-
-    Raises `BodyError` if two messages have one id, or a parent or leaf is not in the conversation.
-    """
+    """Returns a conversation with new ids. place: path of `given` in the body. Raises `BodyError` if an id is invalid."""
     ids: dict[str, str] = {}
     messages = []
     for i, one in enumerate(given.messages):

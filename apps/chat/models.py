@@ -59,10 +59,7 @@ class Models:
             check_system_message(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:
-        """Opens a model, and adds it to the listed models if it is not among them.
-
-        Raises `RequestError` if `name` is unknown and no model can be added, and the errors of opening the model.
-        """
+        """Opens a model and, if it is new, adds it to the list. Raises `RequestError` or the errors of opening."""
         others, make = self.cores.engines.others, self._open_model
         known = name == self.main.model or name in others
         if not known and make is not None:

@@ -103,9 +103,7 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
 
 
 def _deletion_response(store: Store, count: int) -> Response:
-    """Returns the response to a deletion of `count` conversations. Its field "problem" says why the deletion is only in
-    memory; the field is missing if the deletion is in the file.
-    """
+    """Returns the response to a deletion of `count` conversations; "problem" says why it is not in the file yet."""
     problem = store.database.problem
     return json_response({"deleted": count, **({"problem": problem} if problem else {})})
 
@@ -203,8 +201,9 @@ def race_routes(store: Store, models: Models) -> list[Route]:
 
 
 async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the frames of the main model's answer (lane "zip"), those of the second model's answer (lane "base"), then
-    the figures of both answers. Raises `RequestError`.
+    """Yields the main model's frames (lane "zip"), the second model's (lane "base"), then the figures of both.
+
+    Raises `RequestError`.
     """
     base = next((one for one in models.list_race_rivals() if one["name"] == body.base), None)
     if base is None:
@@ -230,7 +229,7 @@ def _race_label(models: Models) -> str:
 
 
 async def _race_turn(store: Store, models: Models, body: RaceBody) -> Turn:
-    """Returns the turn that both models answer. Raises `RequestError`."""
+    """Returns the request, as a `Turn`, that both models answer. Raises `RequestError`."""
     sampling = {} if body.sampling is None else body.sampling.fields_set
     if body.max_tokens is not None:
         sampling["max_tokens"] = body.max_tokens

@@ -78,7 +78,7 @@ class RunningAnswers:
     async def _answer_frames(
         self, written: _StoredAnswer, deltas: AsyncGenerator[Delta | None, None], stop: asyncio.Event
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Writes the deltas to the store; yields their frames and a last frame."""
+        """Writes the deltas to the store; yields the deltas' frames, then a frame "done" or "error"."""
         try:
             async for delta in deltas:
                 if (frame := await written.add_delta(delta)) is not None:
@@ -122,10 +122,7 @@ class _StoredAnswer:
             await self._run_in_store(self._store.resume, self._conversation, dict(self.message))
 
     async def add_delta(self, delta: Delta | None) -> dict[str, Any] | None:
-        """Adds `delta` to the answer and returns its frame, None if it has none; writes to the store every `WRITE_S` s.
-
-        delta: None adds nothing, but the answer may still be written.
-        """
+        """Adds `delta`, if any, and returns its frame, if any; writes to the store every `WRITE_S` seconds."""
         frame = None if delta is None else make_frame(delta)
         if delta is not None:
             piece = make_piece(delta)
@@ -153,7 +150,7 @@ class _StoredAnswer:
         await self._run_in_store(self._store.finish, self._conversation, dict(self.message))
 
     async def _run_in_store(self, work: Callable[..., Any], *args: Any) -> None:
-        """Runs `work` in a thread after the job before it; the job runs to its end even if this task is cancelled.
+        """Runs `work` in a thread when the previous job has ended; the job completes even if this task is cancelled.
 
         A `StoreError` does not end the answer; `problems` reports it.
         """

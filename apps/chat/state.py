@@ -74,9 +74,9 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
 
 
 def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:
-    """Returns {"ids": number of ids that the prompt `text` compresses to with `pack`, "best": the best pack}.
+    """Returns "ids", the number of ids of a prompt with `pack`, and "best", the app's pack that gives the fewest ids.
 
-    best: name of the app's pack with the fewest ids, and their number; None if no pack gives fewer ids than `pack`.
+    best: the pack's name and number of ids; None if no pack gives fewer ids than `pack`.
     """
     base_ids = encode_text(core.engine.tokenizer, text)
     ids = core.engine.prompt_size(base_ids, pack)

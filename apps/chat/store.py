@@ -224,7 +224,7 @@ def _read_message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
 
 
 def extend_message(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
-    """Adds a piece, as `Store.append` takes it, to a message."""
+    """Appends `piece`, which has the fields described in `Store.append`, to `message`."""
     before = message["text"]
     message["text"] += piece.get("text", "")
     message["reasoning"] += piece.get("reasoning", "")

@@ -65,9 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def newest_record(system: str) -> str:
-    """Returns the newest of `SYSTEMS` that is not newer than `system`, a version of macOS.
-
-    Raises `SystemExit` if all of `SYSTEMS` are newer.
+    """Returns the newest of `SYSTEMS` up to macOS version `system`. Raises `SystemExit` if all of `SYSTEMS` are newer.
 
     A Python built for an older macOS reports macOS 26 as version 16 (python/cpython#135675), so 16 counts as 26.
     """
@@ -98,15 +96,12 @@ def _build(macos: str) -> int:
 
 
 def briefcase_command(macos: str) -> list[str]:
-    """Returns the command that builds the app for this macOS and newer ones."""
+    """Returns the command that builds the app for macOS `macos` and newer."""
     return [sys.executable, "-m", "briefcase", "build", "macOS", "app", "-C", f'min_os_version="{macos}"']
 
 
 def make_wheels(macos: str, folder: Path, *sources: str) -> None:
-    """Builds the sources' wheels into `folder`.
-
-    On a Mac, the wheels are for macOS `macos`, even if this Python was built for a newer one.
-    """
+    """Builds the sources' wheels into `folder`; on a Mac, for version `macos` even if Python is for a newer version."""
     found = {"_PYTHON_HOST_PLATFORM": f"macosx-{macos}-arm64", "ARCHFLAGS": "-arch arm64"}
     wanted = {"MACOSX_DEPLOYMENT_TARGET": macos, **found} if sys.platform == "darwin" else {}
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w"]

@@ -214,10 +214,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def peak_memory_bytes(model: CudaModel, before: int) -> int | None:
-    """Returns a run's peak bytes: the model's `step_weight_bytes`, plus what the run allocated beyond `before`.
-
-    None on a CPU.
-    """
+    """Returns a run's peak bytes: `step_weight_bytes` plus the bytes allocated beyond `before`; None on a CPU."""
     if model.device.type != "cuda":
         return None
     return model.step_weight_bytes + max(0, torch.cuda.max_memory_allocated(model.device) - before)

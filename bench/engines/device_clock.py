@@ -24,9 +24,9 @@ CARD_SIDE = 16384  # side of the float32 matrix (1 GB, larger than any cache) wi
 
 @dataclass
 class DeviceClock:
-    """Measures the times between calls of `lap`, on the device and on the host: device_ms, host_ms.
+    """Measures the times between calls of `lap`. device_ms: times on the device. host_ms: times on the host.
 
-    On a CPU, both lists are the host's times. They are complete after `stop`.
+    Both lists are complete after `stop`. On a CPU, both hold the host's times.
     """
 
     device: torch.device
@@ -113,7 +113,7 @@ def describe_torch_device(device: torch.device) -> dict[str, Any]:
 
 
 class EngineOnTorch(Engine):
-    """The base of engines on PyTorch. torch_device: the device they run on."""
+    """Base class of engines on PyTorch. torch_device: the device that the engine runs on."""
 
     torch_device: torch.device
 

@@ -40,7 +40,7 @@ class ForcedIdSampler:
 
 
 class MlxEngine(Engine):
-    """The base of engines on MLX. make: returns a new model object over the same weights."""
+    """Base class of engines on MLX. make: returns a new model object over the same weights."""
 
     def __init__(self, models: Models, make: Callable[[], Any]) -> None:
         self.make, self.tokenizer = make, models.tokenizer

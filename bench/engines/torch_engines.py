@@ -50,8 +50,7 @@ class _GenerateEngine(EngineOnTorch):
     """Base class of the engines: times the ids that a model's `generate` emits."""
 
     def __init__(self, models: Models, model: Any, decoder: Any) -> None:
-        """model: the model whose `generate` is called. decoder: the decoder inside `model`, whose weights a step reads.
-        """
+        """model: the model whose `generate` is called. decoder: the decoder inside `model`, which a step runs."""
         self.tokenizer, self.model, self.torch_device = models.tokenizer, model.eval(), decoder.device
         self.weight_bytes = weight_bytes_per_step(decoder)
         self.kv_bytes = kv_bytes_per_id(models.base_config, next(decoder.parameters()).element_size())

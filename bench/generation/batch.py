@@ -113,10 +113,7 @@ class TimedRun:
 def measure_batch_gain(
     engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> dict:
-    """Returns the record's `counts` (of the first run; later runs emit the same ids) and `figures`.
-
-    engines: the engines "base" and "zip".
-    """
+    """Returns the record's `counts` (of one run; all runs emit equal ids) and `figures`. engines: "base" and "zip"."""
     pairs = list(product(KINDS, WAYS))
     runs: dict[tuple[str, str], list[TimedRun]] = {pair: [] for pair in pairs}
     with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
@@ -153,7 +150,7 @@ def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]]
 def time_responses(responses: Iterable[Any], begun: float, rows: int) -> TimedRun:
     """Reads the responses of `rows` sequences that run together, and returns their counts and times.
 
-    responses: one per open sequence in each step. begun: when the request began, by `time.perf_counter`.
+    responses: in each step, one per sequence that has not ended. begun: when the request began, by `time.perf_counter`.
     """
     ids = tokens = open_tokens = 0
     first, open_seconds, ended, all_open = None, 0.0, False, True

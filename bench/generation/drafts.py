@@ -202,7 +202,7 @@ def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
 
 
 def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Namespace) -> None:
-    """Times each text with every way to draft, alternating, and prints a record per text, way and state of the rows."""
+    """Times each text with every way to draft, alternating; prints a record per text, way and rows (warm or cold)."""
     read: dict[Any, list[Any]] = {}
     engines = [DraftedEngine(models, kind, draft, read) for kind, draft in product(("plain", "zip"), args.drafts)]
     comparison = EngineComparison(args, list(product(engines, args.rows)), models)
@@ -271,10 +271,7 @@ class DraftedEngine(MlxEngine):
         return run
 
     def _copy_of_read(self, prompt: tuple[int, ...], ids: Sequence[int], held: list[Any]) -> list[Any]:
-        """Returns a copy of the caches that have read `ids`; if there are none yet, first reads `ids` into `held`.
-
-        prompt: the prompt's base ids. ids: all of the prompt's ids except the last. held: new caches.
-        """
+        """Returns a copy of the caches that have read the prompt's `ids`; the first call reads them into `held`."""
         if (key := (self._kind, prompt)) not in self._read:
             with ProgressBar(len(ids), "id", "Reading a prompt") as count, mx.stream(generation_stream):
                 for at in range(0, len(ids), PREFILL):
@@ -286,7 +283,7 @@ class DraftedEngine(MlxEngine):
 
 
 class _ReadPrompt(NoSessions):
-    """A session store for one request: returns caches that have read its prompt except the last id."""
+    """A session store for one request: returns caches that have read the request's prompt except the last id."""
 
     def __init__(self, cache: list[Any]) -> None:
         self._cache = cache

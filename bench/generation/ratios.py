@@ -42,7 +42,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = No
 
 
 def median_with_interval(ratios: Sequence[float], seed: int = 0) -> Ratio:
-    """Returns the median of ratios [n] and its bootstrap interval: `DRAWS` samples of n, drawn with replacement."""
+    """Returns the median of ratios [n] and its bootstrap interval, from `DRAWS` samples of n drawn with replacement."""
     if not len(ratios):
         raise ValueError("no trials")
     return bootstrap_median(tuple(ratios), seed)
@@ -81,10 +81,7 @@ TURNS = ("first", "second", "third")
 
 
 def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
-    """Returns the ratio of the second record's figure to the first's, paired by trial.
-
-    If the records hold several conversations, all trials of a conversation count as one pair.
-    """
+    """Returns the second record's figure divided by the first's, paired by trial (or by conversation, if several)."""
     a, b = (record["figures"][figure]["samples"] for record in pair)
     return paired_ratio(a, b, conversation_count(pair[1]))
 

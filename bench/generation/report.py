@@ -1,7 +1,7 @@
 """Prints tables of records that `bench generate` printed on any machines and days.
 
-`--table 6` is the paper's table 6: prefill and decoding in base tokens/s by length of the prompt, each engine
-compared with the base, machine by machine.
+`--table 6` prints the zip2zip paper's table 6: base tokens/s of prefill and of decoding by length of the prompt, each
+engine compared with the base engine on the same machine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def records_table(records: Records) -> str:
 
 
 def summary_table(records: Records) -> str:
-    """Returns the table that `bench generate` prints after each text: `SHORT_COLUMNS` and ratios to the base."""
+    """Returns the table that `bench generate` prints after each text: `SHORT_COLUMNS` and ratios to the base engine."""
     heads = ["engine", "rows", *SHORT_COLUMNS, *RATIOS]
     rows = []
     for record in records:
@@ -255,10 +255,7 @@ def prefill_and_decoding_rate(records: Records) -> tuple[float | None, float | N
 
 
 def pooled_rate(records: Records, name: str) -> float | None:
-    """Returns the rate `name` of all records together: sum of tokens divided by sum of seconds.
-
-    None if a record lacks the rate.
-    """
+    """Returns the rate `name` of all records together: total tokens / total seconds; None if a record lacks it."""
     which = "prompt_tokens" if name.startswith("prefill") else "base_tokens"
     known = [(record["counts"][which], record["figures"][name]) for record in records]
     if any(figure is None for _, figure in known):

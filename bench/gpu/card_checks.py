@@ -51,7 +51,7 @@ def read_recorded_ids() -> dict[str, list[list[int]]]:
 
 
 def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
-    """Yields each check's name, and a function that runs it and yields lines: name, whether it holds, what was found.
+    """Yields each check's name and a function that runs the check and yields records of what it found.
 
     tokens: base tokens to compare; if fewer than recorded, only the beginning is compared. CUDA graphs need a GPU.
     """

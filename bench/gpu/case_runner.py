@@ -58,9 +58,7 @@ class CaseRunner:
 
     @contextmanager
     def group(self, name: str) -> Iterator[None]:
-        """Context manager: runs several cases inside. An error raised between cases ends the group and is recorded as
-        `name`.
-        """
+        """Context manager: runs cases inside; an error between cases ends the group and is recorded under `name`."""
         gc.collect()  # frees the memory of a failed case
         try:
             yield

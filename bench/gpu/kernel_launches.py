@@ -276,7 +276,7 @@ TRIES = 64  # most steps until one installs an entry
 class StepCosts:
     """The launches of a step that installs an entry whose row is in the store (warm) or must be encoded (cold).
 
-    Without hypertokens no step installs an entry, so both are equal.
+    Without hypertokens no step installs an entry, so `warm` and `cold` are equal.
     """
 
     warm: LaunchCounts
@@ -318,7 +318,7 @@ def count_first_installing_step(batch: Batch) -> LaunchCounts:
 
 
 def take_step(batch: Batch, ids: torch.Tensor) -> None:
-    """Takes a whole step of a batch of one; emits `ids` [1], after the head has run."""
+    """Takes a whole step of a batch with one sequence; emits `ids` [1] after the head has run."""
     batch.choose_ids(lambda head: ids, logits=False)
     batch.start_body()
     for error in batch.update_codebooks(batch.wait_for_ids()).values():

@@ -36,9 +36,7 @@ TILES = 8  # layout parameter of PyTorch's 4-bit product; it hardly changes the 
 
 
 class KernelCase(NamedTuple):
-    """A kernel to time. work: calls the kernel. sets: number of argument sets that the calls rotate through, so that no
-    set stays in the cache.
-    """
+    """A kernel to time. work: calls the kernel. sets: number of argument sets, used in turn so that none stays cached."""
 
     name: str
     work: Work
@@ -67,8 +65,7 @@ def kernel_cases(
 ) -> Iterator[KernelCase]:
     """Yields every kernel at the sizes of config.json, and the controls.
 
-    context: number of keys of a sequence. slots: number of hyper rows. cache: bytes of the GPU's cache; None asks the
-    device.
+    context: keys per sequence. slots: number of hyper rows. cache: bytes of the GPU's cache; None asks the device.
     """
     cache = largest_cache_bytes(device) if cache is None else cache
     random = lambda *shape: torch.randn(shape, device=device).to(dtype)
@@ -162,7 +159,7 @@ def encoder_cases(
 ) -> Iterator[KernelCase]:
     """Yields the encoders' kernels for a batch of `entries` entries.
 
-    Each call gathers different rows. The other kernels read cached input, as they do after the kernel before them.
+    Each call of the first kernel gathers different rows. The others read cached input, as after a preceding kernel.
     """
     device, width = table.device, table.shape[1]
     ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])

@@ -2,7 +2,7 @@
 
 Parts: `checks` (ids, CUDA graphs), `steps` (prefill and single steps), `generate` (whole requests in replay), `kernels`
 (each alone), `others` (whole requests of other engines), `trace` (a profiler's trace), `summary` (targets). A part's
-records include the card's clocks, power and temperature before and after it.
+records include the GPU's clocks, power and temperature before and after the part.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def check_flags(args: argparse.Namespace, parts: Sequence[str]) -> None:
 
 
 def part_of_engine(engine: str) -> str:
-    """Returns the part that runs an engine's whole requests. Other libraries' engines have a part of their own, so that
-    a missing library stops no other part.
-    """
+    """Returns the part that runs an engine's whole requests; engines that need other libraries have their own part."""
     return "generate" if engine.startswith("torch-") else "others"
 
 

@@ -210,7 +210,7 @@ class Target(NamedTuple):
     card: str = ""
 
     def values_on_card(self, records: Sequence[Record]) -> Cases:
-        """Returns the figures of this card's records, by case."""
+        """Returns the figure of each case, computed from the records of the target's GPU only."""
         return self.values([one for one in records if self.card in one.get("device", {}).get("chip", "")])
 
     def is_met(self, value: float) -> bool:

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures each rate and prints one JSON line; returns 1 if a request failed, else 0.
 
-    Raises `MlxZipError` if a flag is invalid or the server refuses a first request.
+    Raises `MlxZipError` if a flag is invalid or the server refuses the first request.
     """
     check_at_least(args, 1, "requests", "max_tokens", "port")
     if not all(0 < one < math.inf for one in (*args.rates, args.seconds)):  # NaN is refused too

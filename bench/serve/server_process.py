@@ -52,7 +52,8 @@ class ServerProcess:
         self.stop_with(signal.SIGTERM)
 
     def wait_until_ready(self) -> None:
-        """Waits until the server answers. Raises `MlxZipError` if it ends before that or takes too long."""
+        """Waits until the server answers. Raises `MlxZipError` if it ends first or needs more than `START_S` seconds.
+        """
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             if self.process.poll() is not None:

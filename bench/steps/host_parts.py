@@ -131,8 +131,7 @@ def trace_engine(
 ) -> list[Seconds]:
     """Runs a request in a new engine with its scheduler; returns the clocks at each delivered id.
 
-    make: returns the model with evaluated weights. It is called in the engine's thread, because streams belong to
-    threads.
+    make: returns the model with evaluated weights; called in the engine's thread, because streams belong to threads.
     """
     ids: SimpleQueue[Any] = SimpleQueue()
     options = ServeOptions(run=RunOptions(ahead=True))
@@ -221,7 +220,7 @@ class BufferPlace(NamedTuple):
 
 
 def buffer_places(cache: Sequence[Any]) -> dict[str, list[BufferPlace]]:
-    """Returns the places of the arrays that steps write to, by group; waits until they are computed."""
+    """Returns the places of the arrays that steps write to, by group; waits until the arrays are computed."""
     state = cache[-1]
     groups = {
         "KV cache": [array for entry in cache[:-1] for array in (entry.keys, entry.values)],

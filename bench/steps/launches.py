@@ -39,7 +39,7 @@ _NODE = re.compile(r'\[label ="([^"]*)", shape=rectangle\]')
 def count_launches(*arrays: mx.array) -> Counter[str]:
     """Returns how many operations of each name must still run to compute lazy arrays; views are not counted.
 
-    Counts the lines of the export, not its node numbers: all calls of one `mx.compile`d function share a number.
+    Counts lines of MLX's DOT export, not distinct node numbers: all calls of a `mx.compile`d function share a number.
     """
     dot: Any = io.StringIO()
     mx.export_to_dot(dot, *arrays)

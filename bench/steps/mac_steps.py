@@ -78,7 +78,7 @@ class DeviceCost(NamedTuple):
         return DeviceCost(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, share: float) -> DeviceCost:
-        """Returns the mean cost per step if this share of the steps has the cost."""
+        """Returns the mean cost per step if a fraction `share` of the steps has this cost."""
         return DeviceCost(*(value * share for value in self))
 
     def buffers(self, kind: ChipKind) -> float:
@@ -159,8 +159,9 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
 
 
 class CountedLaunches(NamedTuple):
-    """Launches. plain: of mlx-lm's step. warm: what mlx_zip adds in a step that installs an entry. one_row, input_rows:
-    of a pass that encodes rows of one side, for one entry and for `INPUT_ROWS_TOGETHER` entries.
+    """Numbers of launches. plain: of mlx-lm's step. warm: added by mlx_zip in a step that installs an entry.
+
+    one_row, input_rows: of a pass that encodes rows of one side, for one entry and for `INPUT_ROWS_TOGETHER` entries.
     """
 
     plain: float

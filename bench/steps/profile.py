@@ -103,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
 class StepTimes:
     """Seconds of the steps of one way to run, without the first step of every run.
 
-    whole: seconds of each step. medians: median seconds of a step, for each run. parts: part -> its seconds in each
-    step.
+    whole: seconds of each step. medians: each run's median step. parts: part -> seconds of the part in each step.
     """
 
     def __init__(self) -> None:
@@ -167,7 +166,7 @@ class StepProfiler:
             return run_traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
 
     def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
-        """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, so with equal KV length."""
+        """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, thus with equal KV length."""
         turn, steps = workload.turns[0], len(like.ids)
         text = (*(turn.text or ()), *turn.prompt)
         forced = [text[i % len(text)] for i in range(steps)]

@@ -90,10 +90,7 @@ def pooled(lines: Sequence[Record], over: str) -> float:
 
 
 def pooled_gain(lines: Sequence[Record], gains: Sequence[float]) -> float:
-    """Returns the gain for several texts together: passes without drafts divided by the cost of passes with drafts.
-
-    gains: the gain for each text.
-    """
+    """Returns the gain for all texts: passes without drafts / cost of passes with drafts. gains: each text's gain."""
     ids = [line["counts"]["ids"] for line in lines]
     return sum(ids) / sum(n / gain for n, gain in zip(ids, gains, strict=True))
 
@@ -104,7 +101,7 @@ def pooled_host(lines: Sequence[Record], draft: str) -> float:
 
 
 def time_table(lines: Sequence[Record]) -> str:
-    """Returns base tokens per pass and base tokens/s of timed runs, and their ratios, paired by trial."""
+    """Returns base tokens per pass and base tokens/s of timed runs, and ratios of base tokens/s, paired by trial."""
     found = {time_key(line): line for line in lines}
     rows = []
     for (*text, engine), line in found.items():

@@ -162,7 +162,7 @@ class Target:
     unit: str = ""
 
     def row(self, records: Records) -> list[str]:
-        """Returns name, libraries, bound, measured figure, and whether its median and interval are within the bound."""
+        """Returns name, libraries, bound, measured figure, and a verdict: whether the figure is within the bound."""
         found = self.measured(records)
         value = found.value if isinstance(found, Ratio) else found
         worst = value if not isinstance(found, Ratio) else found.high if self.most else found.low
@@ -190,10 +190,7 @@ def _first_id_over_length(records: Records) -> Ratio:
 
 
 def story_bytes_per_s_ratio(turn: int, rows: str) -> Callable[[Records], Ratio]:
-    """Returns a function that computes a story's bytes/s divided by the base model's.
-
-    turn: index of the story. rows: "cold" or "warm".
-    """
+    """Returns a function that computes the bytes/s of story number `turn` (from 0) divided by the base model's."""
     return lambda records: figure_ratio(records.engine_pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
 
 
@@ -338,10 +335,7 @@ LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 @dataclass(frozen=True)
 class ServingFigure:
-    """A figure and its target. bound: the target, None if there is none. most: whether the target is an upper bound.
-
-    form: format string of figure and target.
-    """
+    """A figure. bound: its target, if any. most: whether the target is an upper bound. form: format string of both."""
 
     name: str
     value: float

@@ -80,7 +80,7 @@ def labels_table(records: Records) -> str:
 
 
 def curve_table(records: Records) -> str:
-    """Returns bits per byte of each training batch before it was trained on, by base tokens seen."""
+    """Returns bits per byte of each training batch before that batch was trained on, by base tokens seen."""
     rows, before = [], 0
     for line in records.lines(RECORD):
         if line["part"] != "curve":
@@ -130,8 +130,7 @@ def point_name(point: Mapping[str, Any]) -> str:
 
 
 def frontier_table(records: Records) -> str:
-    """Returns the points of the frontier, each with the plain models that are both faster and need fewer bits per byte.
-    """
+    """Returns the points of the frontier, each with the plain models that are faster and need fewer bits per byte."""
     points, rows = records_part(records, "frontier")["points"], []
     for point in sorted(points, key=lambda one: (one["domain"], seconds_per_kilobyte(one))):
         better = [

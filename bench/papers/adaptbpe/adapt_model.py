@@ -119,8 +119,8 @@ class ModelScore:
 
     ids: number of ids that the model reads. tokens: number of base ids. file_bytes: size of the weight files.
     weight_bytes: bytes of weights that a decoding step reads. spans: for each document, the (first byte, end) of each
-    token. bits: for each document, the bits of each token. Both are empty for a zip2zip model, and if a document fills
-    several windows.
+    token. bits: for each document, the bits of each token. spans and bits are empty for a zip2zip model, and if a
+    document fills several windows.
     """
 
     bits_per_byte: float
@@ -136,7 +136,7 @@ class ModelScore:
 
 
 class AdaptedModels:
-    """Adapts one model and scores the results. args: the flags. folder: the model's folder. base: its vocabulary."""
+    """Adapts one model and scores the results. args: the flags. folder, base: the model's folder and vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mlx_zip.models.loading import find_model_folder

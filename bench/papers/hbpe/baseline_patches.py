@@ -1,7 +1,7 @@
 """Patches over bytes, as baselines: cut at blanks, or where the next byte is hard to predict.
 
-Source: arXiv 2510.15517 §3.2, which uses published code for both. Here every patch ends with the end mark, so that one
-model reads all kinds; the published code has no end mark.
+Source: arXiv 2510.15517 §3.2, which uses published code for both kinds. Here every patch ends with the end mark, so
+that one model can read patches of every kind; the published code has no end mark.
 """
 
 from __future__ import annotations

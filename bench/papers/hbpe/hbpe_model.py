@@ -143,10 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains and measures each model; prints a JSON line per model, patch size and seed.
-
-    Raises `MlxZipError` if a flag is invalid or a text cannot be read.
-    """
+    """Prints a JSON line per trained model, patch size and seed. Raises `MlxZipError` if a flag or text is invalid."""
     for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")

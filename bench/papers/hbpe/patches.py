@@ -116,7 +116,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
 def plain_flops(n_bytes: float, bytes_per_token: float, tower: Tower, vocabulary: int) -> float:
     """Returns the FLOPs of a plain token model on a text of `n_bytes` bytes.
 
-    vocabulary: number of tokens in its softmax.
+    vocabulary: number of tokens in the model's softmax.
     """
     return transformer_flops(n_bytes / bytes_per_token, tower, vocabulary)
 

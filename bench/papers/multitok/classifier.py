@@ -36,8 +36,8 @@ Integers = NDArray[np.integer]
 class Classifier(nn.Module):
     """Classifies texts: ids [B, L] int32, 0 for padding -> logits [B, C]. Source: arXiv 2410.21548, section IV.
 
-    trained: number of ids in training texts, which are 1 to `trained`. used: number of all ids, padding included; rows
-    from 1 + trained on keep random values and are used only in evaluation. length: most ids in a text.
+    trained: number of ids in training texts; these ids are 1 to `trained`. used: number of all ids, padding included;
+    rows from 1 + trained on keep random values and are used only in evaluation. length: most ids in a text.
     """
 
     def __init__(self, trained: int, used: int, classes: int, length: int) -> None:

@@ -123,9 +123,9 @@ def read_texts(args: argparse.Namespace) -> tuple[LabelledTexts, LabelledTexts]:
 
 
 def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
-    """Returns the name of the units, their vocabulary, and a function that splits a text into units.
+    """Returns the name of the units, the vocabulary of units, and a function that splits a text into units.
 
-    Units are the ids of `tokenizer`, or, if it is None, the words of the texts.
+    Units are the ids of `tokenizer`; if `tokenizer` is None, the words of the texts.
     """
     if tokenizer is None:
         return "words", Words.in_order(map(str.split, texts)), str.split

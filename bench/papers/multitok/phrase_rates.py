@@ -296,10 +296,7 @@ class Bound:
 
 
 def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
-    """Returns the bounds of lemma 1. dictionary: not pruned yet. at_most: the lemma's K.
-
-    Raises `CodecError` if the dictionary was trained on no tokens.
-    """
+    """Returns lemma 1's bounds for pruning with K = `at_most`. Raises `CodecError` if nothing was trained on."""
     longest, tokens = int(dictionary.lengths.max()), dictionary.totals.tokens
     if not tokens:
         raise CodecError("the dictionary was trained on nothing, so there is no growth to bound")

@@ -124,7 +124,7 @@ EPSILON = "0.01"  # the eps of C(eps) in the column "epochs to 0.01"
 def classifier_table(lines: Sequence[Record], of_paper: bool) -> str:
     """Returns a table with a row per data set, units and setting.
 
-    of_paper: only IMDB's rows, next to the paper's figures; otherwise the rows of all other data sets.
+    of_paper: True for IMDB's rows only, next to the paper's figures; False for the rows of all other data sets.
     """
     runs = [line for line in lines if line["bench"] == "classify" and (data_set_name(line) == "IMDB") == of_paper]
     rows = [classifier_row(group, of_paper) for group in group_by_seed(runs)]

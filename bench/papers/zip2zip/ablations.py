@@ -155,7 +155,7 @@ class Setting:
 def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
     """Returns the settings that the flags ask for, without duplicates, for every seed.
 
-    These are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError` if a
+    These are each of --merge-sizes with --encoder and each of --encoders with --merge-size. Raises `MlxZipError` if a
     merge size is too small.
     """
     if low := [m for m in (*args.merge_sizes, args.merge_size) if m < 1]:
@@ -168,7 +168,7 @@ def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
 
 
 def measure_all(args: argparse.Namespace, path: Path) -> None:
-    """Trains and evaluates each setting that has no line in the file `path`, and adds its line.
+    """Trains and evaluates each setting that has no line in the file `path`, and adds the setting's line to the file.
 
     Raises `MlxZipError` if lines of the file were measured under other conditions.
     """

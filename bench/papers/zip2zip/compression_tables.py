@@ -26,8 +26,8 @@ Line = dict[str, Any]
 class PaperRows:
     """A tokenizer's two rows of the paper's table 2: bytes per token on each of `DOMAINS`.
 
-    name: the tokenizer's name in the paper. ours: its name in our records, None if it was not measured. base: without
-    hypertokens. compressed: with hypertokens.
+    name: the tokenizer's name in the paper. ours: the tokenizer's name in our records, None if it was not measured.
+    base, compressed: the paper's figures without and with hypertokens.
     """
 
     name: str
@@ -98,7 +98,7 @@ class RecordedCounts:
     def counts_of_setting(
         self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
     ) -> Mapping[str, int] | None:
-        """Returns column -> count for one setting, or None if it was not measured.
+        """Returns column -> count for one setting, or None if the setting was not measured.
 
         size: slots of the codebook. Codebooks that are at least as large as the window all have equal counts.
         """
@@ -168,7 +168,7 @@ SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several 
 def bytes_per_token_table(counts: RecordedCounts, tokenizer: str) -> str:
     """Returns table 2 for one tokenizer: bytes per token by text and window.
 
-    If the paper has this tokenizer, its figures stand next to ours.
+    If the paper measured this tokenizer, the paper's figures are added.
     """
     paper = paper_rows_of(tokenizer)
     windows = [f"{window:,} ids" if isinstance(window, int) else "documents" for window in counts.windows]

@@ -35,17 +35,17 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 
 
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
-    """Returns α ≈ l · M / L, the hyper-encoder's FLOPs divided by the decoder's (last equation).
+    """Returns α ≈ l · M / L: the hyper-encoder's FLOPs divided by the decoder's, if every id is an entry of M base ids.
 
-    Every id counts as an entry of M base ids.
+    This is the last equation of appendix B.
     """
     return encoder_layers * merge_size / layers
 
 
 def relative_flops(rate: float, overhead: float) -> float:
-    """Returns ρ · (1 + α), training FLOPs with hypertokens divided by those without (fourth equation).
+    """Returns ρ · (1 + α): training FLOPs with hypertokens divided by those without. rate: ρ. overhead: α.
 
-    rate: ρ. overhead: α.
+    This is the fourth equation of appendix B.
     """
     return rate * (1.0 + overhead)
 
