@@ -66,7 +66,7 @@ class EnergyMeter:
         self.source = "package" if self._counters else "gpu" if self._gpu else None
 
     def read(self) -> float | None:
-        """Returns the joules used since a fixed time in the past, None without a counter."""
+        """Returns the joules used since a fixed time in the past; None if no counter can be read."""
         if self._counters:
             return sum(int((path / "energy_uj").read_text()) for path in self._counters) / 1e6
         return self._gpu() if self._gpu else None
@@ -132,7 +132,7 @@ _BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery; removed from 
 
 
 def power_and_thermal_state(root: Path = Path("/")) -> dict[str, str]:
-    """Returns name -> text about power, heat, chip and memory; names that the system does not report are absent.
+    """Returns texts about power, heat, chip and memory, by name; omits what the system does not report.
 
     root: the root folder of Linux's /proc and /sys.
     """

@@ -96,7 +96,7 @@ def read_processor_ticks() -> tuple[int, int] | None:
 
 
 def preloaded_libraries() -> list[str]:
-    """Returns the names of the libraries in LD_PRELOAD (or its Mac counterpart), such as a BLAS."""
+    """Returns the names of the libraries in LD_PRELOAD (on a Mac, DYLD_INSERT_LIBRARIES), such as a BLAS."""
     names = os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", ""))
     return [Path(name).name for name in names.replace(":", " ").split()]
 

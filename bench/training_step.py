@@ -239,7 +239,7 @@ class StepParts:
         return call
 
     def _compiled_gradient_call(self, part: nn.Module, loss: Callable[[], mx.array]) -> Callable[[], Any]:
-        """Returns a call for a part's loss and gradients, in the step's dtype; compiled if the step is compiled."""
+        """Returns a call that computes a part's loss and gradients, in the step's dtype and compiled like the step."""
         settings = self.whole.settings
 
         def lowered() -> mx.array:

@@ -24,7 +24,7 @@ from mlx_zip.apps.chat.schema import (
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
 from mlx_zip.files import check_regular_file
 
-PATIENCE_S = 5.0  # how long to wait for another process that holds the write lock
+PATIENCE_S = 5.0  # longest wait for another process that holds the write lock
 _FILE_SUFFIXES = ("", "-wal", "-shm")  # SQLite's files of one database
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
@@ -73,7 +73,7 @@ def connect(name: str) -> sqlite3.Connection:
     db.text_factory = lambda text: text.decode("utf-8", "replace")  # a damaged text must not make the others unreadable
     search.add_search_functions(db)
     db.execute("PRAGMA foreign_keys = ON")
-    db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten
+    db.execute("PRAGMA secure_delete = ON")  # overwrites deleted data
     return db
 
 

@@ -83,7 +83,7 @@ class MessageBody(Body):
 
 
 class ImportedBody(Body):
-    """An imported conversation."""
+    """A conversation in a file to import."""
 
     id: Name
     title: Title = ""
@@ -101,7 +101,7 @@ class ImportedBody(Body):
 
 
 class ImportBody(Body):
-    """The content of an exported file."""
+    """The content of a file to import, which `export_conversations` made."""
 
     format: Literal["mlx_zip conversations"]
     version: Literal[1]
@@ -129,7 +129,7 @@ def import_conversations(body: ImportBody) -> list[dict[str, Any]]:
 
 
 def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
-    """Returns a conversation with new ids. place: path of `given` in the body. Raises `BodyError` if an id is invalid."""
+    """Returns a conversation with new ids. place: path of `given` in the body. Raises `BodyError` if an id is bad."""
     ids: dict[str, str] = {}
     messages = []
     for i, one in enumerate(given.messages):

@@ -103,7 +103,7 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
 
 
 def _deletion_response(store: Store, count: int) -> Response:
-    """Returns the response to a deletion of `count` conversations; "problem" says why it is not in the file yet."""
+    """Returns the response to a deletion; its field "problem", if any, says why the file is not changed yet."""
     problem = store.database.problem
     return json_response({"deleted": count, **({"problem": problem} if problem else {})})
 

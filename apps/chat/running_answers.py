@@ -102,7 +102,7 @@ class _StoredAnswer:
 
     def __init__(self, store: Store, core: Core, conversation: str, message: dict[str, Any]) -> None:
         self._store, self._core, self._conversation, self.message = store, core, conversation, message
-        self._piece: dict[str, Any] = {}  # what is not in the store yet
+        self._piece: dict[str, Any] = {}  # the part of the answer that is not in the store yet
         self._at, self._begun, self._ended = time.monotonic(), False, False
         self._reported: str | None = None
         self._reason: str | None = None  # "length" if the engine ended the answer at its length limit
@@ -112,7 +112,7 @@ class _StoredAnswer:
         self.done = False
 
     async def begin(self, new: list[dict[str, Any]]) -> None:
-        """Writes the new messages; if there are none, marks the existing message as running."""
+        """Writes the messages in `new` to the store; if `new` is empty, marks the existing message as running."""
         self._begun = True
         self.message |= {"state": "running", "reason": None}
         if new:

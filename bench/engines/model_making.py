@@ -140,7 +140,7 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
     def make() -> Any:
         model = load_weights_into(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
-            if dequantized and pack.rows is not None:  # the pack's rows were tuned for weights of equal values
+            if dequantized and pack.rows is not None:  # the rows were tuned for quantized weights of equal value
                 model.row_source.keep_fingerprint(model, pack.rows.model)
             model.take_pack(pack)
         if head is not None:

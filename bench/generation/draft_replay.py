@@ -81,7 +81,7 @@ class ForcedText:
 
 
 def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
-    """Returns the turn's text in a model's ids. book: a new request's codebook, None for a plain model."""
+    """Returns prompt and text of `turn` as a model's ids. book: a new request's codebook, None for a plain model."""
     text = list(turn.text or ())
     if book is None:
         return ForcedText(list(turn.prompt), text, [[one] for one in text])

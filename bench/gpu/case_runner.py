@@ -25,7 +25,7 @@ from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
 Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
 FAILED = "nvidia-error"  # field `bench` in the record of a failed case
-CARD = "nvidia-card"  # field `bench` in the record of the card's state
+CARD = "nvidia-card"  # field `bench` in the record of the GPU's state
 
 
 class CaseRunner:
@@ -74,7 +74,7 @@ class CaseRunner:
 
 
 def make_record(bench: str, **fields: Any) -> Record:
-    """Returns a record with the fields that every record has."""
+    """Returns a record of `fields` and of the fields that all records have, such as machine and versions."""
     return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields(*PACKAGES)}
 
 

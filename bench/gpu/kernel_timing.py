@@ -36,7 +36,7 @@ TILES = 8  # layout parameter of PyTorch's 4-bit product; it hardly changes the 
 
 
 class KernelCase(NamedTuple):
-    """A kernel to time. work: calls the kernel. sets: number of argument sets, used in turn so that none stays cached."""
+    """A kernel to time. work: calls the kernel. sets: number of argument sets, used in turn, so that none is cached."""
 
     name: str
     work: Work

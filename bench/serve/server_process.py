@@ -52,8 +52,7 @@ class ServerProcess:
         self.stop_with(signal.SIGTERM)
 
     def wait_until_ready(self) -> None:
-        """Waits until the server answers. Raises `MlxZipError` if it ends first or needs more than `START_S` seconds.
-        """
+        """Waits until the server answers. Raises `MlxZipError` if it ends first or needs over `START_S` seconds."""
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             if self.process.poll() is not None:

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all requests and prints one JSON line; returns 1 if a fault was found. Raises `MlxZipError` for bad flags."""
+    """Sends all requests and prints one JSON line; returns 1 on a fault. Raises `MlxZipError` if a flag is invalid."""
     check_at_least(args, 1, "requests", "at_once", "conversations")
     load_before_bench()
     expected = expected_answers(args.model, args.conversations)

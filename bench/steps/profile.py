@@ -237,7 +237,7 @@ class StepProfiler:
 
 @contextmanager
 def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
-    """Context manager: makes `mlx_zip.stream_generate` run bodies ahead (True) or not (False); None: by the device."""
+    """Context manager: sets whether `mlx_zip.stream_generate` runs bodies ahead. ahead: None lets the device decide."""
     generate = import_module("mlx_zip.engine.mlx.generate")
     with patch.object(generate, "_begins_ahead", lambda model: ahead):
         yield

@@ -104,7 +104,7 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
     """Times the steps of mlx-lm and of mlx_zip in each of `WAYS`, alternately; returns the figures by way.
 
     prompt: base ids. text: base ids to write; None for the model's own choice. The first round is a warm-up. mlx-lm
-    runs at equal KV length.
+    reads and writes as many ids as mlx_zip.
     """
     begun, runs = time.perf_counter(), defaultdict(list)
     plain, zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped or models.plain)

@@ -335,7 +335,7 @@ LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 @dataclass(frozen=True)
 class ServingFigure:
-    """A figure. bound: its target, if any. most: whether the target is an upper bound. form: format string of both."""
+    """A figure. bound: target of the figure, if any. most: whether `bound` is an upper bound. form: format string."""
 
     name: str
     value: float

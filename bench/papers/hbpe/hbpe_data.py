@@ -109,7 +109,7 @@ class PatchTrainingData:
         return lambda document: entropy_patches(document, entropies_of(document), threshold)
 
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
-        """Returns the bytes of each first-stage token, by id, and a function from text to ids."""
+        """Returns the bytes of each first-stage token, by id, and a function from text to first-stage ids."""
         if self.tokenizer is not None:
             return read_tokens(self.tokenizer), text_to_ids_function(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)

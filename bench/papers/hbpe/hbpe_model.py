@@ -330,7 +330,7 @@ def learning_rate_of_kind(args: argparse.Namespace, kind: str) -> float:
 
 
 def parse_learning_rate(text: str) -> tuple[str | None, float]:
-    """Reads a value of --learning-rate, RATE or KIND=RATE, as (kind or None for all kinds, rate)."""
+    """Parses RATE or KIND=RATE, a value of --learning-rate; returns (kind, or None for all kinds; rate)."""
     kind, equals, rate = text.rpartition("=")
     try:
         if float(rate) > 0 and (kind in KINDS if equals else True):

@@ -53,7 +53,7 @@ class EncodingSetting:
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Texts, and the class label of each."""
+    """Texts with class labels: labels[i] is the class of texts[i]."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
@@ -130,7 +130,7 @@ def encode_texts(setting: EncodingSetting, units: Words | Tokens, train: list[An
         ids, dictionary = rewrite_ids(dictionary, pruned, ids), pruned
     judged = dictionary.encode_all(dictionary.number(test), setting.windows[1])
     trained = np.unique(ids.ids)
-    known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])  # id of the dictionary by row of the table - 1
+    known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])  # row - 1 -> dictionary id
     rising = np.argsort(known)
     numbers = lambda ids: (1 + rising[np.searchsorted(known, ids, sorter=rising)]).astype(np.uint32)
     place = lambda part: Samples(numbers(part.ids), part.ends)

@@ -86,7 +86,7 @@ def paper_ratio_cell(line: Record) -> str:
 
 
 def held_out_cell(window: str) -> Cell:
-    """Returns a cell of the held-out samples' ratio. window: "0" for phrases of any length, "2" for at most pairs."""
+    """Returns a cell with the held-out samples' ratio r. window: "0" for phrases of any length, "2" for pairs only."""
     return lambda line: f"{found[window]:.3f}" if window in (found := line.get("held_out", {})) else ""
 
 

@@ -82,7 +82,7 @@ def setting_order(line: Line) -> tuple[int, int, int]:
 
 
 def setting_label(line: Line) -> str:
-    """Returns a line's setting in words, for example "M = 3, 1 attention layer"."""
+    """Returns the name of a line's setting, for example "M = 3, 1 attention layer"."""
     setting = line["setting"]
     if setting["encoder"] is None:
         return f"M = {setting['merge_size']}"

@@ -238,7 +238,7 @@ def condition_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 class AblationRunner:
-    """Prepares data, trains and evaluates in the folder `out`; continues interrupted work there."""
+    """Prepares data, trains and evaluates. Writes to the folder `out`, and continues work that was interrupted."""
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         self.args, self.out = args, out

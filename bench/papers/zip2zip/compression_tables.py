@@ -157,7 +157,7 @@ def domain_order(domain: str) -> int:
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)
 
 
-CLOSE = 0.03  # largest difference of a gain that is close to the paper's: 3 percentage points
+CLOSE = 0.03  # a gain is close to the paper's if they differ by at most this: 3 percentage points
 TOKENIZERS = ("llama3", "qwen", "o200k_base", "gpt2", "llama2", "mistral_v3")  # each has a table
 SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several codebook sizes
 

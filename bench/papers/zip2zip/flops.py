@@ -13,7 +13,7 @@ PAPER_RATE = 0.7121  # compression rate: ids per base id at merge size 3, window
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, and its α in table 9; α is None for models of the paper's experiments that the table lacks."""
+    """Sizes of a model. paper_alpha: the model's α in table 9; None if the table lacks the model."""
 
     name: str
     layers: int
