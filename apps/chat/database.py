@@ -64,7 +64,7 @@ class Database:
         self._open()
 
     def _open(self) -> None:
-        """Opens the file; if the disk cannot be written, opens a copy of it in memory. Raises `StoreError`."""
+        """Opens the file; if the disk cannot be written, opens a copy of the file in memory. Raises `StoreError`."""
         try:
             self._opened = open_in_memory() if self.path is None else open_file(self.path)
         except UnwritableError as error:
@@ -153,7 +153,7 @@ class Database:
         return {row[0] for row in self._spare.execute("SELECT id FROM conversations")} if self._spare else set()
 
     def _leave_full_file(self, error: sqlite3.Error) -> bool:
-        """Switches to a copy in memory if `error` says that the file cannot be written; returns whether it does.
+        """If `error` says that the file cannot be written, switches to a copy in memory and returns True; else False.
 
         Raises `StoreError` if the file cannot be read.
         """

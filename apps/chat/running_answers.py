@@ -293,7 +293,7 @@ def make_frame(delta: Delta) -> dict[str, Any] | None:
 
 
 def make_piece(delta: Delta) -> dict[str, Any]:
-    """Returns what a delta adds to a message, as `Store.append` takes it."""
+    """Returns what a delta adds to a message, in the form that `Store.append` takes."""
     match delta:
         case Text():
             return {"text": delta.text, "tokens": [token_json(token) for token in delta.tokens]}

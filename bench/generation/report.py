@@ -181,8 +181,8 @@ def short_number(value: float) -> str:
 def table6(records: Records, paper: bool = False) -> str:
     """Returns the paper's table 6 for these records: base tokens/s of prefill and decoding, by size.
 
-    Each engine has a row, and a second row with its difference from the base. Domains and windows are pooled. paper:
-    add the paper's own figures.
+    Each engine has a row, and a second row with its difference from the base engine. Domains and windows are pooled.
+    paper: whether to add the paper's own figures.
     """
     sizes = sorted({*map(workload_size, records), *(PAPER_SIZES if paper else ())})
     header = ["setting", "method", *(f"{p}+{g} {what}" for p, g in sizes for what in ("prefill", "decode"))]

@@ -152,7 +152,7 @@ def passed_float64_share(records: Sequence[Record]) -> Cases:
 
 
 def launches_per_layer(records: Sequence[Record]) -> Cases:
-    """Returns a warm step's launches per layer, rounded down: fewer launches than layers are outside the layers."""
+    """Returns a warm step's launches per layer, rounded down, because a few launches are outside the layers."""
     return {
         f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
         for one in records_of_bench(records, "nvidia-trace")

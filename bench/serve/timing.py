@@ -189,7 +189,7 @@ def unfairness_ratio(replies: Sequence[Reply]) -> float:
 
 
 def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the seconds to the first text of a long prompt alone, and of the slower of two sent together."""
+    """Returns the seconds to the first text of one long prompt, and of the slower of two long prompts sent together."""
     alone, together, ratio = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "Two prompts") as count:
         for trial in range(-1, args.trials):

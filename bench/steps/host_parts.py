@@ -69,8 +69,8 @@ ROUNDS, TOKENS = 3, 64  # most timed runs of each way; base tokens per run
 def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
     """Returns the figures of all steps: `step_ms` and `parts_ms` (p50, p90, p99), `stalls`, and all samples.
 
-    runs: the tracer's marks of each run. samples_us: wall time of each part in each step. cpu_us: processor time of the
-    thread in it; the thread waited for the rest.
+    runs: the tracer's marks of each run. samples_us: wall time of each part in each step. cpu_us: the thread's
+    processor time during that wall time; for the rest, the thread waited.
     """
     steps = [step_part_seconds(before, after) for marks in runs for before, after in pairwise(marks)]
     whole = [sum(wall.values()) for wall, _ in steps]

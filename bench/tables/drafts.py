@@ -62,7 +62,7 @@ def chips_table(records: Records) -> str:
 
 
 def host_table(records: Records) -> str:
-    """Returns the host's processor us per emitted id, with `lookup`, and with `auto` at costs where drafts gain nothing.
+    """Returns the host's processor us per emitted id, with `lookup`, and with `auto` at costs where drafts never gain.
 
     The last columns are steps/s with `auto` at these costs divided by steps/s without drafts.
     """

@@ -296,7 +296,7 @@ class Bound:
 
 
 def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
-    """Returns lemma 1's bounds for pruning with K = `at_most`. Raises `CodecError` if nothing was trained on."""
+    """Returns lemma 1's bounds for K = `at_most`. Raises `CodecError` if the dictionary was trained on no tokens."""
     longest, tokens = int(dictionary.lengths.max()), dictionary.totals.tokens
     if not tokens:
         raise CodecError("the dictionary was trained on nothing, so there is no growth to bound")
