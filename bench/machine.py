@@ -161,8 +161,8 @@ def metal_wheel_version() -> str:
 def card_state() -> dict[str, str]:
     """Returns the NVIDIA GPU's clocks, power and temperature (keys `CARD`, with units), and what limits its clocks.
 
-    The latter has the keys `HELD_BACK` and the values "Active" or "Not Active". Returns {} if nvidia-smi is missing or
-    CUDA_VISIBLE_DEVICES hides all GPUs.
+    Each limit in `HELD_BACK` is "Active" or "Not Active". Returns {} if nvidia-smi is missing or CUDA_VISIBLE_DEVICES
+    hides all GPUs.
     """
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     for reasons in REASONS if card else ():

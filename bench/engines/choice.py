@@ -39,7 +39,7 @@ def check_engine_names(names: Sequence[str]) -> None:
 def engines_need_mlx(names: Sequence[str]) -> bool:
     """Returns whether any of these engines needs MLX.
 
-    If MLX is installed, this includes transformers and the published package, which then use models made in MLX.
+    If MLX is installed, engines on transformers and the published package do, because they then use models made in MLX.
     """
     if find_spec("mlx") is None:
         return any(name.startswith("mlx-") for name in names)

@@ -42,7 +42,7 @@ ROW_BY_ROW = {1: 1.0, 16: 16.0}  # a pass over n ids costs n times a pass over o
 
 
 def read_workloads(kinds: Sequence[str], tokenizer: Any, mode: str) -> Iterator[Workload]:
-    """Yields a workload per text of these kinds: the last message, an answer, is written after all other messages.
+    """Yields a workload per text of these kinds. The text's last message, an answer, is written; the others are read.
 
     mode: "free" lets the model write a greedy answer, at most as long as the text's; any other mode replays the text's.
     """
@@ -112,7 +112,7 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
 
     curve: None proposes drafts as `draft="lookup"` does; else as "auto" does on a machine where a pass over n ids costs
     curve[n], interpolated linearly. book: a new request's codebook, None for a plain model. ahead: whether a step
-    begins before the host has read the last id, unless a draft is expected; engines run plain models so.
+    begins before the host has read the last id, unless a draft is expected, as engines do with plain models.
     """
     forced = force_text(turn, book)
     ids, pieces, book, limit = forced.ids, forced.pieces, forced.book, len(turn.text or ())

@@ -180,9 +180,9 @@ def time_kernel(
 ) -> dict[str, Any]:
     """Returns a kernel's time per call, bytes per call, and the share of the read bandwidth that it reaches.
 
-    The calls of a trial run one after the other, each with its own output memory. There are `calls` of them, or as many
-    as the case has argument sets if that is more. Small kernels read from the device's cache, so their share may exceed
-    1. reference: time the plain reference too.
+    The calls of a trial run one after the other, each with its own output memory. Small kernels read from the device's
+    cache, so their share may exceed 1. reference: time the plain reference too. calls: calls per trial, at least; as
+    many as the case's argument sets if these are more.
     """
     work, calls = case.work, max(calls, case.sets)
     with counting_launches() as found:
