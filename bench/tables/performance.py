@@ -172,7 +172,7 @@ class Target:
         return [self.name, blas, bound, f"{shown}{self.unit}", self._verdict(value, worst)]
 
     def _verdict(self, value: float, worst: float) -> str:
-        """Returns the verdict, for example "met". worst: the end of the interval that is nearest to missing it."""
+        """Returns the verdict, such as "met". worst: the end of the interval that is nearest to missing the bound."""
         is_met, surely = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
         return "missed" if not is_met else "met" if surely else "met; the interval reaches past it"
 
