@@ -1,7 +1,7 @@
 """`make demo`: converts a checkpoint, runs it, compares it with the published package, and prints a story.
 
-The checkpoint is a test fixture in the published layout (format 2) with random weights, so its text is noise. The exit
-status is 0 if every id equals the one that zip2zip 0.2.0 chose on PyTorch, else 1.
+The checkpoint is a test fixture in the published layout (format 2) with random weights, so the generated text is noise.
+The exit status is 0 if every id equals the id that zip2zip 0.2.0 chose on PyTorch, else 1.
 """
 
 import json
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def beginning_of_text() -> str:
-    """Returns the token that begins the recorded prompts; this tokenizer does not add it."""
+    """Returns the token that begins the recorded prompts; the checkpoint's tokenizer does not add it."""
     return json.loads((CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"]
 
 

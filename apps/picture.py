@@ -22,7 +22,7 @@ from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT
 COLUMNS = 86  # characters per line
 CELL, LINE, MARGIN = 9, 24, 24  # width of a character, height of a line, border; in pixels
 BACKGROUND, TEXT, QUIET = "#0d1117", "#e6edf3", "#8b949e"
-COLOURS = {1: "#21262d", 2: "#0e5a6b", 3: "#1c6b35", 4: "#7a5d00", 5: "#7d2f7d"}  # base tokens (5: or more) -> box
+COLOURS = {1: "#21262d", 2: "#0e5a6b", 3: "#1c6b35", 4: "#7a5d00", 5: "#7d2f7d"}  # base tokens (5: or more) -> colour
 PURPOSE = "Draws an answer with its hypertokens in colour, as an SVG file."
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
@@ -146,7 +146,7 @@ def _draw_box(x: int, y: int, width: int, base_tokens: int) -> str:
 
 
 def _draw_text(x: int, y: int, text: str, colour: str) -> str:
-    """Returns an SVG text whose characters take `CELL` pixels each in any font."""
+    """Returns an SVG text element whose characters are `CELL` pixels wide in any font."""
     width = len(text) * CELL
     attributes = f'x="{x}" y="{y}" fill="{colour}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f'<text {attributes} xml:space="preserve">{escape(text)}</text>'

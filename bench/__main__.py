@@ -81,7 +81,7 @@ TIMED = {
     "rows",
     "training",
 }  # benches that measure time; they accept --record
-PAPERS = "mlx_zip.bench.papers"  # its experiments are benches too; an installed package lacks them
+PAPERS = "mlx_zip.bench.papers"  # experiments that run as benches; only in the repository, not in an installed package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,4 +113,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(import_module("mlx_zip.cli").main(["bench", *sys.argv[1:]]))  # errors and Ctrl-C end as in the command
+    sys.exit(import_module("mlx_zip.cli").main(["bench", *sys.argv[1:]]))  # handles errors and Ctrl-C

@@ -1,12 +1,12 @@
-"""Times the codec, and zip2zip-compression on the same ids in the same run: JSON lines, times in ns per id.
+"""Times our codec and the published codec, the package zip2zip-compression, on equal ids; prints JSON lines.
 
 zip2zip-compression takes and returns Python lists; our codec takes lists or numpy arrays and returns arrays. So
 compressing and decoding are each measured twice: with arrays on our side (`compress arrays`, `decode arrays`), and with
 Python lists on both sides (`compress lists`, `decode lists`). On both sides, decoding includes making a codebook,
 following the ids and expanding them to base ids. `push_one` is a single push from Python, as in each decoding step.
 
-Trials of the two codecs alternate, and a trial repeats a call for `TRIAL_S` seconds, so that neither always finds the
-processor's caches filled by the other. Times of compressing are per base id, all others per compressed id.
+Trials of the two codecs alternate. A trial repeats a call for `TRIAL_S` seconds, so that the other codec's data in the
+processor's caches hardly counts. Times are in ns: of compressing per base id, all others per compressed id.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ except ImportError:
     upstream = None
 
 WINDOW, MERGE_SIZE = 2048, 3
-UNMERGED, MOST_IDS = 256, 1 << 24  # number of base ids that never merge; most base ids of a vocabulary
+UNMERGED, MOST_IDS = 256, 1 << 24  # number of base ids that never merge; maximum of --vocab-size
 TRIAL_S = 0.1
 
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per measurement. Raises `MlxZipError` for a flag out of range or a file it cannot read."""
+    """Prints one JSON line per measurement. Raises `MlxZipError` if a flag is out of range or a file cannot be read."""
     check_at_least(args, 1, "length", "windows", "trials")
     if not UNMERGED < args.vocab_size <= MOST_IDS:
         raise MlxZipError(f"--vocab-size must be from {UNMERGED + 1} to {MOST_IDS}, got {args.vocab_size}")
@@ -137,7 +137,7 @@ def _disabled_ids(vocab_size: int) -> range:
 class OurAndUpstreamCodec:
     """Parameters of our codec, and zip2zip-compression's objects with the same parameters.
 
-    theirs: the package's compressor; config: the package's configuration; both None if it is not installed.
+    theirs: that package's compressor. config: that package's configuration. Both are None if it is not installed.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -172,9 +172,9 @@ def decode_with_new_codebook(params: CodecParams, ids: Any) -> Uint32s:
 
 
 def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
-    """Returns the record of an operation: ns per id of our call and of theirs (None: not measured); trials alternate.
+    """Times `ours` and `theirs` (None: not measured) in alternating trials; returns a record in ns per id.
 
-    what: the operation's name. count: ids that one call reads.
+    what: the operation's name. count: number of ids that one call reads.
     """
     mean_call_seconds(ours)  # warm-up
     mine, other = [], []
@@ -219,7 +219,7 @@ def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], tria
 
 
 def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
-    """Returns the summary of the trials' medians, and the 99th percentile of all calls. calls: ns, [trials][calls]."""
+    """Summarizes the medians of the trials, and adds the 99th percentile of all calls. calls: ns, [trials][calls]."""
     flat = np.concatenate(calls)
     return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
 

@@ -1,4 +1,4 @@
-"""The machine under an engine: memory bandwidth, energy if it has a counter, and power and thermal state.
+"""Measures the machine that an engine runs on: memory bandwidth, energy (if it has a counter), power and thermal state.
 
 Bandwidth is measured by matrix-vector products, which only read, as a decoding step nearly does; a copy also writes and
 gives another figure. MLX's products do not reach a CPU's bandwidth, so if PyTorch measures the same chip in a run, the
@@ -34,12 +34,12 @@ PRODUCTS = 8  # products per call on a GPU: several hide the launch time
 
 
 def mlx_read_bandwidth() -> float:
-    """Measures the bytes per second that matrix-vector products read on MLX's default device (`mlx_zip.device`)."""
+    """Measures how many bytes per second matrix-vector products read on MLX's default device."""
     return measured(PRODUCTS if on_gpu() else 1, BANDWIDTH_SIDE)
 
 
 def yardstick_name(library: str, side: int) -> str:
-    """Returns the name of the bandwidth measurement: products that only read. side: side of the matrix."""
+    """Returns the name of the bandwidth measurement, for the records. side: side of the square matrix."""
     return f"float32 matrix {side} x {side} times a vector, read only, by {library}"
 
 
@@ -66,7 +66,7 @@ class EnergyMeter:
         self.source = "package" if self._counters else "gpu" if self._gpu else None
 
     def read(self) -> float | None:
-        """Returns the joules used since a fixed time in the past, None without a counter."""
+        """Returns the joules used since a fixed time in the past; None if no counter can be read."""
         if self._counters:
             return sum(int((path / "energy_uj").read_text()) for path in self._counters) / 1e6
         return self._gpu() if self._gpu else None
@@ -132,7 +132,7 @@ _BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery; removed from 
 
 
 def power_and_thermal_state(root: Path = Path("/")) -> dict[str, str]:
-    """Returns name -> text about power, heat, chip and memory; names that the system does not report are absent.
+    """Returns texts about power, heat, chip and memory, by name; omits what the system does not report.
 
     root: the root folder of Linux's /proc and /sys.
     """
@@ -159,10 +159,10 @@ def metal_wheel_version() -> str:
 
 
 def card_state() -> dict[str, str]:
-    """Returns the NVIDIA card's clocks, power and temperature, with units, and which causes limit its clocks.
+    """Returns the NVIDIA GPU's clocks, power and temperature (keys `CARD`, with units), and what limits its clocks.
 
-    The keys are those of `CARD` and `HELD_BACK`; values of the latter are "Active" or "Not Active". Empty without
-    nvidia-smi, and if CUDA_VISIBLE_DEVICES hides all cards.
+    Each limit in `HELD_BACK` is "Active" or "Not Active". Returns {} if nvidia-smi is missing or CUDA_VISIBLE_DEVICES
+    hides all GPUs.
     """
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     for reasons in REASONS if card else ():
@@ -175,7 +175,7 @@ def card_state() -> dict[str, str]:
 
 
 def active_clock_limits(state: dict[str, str]) -> list[str]:
-    """Returns the names in `HELD_BACK` that are active in a card's state."""
+    """Returns the causes in `HELD_BACK` that are active. state: from `card_state`."""
     return [name for name in HELD_BACK if state.get(name) == "Active"]
 
 

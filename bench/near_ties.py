@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares passes of all widths and prints one JSON line. Raises `MlxZipError` for bad flags."""
+    """Compares passes of all widths and prints one JSON line. Raises `MlxZipError` if a flag is out of range."""
     check_at_least(args, BLOCK, "ids", "max_ids")
     model, tokenizer = load(args.model)
     device = describe_mlx_device()
@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare_widths(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the record's figures: counts of margins below each of `MARGINS`, and the differences of each width."""
+    """Returns the differences of each width, and the number of ids whose margin is below each of `MARGINS`.
+
+    An id's margin is the difference of its two largest logits.
+    """
     requests = read_requests(None)
     prompts = [list(one.turns[0].prompt) for one in make_conversations(tokenizer, requests, len(requests), 1, 1)]
     found = {name: Differences() for name in (*map(str, WIDTHS[1:]), ALONE)}
@@ -96,10 +99,10 @@ def logits_dtype(model: Any) -> mx.Dtype:
 
 
 class Differences:
-    """Differences from passes over one id.
+    """Differences of the logits of other passes from the logits of passes over one id.
 
     ids: number of compared ids. differing: number of ids at which another logit is the largest. largest: largest
-    difference of two logits. largest_in_logits: largest difference divided by the largest absolute logit of its id.
+    absolute difference. largest_in_logits: largest quotient of an id's difference and its largest absolute logit.
     """
 
     def __init__(self) -> None:
@@ -107,7 +110,7 @@ class Differences:
         self.largest = self.largest_in_logits = 0.0
 
     def add(self, logits: np.ndarray, other: np.ndarray) -> None:
-        """Compares logits [n, W] of the same n ids; ids that cannot be chosen have -inf in both."""
+        """Compares two arrays of logits [n, W] of the same n ids. Ids that cannot be chosen have -inf in both."""
         possible = np.isfinite(logits)
         size = np.abs(logits, where=possible, out=np.zeros_like(logits)).max(axis=1)
         apart = np.abs(np.subtract(other, logits, where=possible, out=np.zeros_like(logits))).max(axis=1)
@@ -120,7 +123,7 @@ class Differences:
 def read_answer(
     model: Any, prompt: Sequence[int], ends: Sequence[int], most: int
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Yields logits [BLOCK, W] from passes over one id, and from other passes by name, until the answer ends.
+    """Yields logits [BLOCK, W] of passes over one id, and those of each other kind of pass, until the answer ends.
 
     prompt: base ids. ends: ids that end an answer. most: most ids of an answer.
     """
@@ -147,7 +150,7 @@ def read_answer(
 
 
 def read_ids(model: Any, cache: list[Any], ids: Sequence[int]) -> list[mx.array]:
-    """Runs one pass over ids, which appends them to the cache; returns the logits [W] after each id."""
+    """Runs one pass over `ids`, which appends the ids to the cache; returns the logits [W] after each id."""
     causal = {"causal": True} if len(ids) > 1 and has_hypertokens(model) else {}
     return list(model(mx.array([ids], mx.uint32), cache=cache, **causal)[0])
 
@@ -166,7 +169,7 @@ def as_array(rows: Sequence[mx.array]) -> np.ndarray:
 
 
 def near_ties_table(records: Records) -> str:
-    """Returns the table of the record `near-ties`; lines of equal model, dtype and BLAS are added up."""
+    """Returns the table of the record `near-ties`; adds up the counts of lines of equal model, dtype and BLAS."""
     runs: dict[tuple[str, str, str], list[Record]] = {}
     for line in records.lines("near-ties"):
         runs.setdefault((line["model"]["name"], line["dtype"], libraries_cell(line)), []).append(line)

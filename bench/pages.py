@@ -2,8 +2,7 @@
 
 A page is Markdown with tables between `<!-- table: NAME -->` and `<!-- end -->`; only the text between these markers is
 replaced. Tables come from the records (`records.py`) and from the command line's parsers, which are imported only when
-a table needs them. A paper registers its tables and pictures in `bench/papers/PAPER/tables.py`, a path that is found
-automatically.
+a table needs them. The tables and pictures of papers are found in every `bench/papers/PAPER/tables.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def update_file(path: Path, data: bytes, only_check: bool) -> bool:
-    """Returns whether a file differs from `data`; then writes it, unless `only_check`, and prints its name."""
+    """Returns whether a file differs from `data`. If so, prints the file's name and, unless `only_check`, writes it."""
     old = path.read_bytes() if path.exists() else b""
     if old == data:
         return False
@@ -75,7 +74,7 @@ def update_file(path: Path, data: bytes, only_check: bool) -> bool:
 def render_all(root: Path) -> list[tuple[Path, bytes]]:
     """Returns every page and picture of a checkout with the bytes it should have; writes nothing.
 
-    Raises `MlxZipError` for a page, marker or record that cannot be used, and for a table that no page shows.
+    Raises `MlxZipError` if a page, marker or record cannot be used, or if no page shows one of the tables.
     """
     records, (tables, pictures) = Records(root), registered_tables_and_pictures()
     pages = {path: read_page(path) for path in pages_of(root)}
@@ -90,7 +89,7 @@ def render_all(root: Path) -> list[tuple[Path, bytes]]:
 
 
 def pages_of(root: Path) -> list[Path]:
-    """Returns the pages of a checkout. Raises `MlxZipError` for a folder that is not a checkout."""
+    """Returns the pages of a checkout. Raises `MlxZipError` if `root` is not a checkout."""
     if not (root / "bench/records").is_dir():
         raise MlxZipError(f"{root} is no checkout of mlx_zip: it has no bench/records")
     return sorted({path for pattern in PAGES for path in root.glob(pattern)})
@@ -103,7 +102,7 @@ def table_names(text: str) -> list[str]:
 def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
     """Returns all tables and pictures by name; in a checkout, those of the papers too.
 
-    Raises `MlxZipError` for a name that is used twice.
+    Raises `MlxZipError` if a name is used twice.
     """
     tables: Tables = {}
     pictures: Pictures = {}
@@ -121,7 +120,7 @@ def paper_table_modules() -> Iterator[Any]:
 
 
 def render_page(path: Path, text: str, tables: Tables, records: Records) -> str:
-    """Returns a page with every table rebuilt. Raises `MlxZipError` for an unknown name or an unpaired marker."""
+    """Returns a page with every table rebuilt. Raises `MlxZipError` if a table is unknown or a marker is unpaired."""
     out, at, opened = [], 0, None
     for mark in _MARK.finditer(text):
         if (mark[1] is None) == (opened is None):
@@ -176,7 +175,7 @@ KNOWN = "'flags COMMAND', commands, benches, experiments, methods"
 def command_line_table(name: str) -> str | None:
     """Returns the table called `name`, such as `flags vocab pack learn` or `benches`; None if there is no such table.
 
-    Raises `MlxZipError` for flags of a command that does not exist.
+    Raises `MlxZipError` if the table is of flags of an unknown command.
     """
     if name.startswith("flags "):
         return flags_table(command_parser_of(name.removeprefix("flags ")))
@@ -189,7 +188,7 @@ def flags_table(parser: argparse.ArgumentParser) -> str:
 
 
 def command_parser_of(command: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command such as `bench codec`. Raises `MlxZipError` for an unknown command."""
+    """Returns the parser of a command such as `bench codec`. Raises `MlxZipError` if the command is unknown."""
     first, _, rest = command.partition(" ")
     cli = import_module("mlx_zip.cli")
     if first == "bench" and rest in benches() | experiments():

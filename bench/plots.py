@@ -12,7 +12,7 @@ from mlx_zip.errors import missing_library_error
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text not as paths
+STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # fixed ids; text is not drawn as paths
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Panel:
 
 
 def new_figure(width: float = 10, height: float = 4) -> Figure:
-    """Returns an empty figure of width x height inches. Raises `InstallationError` without matplotlib."""
+    """Returns an empty figure of width x height inches. Raises `InstallationError` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

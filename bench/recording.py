@@ -42,7 +42,7 @@ BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # matches file na
 def environment_fields(*packages: str) -> dict[str, Any]:
     """Returns the common fields of a record: time (UTC), machine, Python, versions, commit, load and libraries.
 
-    packages: names whose versions are given, besides mlx_zip and numpy; None for a package that is not installed.
+    packages: packages whose versions are given, besides mlx_zip and numpy; a missing package has the version None.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -76,7 +76,7 @@ def load_before_bench() -> dict[str, float | None]:
 
 
 def print_header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
-    """Prints one line: bench, model, device, `plan` (what will run), and the load before the bench."""
+    """Prints one line to standard error: bench, model, device, `plan` (what will run), and load before the bench."""
     load = load_before_bench()
     idle = "" if load["idle_share"] is None else f", processors {load['idle_share']:.0%} idle"
     where = f"{device['chip']} ({device['device']})"
@@ -84,7 +84,7 @@ def print_header(bench: str, model: str, device: dict[str, Any], plan: str) -> N
 
 
 def read_processor_ticks() -> tuple[int, int] | None:
-    """Returns (idle ticks, all ticks) of all processors since the system started; None without /proc/stat.
+    """Returns (idle ticks, all ticks) of all processors since the system started; None if there is no /proc/stat.
 
     Waiting for a disk counts as idle.
     """
@@ -96,13 +96,13 @@ def read_processor_ticks() -> tuple[int, int] | None:
 
 
 def preloaded_libraries() -> list[str]:
-    """Returns the names of the libraries in LD_PRELOAD (or its Mac counterpart), such as a BLAS."""
+    """Returns the names of the libraries in LD_PRELOAD (on a Mac, DYLD_INSERT_LIBRARIES), such as a BLAS."""
     names = os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", ""))
     return [Path(name).name for name in names.replace(":", " ").split()]
 
 
 def blas_libraries() -> list[str] | None:
-    """Returns the names of the BLAS and LAPACK libraries that this process has loaded; None without /proc."""
+    """Returns the names of the BLAS and LAPACK libraries that this process has loaded; None if there is no /proc."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except FileNotFoundError:
@@ -184,10 +184,9 @@ def run_recorded(file: Path, run: Callable[[], int]) -> int:
 
 
 def check_machine_is_quiet() -> None:
-    """Raises `MlxZipError` if the processors' idle share is below `QUIET` now; the bench's records will have this
-    share.
+    """Measures the processors' idle share, which the records then hold. Raises `MlxZipError` if it is below `QUIET`.
 
-    If the system gives no idle share, it is estimated as 1 minus the load average over the number of processors.
+    If the system gives no idle share, it is estimated as 1 minus the load average divided by the number of processors.
     """
     load_before_bench.cache_clear()
     load = load_before_bench()

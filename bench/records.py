@@ -27,7 +27,7 @@ class Records:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Record name -> its file. Raises `MlxZipError` for a name that is in two folders."""
+        """Record name -> file. Raises `MlxZipError` if two folders have a file of the same name."""
         found: dict[str, Path] = {}
         for path in sorted(path for place in PLACES for path in self.root.glob(f"{place}/*.jsonl")):
             if path.stem in found:
@@ -78,7 +78,7 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def write_whole(path: Path, data: str | bytes, what: str = "") -> None:
-    """Writes a file atomically. Raises `MlxZipError`. what: the flag that names the file, for the error message."""
+    """Writes a file atomically. Raises `MlxZipError` on failure. what: flag to name in the error message."""
     try:
         with atomic_file(path) as partial:
             partial.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -163,7 +163,7 @@ def column_table(lines: Iterable[Record], columns: Columns) -> str:
 def make_column_table(
     record: str, columns: Columns, rows: Callable[[Sequence[Record]], Iterable[Record]] = iter
 ) -> Callable[[Records], str]:
-    """Returns a function that makes a record's table. rows: turns lines into rows (default: a row per line)."""
+    """Returns a function that makes the table of `record`. rows: turns lines into rows (default: a row per line)."""
     return lambda records: column_table(rows(records.lines(record)), columns)
 
 

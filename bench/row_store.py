@@ -1,7 +1,7 @@
-"""Times the row store: opening it, looking rows up and storing rows, in memory and on disk; and its memory.
+"""Times the row store, in memory and on disk: opening it, looking up rows and storing rows. Also measures its memory.
 
-Rows and their entries are random: to the store a row is only bytes, so no model is needed. Rows spread over all stored
-ones are looked up twice: right after opening, and once more. The files stay in the system's cache.
+Rows and their entries are random: to the store a row is only bytes, so no model is needed. Rows chosen at random from
+all stored rows are looked up twice: right after opening, and once more. The files stay in the system's cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures the store and prints one JSON line. Raises `MlxZipError` for a flag that cannot be used."""
+    """Measures the store and prints one JSON line. Raises `MlxZipError` if a flag cannot be used."""
     check_at_least(args, 1, "rows", "width", "batch", "memory_bytes", "trials")
     if args.folder is not None and not Path(args.folder).is_dir():
         raise MlxZipError(f"--folder {args.folder} is not an existing folder")
@@ -105,7 +105,7 @@ def time_model_lookups(
 ) -> dict[str, Any]:
     """Times look-ups as a model makes them: rows as arrays on the device, from disk and then from memory.
 
-    wanted: the numbers of the rows [batch] to look up in each trial. The store's memory is measured too.
+    Also measures the store's memory. wanted: for each trial, the numbers of the rows to look up [batch].
     """
     kind = RowKind(RowSet(bytes(32), MERGE_SIZE, 4 * args.width), mx.float32, True)
     lengths = np.full(args.batch, MERGE_SIZE)

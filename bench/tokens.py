@@ -28,7 +28,7 @@ from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 from .recording import print_record
 
 WHOLE = "document"  # value of --windows: each document is one window
-COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # of each row of `counts`
+COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # columns of `counts`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` for wrong flags before any text is read."""
+    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` if a flag or file cannot be used."""
     windows = check_flags(args)
     upstream = import_upstream() if args.check else None
     corpora = read_domains(args.text, args.limit_bytes)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> list[int | None]:
-    """Checks the flags and returns the windows, None for whole documents. Raises `MlxZipError` for a bad flag."""
+    """Checks the flags and returns the windows, None for whole documents. Raises `MlxZipError` if a flag is invalid."""
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
             raise MlxZipError(f"--{name} is missing")
@@ -131,7 +131,7 @@ def read_domains(
 ) -> dict[str, Corpus]:
     """Reads documents by domain, from arguments `DOMAIN=FILE[:FIELD[+FIELD]]`, at most `limit_bytes` of each domain.
 
-    separator: a line that ends a document in a text file. Raises `DataError`, naming the argument, or file and line.
+    separator: a line that ends a document in a text file. Raises `DataError` if an argument or a file is invalid.
     """
     files: dict[str, list[str]] = {}
     columns: dict[str, dict[str, str]] = {}
@@ -168,8 +168,8 @@ def count_corpus(
 
     settings: (window, None for whole documents; merge size; codebook size). In the rows, `entries` counts installed
     entries and `entries_used` those emitted at least once. disabled: base ids that never merge. upstream: the module
-    zip2zip_compression, to compare its ids with ours, or None. Raises `MlxZipError` if ids differ, and `DataError` for
-    a corpus without ids.
+    zip2zip_compression, to compare its ids with ours, or None. Raises `MlxZipError` if ids differ, and `DataError` if
+    the corpus has no ids.
     """
     documents = [np.array(vocabulary.encode(document.text), np.uint32) for document in corpus.documents]
     stream = np.concatenate(documents)

@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, and prints one JSON line per part. Returns 0. Raises `MlxZipError` for bad flags, models or data."""
+    """Prints one JSON line per part and returns 0. Raises `MlxZipError` if the flags, model or data cannot be used."""
     check_at_least(args, 1, "context", "batch_size", "batches", "trials")
     if (args.model is None) != (args.data is None):
         raise MlxZipError("--model and --data go together: the data are prepared with the model's tokenizer")
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 def write_synthetic(folder: Path, length: int, context: int, merge_size: int) -> Path:
     """Writes `length` Zipf-distributed base ids, half of them in repeated phrases, in the format of `mlx_zip prepare`.
 
-    The ids are cut into documents of `DOCUMENT` base ids, and these into windows of `context`. Returns the folder.
+    The ids form documents of `DOCUMENT` base ids, which are joined and cut into windows of `context`. Returns `folder`.
     """
     from mlx_zip.training.prepare.encoding import EncodedRecord, compress_window, cut_windows
     from mlx_zip.training.prepare.shards import ShardWriter, make_codec_record, write_index
@@ -127,7 +127,7 @@ def write_synthetic(folder: Path, length: int, context: int, merge_size: int) ->
 
 
 class TrainingBench:
-    """The measurements, on one base model and its samples. folder: where synthetic samples are written."""
+    """Measures training steps of one base model on prepared or synthetic samples. folder: for synthetic samples."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from mlx_zip.models.loading import find_model_folder, read_model_config
@@ -182,7 +182,7 @@ class TrainingBench:
         return measure_steps(*models, self._samples(), self.shards.params, settings, self.args.trials).record()
 
     def torch(self) -> dict[str, Any]:
-        """Measures steps of both engines; returns the record of `measure_engines`."""
+        """Measures steps of both training engines, MLX and PyTorch; returns the record of `measure_engines`."""
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import make_starting_model
 

@@ -1,8 +1,9 @@
 """Times the parts of a training step separately, on the same batches.
 
-A zip2zip step is compared with its unavoidable work: a step of the same decoder without hypertokens on as many ids, and
-the encoders' forward and backward pass over the batch's distinct entries. The rest is overhead: moving rows into the
-embedding and the head, more columns in the loss, padding, and the encoders' second forward pass, which saves memory.
+A step with hypertokens is compared with its unavoidable work: a step of the same decoder without hypertokens on as many
+ids, and the encoders' forward and backward pass over the batch's distinct entries. All else is overhead: moving rows
+into the embedding and the head, more columns in the loss, padding, and the encoders' second forward pass, which saves
+memory.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class StepMeasurements:
     batches: list[Batch]
 
     def record(self) -> dict[str, Any]:
-        """Returns the record: times in ms, ratio of a step to its unavoidable work, and counts of shared entries."""
+        """Returns the record: times in ms, ratio of a step to its unavoidable work, and counts of ids and entries."""
         parts = {name: summarize_samples([1e3 * s for s in samples]) for name, samples in self.seconds.items()}
         least = np.add(self.seconds["plain step"], self.seconds["encoders"])
         ratios = np.divide(self.seconds["zip step"], least)
@@ -79,7 +80,7 @@ def measure_steps(
 ) -> StepMeasurements:
     """Times every part `trials` times, on the batches in turn, after one warm-up of every part per batch.
 
-    samples: the samples of each batch. params: their codec.
+    samples: the samples of each batch. params: the codec that compressed the samples.
     """
     batches = [make_batch(some, params) for some in samples]
     whole, plain = TrainedModel(zip_model, settings), TrainedModel(plain_model, settings)
@@ -160,7 +161,7 @@ def encode_rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
 
 
 class TrainablePart(nn.Module):
-    """The parameters of a part whose gradients are computed: modules of the model, and given arrays."""
+    """A module that holds the parameters whose gradients are computed: modules of the model, and further arrays."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ class StepParts:
         return LOW_PRECISION[self.whole.settings.dtype] or mx.float32
 
     def encoders(self) -> Callable[[], Any]:
-        """Encodes the distinct entries: input rows of entries that occur in inputs, output rows of all."""
+        """Returns a call that encodes input rows of entries that occur in inputs, and output rows of all entries."""
         names = ("input_encoder", "output_encoder")
         part = TrainablePart(**{name: self.model[name] for name in names if name in self.model})
 
@@ -194,7 +195,7 @@ class StepParts:
         return self._compiled_gradient_call(part, loss)
 
     def body(self) -> Callable[[], Any]:
-        """Runs the decoder's layers on random embeddings."""
+        """Returns a call that runs the decoder's layers on random embeddings."""
         model = self.model
         h = self._random_normal(*self.samples.inputs.shape, model.config.encoder.model_size)
         part: Any = TrainablePart(layers=model.model.layers, norm=model.model.norm, h=h)
@@ -207,7 +208,7 @@ class StepParts:
         return self._compiled_gradient_call(part, loss)
 
     def head(self) -> Callable[[], Any]:
-        """Computes logits of base ids and entries, and the cross entropy, from random hidden states and rows."""
+        """Returns a call that computes logits and the cross entropy from random hidden states and rows."""
         model, width = self.model, self.model.config.encoder.model_size
         tied = model.traits.tied
         part: Any = TrainablePart(
@@ -225,7 +226,7 @@ class StepParts:
         return self._compiled_gradient_call(part, loss)
 
     def optimizer(self) -> Callable[[], Any]:
-        """Clips constant gradients and updates the weights with them."""
+        """Returns a call that clips constant gradients and updates the weights with them."""
         trainee, optimizer = self.whole.trainee, self.whole.optimizer
         gradients = tree_map(lambda value: 1e-3 * mx.ones_like(value), trainee.trainable_parameters())
         mx.eval(gradients)
@@ -238,7 +239,7 @@ class StepParts:
         return call
 
     def _compiled_gradient_call(self, part: nn.Module, loss: Callable[[], mx.array]) -> Callable[[], Any]:
-        """Returns a call for a part's loss and gradients, in the step's dtype; compiled if the step is compiled."""
+        """Returns a call that computes a part's loss and gradients, in the step's dtype and compiled like the step."""
         settings = self.whole.settings
 
         def lowered() -> mx.array:
@@ -270,11 +271,12 @@ def measure_engines(
     settings: TrainSettings,
     trials: int,
 ) -> dict[str, Any]:
-    """Returns the record: base tokens/s of each engine, the machine's GFLOP/s, and the share that PyTorch's steps
-    reach.
+    """Times steps of both engines and the machine's matrix products; returns the record.
 
-    make: returns a new model and its config.json. samples: of each batch. MLX's trainer reads one sample per step,
-    because on a CPU a batch may take many minutes; its first step is a warm-up. The share counts decoder products only.
+    The record has base tokens/s of each engine, GFLOP/s of the products, and the share of these GFLOP/s that PyTorch's
+    steps reach in the decoder's products. MLX's trainer reads one sample per step, because on a CPU a batch may take
+    many minutes; its first step is a warm-up. make: returns a new model and its config.json. samples: the samples of
+    each batch.
     """
     batches = [make_batch(some, params) for some in samples]
     single = make_batch(samples[0][:1], params)

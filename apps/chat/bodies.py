@@ -12,7 +12,7 @@ MOST_PACKS = 100
 
 
 def _check_unicode(text: str) -> str:
-    """Returns a text. Raises `ValueError` for an unpaired surrogate, which UTF-8 cannot encode."""
+    """Returns `text`. Raises `ValueError` if `text` has an unpaired surrogate, which UTF-8 cannot encode."""
     text.encode()
     return text
 
@@ -27,7 +27,7 @@ Limit = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 
 
 class SamplingBody(Body):
-    """How an answer is sampled; the app's start settings apply for fields that are left out."""
+    """How an answer is sampled. A field that is left out takes the value that the app was started with."""
 
     temp: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Fraction | None = None
@@ -39,12 +39,12 @@ class SamplingBody(Body):
 
     @property
     def fields_set(self) -> dict[str, Any]:
-        """The fields that are set, by name."""
+        """The fields that are not None, by name."""
         return self.model_dump(exclude_none=True)
 
 
 class ConversationBody(Body):
-    """The fields of a new conversation, or the fields to change of an existing one."""
+    """The fields of a new conversation; the base class of `ChangeBody`."""
 
     title: Title | None = None
     model: Name | None = None
@@ -54,12 +54,12 @@ class ConversationBody(Body):
 
     @property
     def fields_set(self) -> dict[str, Any]:
-        """The fields that are set, as `Store.create` and `Store.change` take them."""
+        """The fields that are not None, by name, as `Store.create` and `Store.change` take them."""
         return self.model_dump(exclude_none=True)
 
 
 class ChangeBody(ConversationBody):
-    """The fields to change of a conversation."""
+    """Changes to a stored conversation. A field that is None is not changed."""
 
     draft: Words | None = None
     leaf: Name | None = None
@@ -68,15 +68,15 @@ class ChangeBody(ConversationBody):
 
 
 class FitBody(Body):
-    """A prompt to find a pack for. packs: the packs that its conversation uses."""
+    """A prompt for which the app suggests a pack. packs: names of the packs that the prompt's conversation uses."""
 
     text: Annotated[Words, Field(min_length=1)]
     packs: PackNames = Field(default_factory=list)
 
 
 class AnswerBody(Body):
-    """A request for an answer. parent: id of the message before. text: a new message of the user, to be answered.
-    continue: extend the answer `parent` instead of starting a new one.
+    """A request for an answer. parent: id of the message that the new messages follow. text: new user message to
+    answer; None: answer `parent`. continue: extend the answer `parent` instead of starting a new one.
     """
 
     parent: Name | None = None
@@ -99,9 +99,9 @@ class RaceMessage(Body):
 
 
 class RaceBody(Body):
-    """A request that the main model answers first and `base` second.
+    """A request that two models answer: first the main model, then the model named `base`.
 
-    conversation, leaf: the user's message to answer and its conversation; or messages: the whole request.
+    messages: the whole request; None: answer the user message `leaf` of the stored conversation `conversation`.
     """
 
     conversation: Name | None = None

@@ -34,9 +34,9 @@ from mlx_zip.apps.chat.database_file import (
 from mlx_zip.apps.chat.schema import rebuild_indexes, transaction
 
 Some = TypeVar("Some")
-RETRY_S = 5.0  # a write first tries to return to the file, if the last attempt is this long ago
-IDLE_RETRY_S = 5.0  # time between attempts by timer
-RETURN_MS = 200  # how long these attempts wait for a process that holds the write lock
+RETRY_S = 5.0  # while in memory, a write first tries to return to the file if the last attempt is this long ago
+IDLE_RETRY_S = 5.0  # time between the timer's attempts to return to the file
+RETURN_MS = 200  # longest wait of an attempt for a process that holds the write lock
 _INDEXES = (sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_CORRUPT_VTAB)  # damage that rebuilding the indexes can repair
 _LOST = "changes are in memory only, and lost when the app ends"
 _CONVERSATION_QUERIES = {  # table -> query of a conversation's rows, in an order that satisfies the foreign keys
@@ -49,7 +49,7 @@ _CONVERSATION_QUERIES = {  # table -> query of a conversation's rows, in an orde
 class Database:
     """A database that is used from several threads. path: the file; None keeps the database in memory.
 
-    problem: why changes are in memory only at the moment; None while they go to the file, or if there is no file.
+    problem: why changes are currently stored in memory only; None if they are stored in the file or `path` is None.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -64,7 +64,7 @@ class Database:
         self._open()
 
     def _open(self) -> None:
-        """Opens the file, or a copy in memory if its disk cannot be written. Raises `StoreError`."""
+        """Opens the file; if the disk cannot be written, opens a copy of the file in memory. Raises `StoreError`."""
         try:
             self._opened = open_in_memory() if self.path is None else open_file(self.path)
         except UnwritableError as error:
@@ -78,11 +78,11 @@ class Database:
 
     @property
     def alone(self) -> bool:
-        """Whether no other process had the database open when this one opened it."""
+        """Whether no other process had the database open when this process opened it."""
         return self._opened is not None and self._opened.alone
 
     def share(self) -> None:
-        """Makes the exclusive lock shared: other processes wait for this before they open the database."""
+        """Replaces the exclusive lock by a shared lock; until then, other processes wait to open the database."""
         if self._opened:
             share_lock(self._opened)
 
@@ -94,7 +94,7 @@ class Database:
         return self._opened.db
 
     def read(self, work: Callable[[sqlite3.Connection], Some]) -> Some:
-        """Returns `work(db)` for the current database; `work` may be called twice. Raises `StoreError`."""
+        """Returns `work(db)`; if indexes are damaged, rebuilds them and calls `work` again. Raises `StoreError`."""
         with self._lock:
             try:
                 return work(self._current_db)
@@ -107,7 +107,7 @@ class Database:
                 raise StoreError(f"the conversations cannot be read: {error_in_words(error)}") from error
 
     def _rebuild_indexes(self, error: sqlite3.Error) -> bool:
-        """Rebuilds the indexes if an error says that one is damaged; returns whether they were rebuilt."""
+        """Rebuilds the indexes if `error` says that an index is damaged; returns whether they were rebuilt."""
         if getattr(error, "sqlite_errorcode", 0) not in _INDEXES:
             return False
         with (
@@ -119,10 +119,11 @@ class Database:
         return False
 
     def write(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None = None) -> Some:
-        """Returns `work(db)`, run in one transaction; `work` may be called twice. Raises `StoreError`.
+        """Returns `work(db)`, run in one transaction. Raises `StoreError` if the database cannot be written.
 
-        conversation: id of the conversation that `work` changes; None: any may change. If the disk is full, or another
-        process keeps the file locked, the database continues in memory. If the file was removed, a new one is written.
+        conversation: id of the conversation that `work` changes; None if `work` may change any. If the disk is full, or
+        another process keeps the file locked, the database continues in memory. If the file was removed, a new file is
+        written. `work` is called again after a switch to memory, or if damaged indexes had to be rebuilt.
         """
         with self._lock:
             if time.monotonic() - self._tried >= RETRY_S:
@@ -139,7 +140,7 @@ class Database:
                 raise StoreError(f"the conversations cannot be written: {error_in_words(error)}") from error
 
     def _run_transaction(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None) -> Some:
-        """Runs `work` in one transaction; adds what it changed to `_changed` if the database is in memory."""
+        """Runs `work` in one transaction. In memory, adds the conversations that may have changed to `_changed`."""
         with transaction(self._current_db):
             before = self._spare_conversations()
             found = work(self._current_db)
@@ -148,11 +149,14 @@ class Database:
         return found
 
     def _spare_conversations(self) -> set[str]:
-        """Returns the ids of the conversations in `_spare`; an empty set if it is not in use."""
+        """Returns the ids of the conversations in `_spare`; an empty set if `_spare` is None."""
         return {row[0] for row in self._spare.execute("SELECT id FROM conversations")} if self._spare else set()
 
     def _leave_full_file(self, error: sqlite3.Error) -> bool:
-        """Continues in memory if the file cannot be written; returns whether it switched. Raises `StoreError`."""
+        """If `error` says that the file cannot be written, switches to a copy in memory and returns True; else False.
+
+        Raises `StoreError` if the file cannot be read.
+        """
         if (
             self._spare is not None
             or self.path is None
@@ -163,7 +167,7 @@ class Database:
         return True
 
     def _copy_to_memory(self, why: str) -> None:
-        """Continues in memory, with a copy of the file's content. Raises `StoreError` if the file cannot be read."""
+        """Switches to a copy of the file's content in memory. Raises `StoreError` if the file cannot be read."""
         spare = connect(":memory:")
         try:
             self._current_db.backup(spare)
@@ -186,7 +190,7 @@ class Database:
         return self._opened is not None and self._opened.file == file_identity(path)
 
     def _use_spare(self, spare: sqlite3.Connection, why: str) -> None:
-        """Continues in `spare` until the file can be written. why: the reason, for `problem`."""
+        """Uses the database `spare` until the file can be written. why: the reason, stored in `problem`."""
         self._spare, self._tried, self._changed = spare, time.monotonic(), set()
         self.problem = f"{why}; {_LOST}"
         self._schedule_return()
@@ -207,7 +211,7 @@ class Database:
         self._timer.start()
 
     def _return_to_file(self, patience_ms: float) -> None:
-        """Writes what is only in memory to the file, if possible. patience_ms: longest wait for another process."""
+        """Tries to write the changes in memory to the file and to use the file again; waits `patience_ms` at most."""
         if self._spare is None or self.path is None:
             return
         self._tried = time.monotonic()
@@ -226,7 +230,7 @@ class Database:
         self._spare, self.problem, self._shrinks = None, None, False
 
     def _reopen_file(self, path: Path) -> OpenedFile:
-        """Returns the open file at the path, which may be a new one. Raises `StoreError`."""
+        """Returns the opened file at `path`; opens it anew if it was removed or replaced. Raises `StoreError`."""
         if self._opened is not None and not self._is_in_place(path):
             self._opened.close()
             self._opened = None
@@ -257,7 +261,7 @@ class Database:
         self.read(_shrink)
 
     def close(self) -> None:
-        """Closes the database, after a last attempt to write what is only in memory."""
+        """Closes the database, after a last attempt to write changes that are only in memory."""
         with self._lock:
             self._return_to_file(1000 * PATIENCE_S)
             if self._timer is not None:
@@ -278,9 +282,9 @@ def _shrink(db: sqlite3.Connection) -> None:
 
 
 def _copy_conversation(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:
-    """Copies a conversation from one database to another, or deletes it there if the source does not have it.
+    """Copies a conversation from `source` to `target`, or deletes it from `target` if `source` does not have it.
 
-    Messages that only the target has are kept, unless the conversation is deleted: another process has written them.
+    A copy keeps the messages that only `target` has, because another process wrote them.
     """
     rows = {table: source.execute(query, (conversation,)).fetchall() for table, query in _CONVERSATION_QUERIES.items()}
     if not rows["conversations"]:

@@ -24,7 +24,7 @@ from mlx_zip.apps.chat.schema import (
 from mlx_zip.errors import DataError, MlxZipError, failure_reason
 from mlx_zip.files import check_regular_file
 
-PATIENCE_S = 5.0  # how long to wait for another process that holds the write lock
+PATIENCE_S = 5.0  # longest wait for another process that holds the write lock
 _FILE_SUFFIXES = ("", "-wal", "-shm")  # SQLite's files of one database
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
@@ -36,19 +36,20 @@ class StoreError(MlxZipError):
 
 
 class UnwritableError(StoreError):
-    """A place that cannot be written at the moment: its disk is full, or it is read-only."""
+    """A database file that cannot be written at the moment, because its disk is full or read-only."""
 
 
 class ForeignError(Exception):
-    """A file that is not a sound database of this app; the message says why."""
+    """The file is damaged or is not a database of this app; the message says which."""
 
 
 @dataclass
 class OpenedFile:
-    """An open database. alone: whether no other process had it open. note: what happened to an unusable older file.
+    """An open database.
 
-    lock: descriptor of the lock file, held while this process uses the database. file: device and inode number, None in
-    memory.
+    alone: whether no other process had the database open when it was opened. note: what happened to an unusable older
+    file. lock: descriptor of the lock file, held while this process uses the database. file: device and inode number of
+    the database file; None for a database in memory.
     """
 
     db: sqlite3.Connection
@@ -72,7 +73,7 @@ def connect(name: str) -> sqlite3.Connection:
     db.text_factory = lambda text: text.decode("utf-8", "replace")  # a damaged text must not make the others unreadable
     search.add_search_functions(db)
     db.execute("PRAGMA foreign_keys = ON")
-    db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten
+    db.execute("PRAGMA secure_delete = ON")  # overwrites deleted data
     return db
 
 
@@ -84,7 +85,7 @@ def open_in_memory() -> OpenedFile:
 
 
 def copy_to_memory(path: Path) -> sqlite3.Connection:
-    """Returns a copy in memory of a database file; an empty database if the file cannot be read or is not ours."""
+    """Returns a copy in memory of the app's database file; an empty database if the file cannot be used."""
     with contextlib.suppress(sqlite3.Error, ForeignError):
         source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         with contextlib.closing(source):
@@ -103,9 +104,9 @@ def copy_to_memory(path: Path) -> sqlite3.Connection:
 def open_file(path: Path) -> OpenedFile:
     """Opens the database in a file; creates the file and its folder if they are missing.
 
-    A damaged file, or one of another program, is renamed and replaced by an empty database; `note` says so. Raises
-    `UnwritableError` if the disk cannot be written. Raises `StoreError` for a file that cannot be opened, for a damaged
-    file that another process uses, and for a database of a later version.
+    A damaged file, or a file of another program, is renamed and replaced by an empty database; the result's `note` says
+    so. Raises `UnwritableError` if the disk cannot be written. Raises `StoreError` if the file cannot be opened, if it
+    is damaged and another process uses it, or if a newer version of mlx_zip made it.
     """
     try:
         check_regular_file(path)
@@ -142,7 +143,7 @@ def _open_error(path: Path, error: Exception) -> StoreError:
 
 
 def _lock_file(path: Path) -> tuple[int, bool]:
-    """Returns the descriptor of a lock on the database, and whether the lock is exclusive, so nobody else has one."""
+    """Locks the database at `path`. Returns the lock file's descriptor, and whether no other process holds the lock."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -180,7 +181,7 @@ def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str |
 
 
 def _open_sound(path: Path) -> sqlite3.Connection:
-    """Returns a connection to a sound database, migrated to the newest version. Raises as `_check_database`."""
+    """Opens or creates the database file, calls `_check_database`, and migrates the tables to the newest version."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(handle, 0o600)  # SQLite gives its other files the mode of this one
@@ -199,9 +200,9 @@ def _open_sound(path: Path) -> sqlite3.Connection:
 
 
 def _check_database(db: sqlite3.Connection, path: Path) -> None:
-    """Raises `ForeignError` for a damaged database or one of another program, `StoreError` for one of a later version.
+    """Rebuilds damaged indexes; raises an error if the database at `path` still cannot be used.
 
-    Damaged indexes are rebuilt; the error is raised only if damage remains.
+    The error is `StoreError` if a newer version of mlx_zip made the database, else `ForeignError`.
     """
     try:
         _check_kind(db, path)
@@ -212,7 +213,7 @@ def _check_database(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_kind(db: sqlite3.Connection, path: Path) -> None:
-    """Raises `ForeignError` for a foreign database or missing tables, `StoreError` for a later version."""
+    """Raises `ForeignError` if the database is another program's or lacks tables, `StoreError` if it is too new."""
     tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise ForeignError("it is the database of another program")
@@ -256,7 +257,7 @@ def sqlite_code(error: BaseException) -> int:
 
 
 def error_in_words(error: BaseException) -> str:
-    """Returns why the database could not be used, in words."""
+    """Returns a message for the user that says why the database could not be used."""
     words = {
         sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
         sqlite3.SQLITE_READONLY: "it cannot be written",

@@ -1,4 +1,4 @@
-"""Exports conversations as JSON, which can be imported again, and as Markdown; with the routes for both."""
+"""Exports conversations as JSON or Markdown, and imports exported JSON; includes the routes of exports and imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
 
 
 class TokenBody(Body):
-    """A token of an answer's text."""
+    """A token of an answer's text; the fields are those of `mlx_zip.server.vendor.token_json`."""
 
     t: Words
     id: int | None = None
@@ -48,7 +48,7 @@ class DiffersBody(Body):
 
 
 class FiguresBody(Body):
-    """The figures of an answer."""
+    """An answer's counts, times and rates, as the page shows them."""
 
     base_tokens: int = 0
     steps: int = 0
@@ -83,7 +83,7 @@ class MessageBody(Body):
 
 
 class ImportedBody(Body):
-    """An imported conversation."""
+    """A conversation in a file to import."""
 
     id: Name
     title: Title = ""
@@ -101,7 +101,7 @@ class ImportedBody(Body):
 
 
 class ImportBody(Body):
-    """The content of an exported file."""
+    """The content of a file to import, which `export_conversations` made."""
 
     format: Literal["mlx_zip conversations"]
     version: Literal[1]
@@ -119,17 +119,17 @@ class ImportBody(Body):
 
 
 def export_conversations(conversations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns conversations as the JSON of an export."""
+    """Returns the JSON object of an export file that holds these conversations."""
     return {"format": FORMAT, "version": VERSION, "exported": time.time(), "conversations": list(conversations)}
 
 
 def import_conversations(body: ImportBody) -> list[dict[str, Any]]:
-    """Returns an import's conversations with new ids, as `Store.add` takes them. Raises `BodyError`."""
+    """Returns the conversations in `body` with new ids, for `Store.add`. Raises `BodyError` if an old id is invalid."""
     return [_import_conversation(one, f"conversations.{i}") for i, one in enumerate(body.conversations)]
 
 
 def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
-    """Returns a conversation with new ids. place: its path in the body. Raises `BodyError` for bad ids."""
+    """Returns a conversation with new ids. place: path of `given` in the body. Raises `BodyError` if an id is bad."""
     ids: dict[str, str] = {}
     messages = []
     for i, one in enumerate(given.messages):

@@ -17,8 +17,8 @@ from mlx_zip.text.prompts import check_system_message
 class Models:
     """The app's models. main: the model that answers unless a conversation names another.
 
-    open_model: opens a model by its name; None if only the known models can be used. hypertokens: name -> whether the
-    model has hypertokens, where that is known.
+    open_model: opens a model by its name; None if only the known models can be used. hypertokens: model name -> whether
+    the model has hypertokens; a model of which that is unknown has no entry.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class Models:
         self._hypertokens = {self.main.model: self.main.engine.info.merge_size > 0, **(hypertokens or {})}
         self._refusals = {self.main.model: _system_refusal(self.main)}
         for other in cores.engines.others.values():
-            if other.kind == "control":  # has hypertokens if the main model has none, and vice versa
+            if other.kind == "control":  # a control has hypertokens if the main model has none, and vice versa
                 self._hypertokens.setdefault(other.name, not self._hypertokens[self.main.model])
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncGenerator[Core, None]:
-        """Yields the `Core` of a model, opened first if needed; None is the main model.
+        """Context manager: opens the model `name` (None: the main model) if needed, and yields its `Core`.
 
-        Raises `RequestError` for an unknown name, and the errors of opening the model.
+        Raises `RequestError` if no model has that name, and the errors of opening the model.
         """
         name = name or self.main.model
         if name != self.main.model and name not in self.cores.engines.others:
@@ -50,16 +50,16 @@ class Models:
             yield core
 
     def check_system(self, system: str, name: str | None = None) -> None:
-        """Raises `GenerationError` for a system prompt that the main model's chat template cannot render.
+        """Raises `GenerationError` if the main model's chat template cannot render the system prompt `system`.
 
-        name: the conversation's model. A system prompt for any other model is not checked, as its template is not
-        loaded here. An empty `system` means no system prompt.
+        name: the conversation's model. Nothing is checked if `name` is another model, whose chat template may not be
+        loaded, or if `system` is empty, which means no system prompt.
         """
         if system and name in (None, self.main.model):
             check_system_message(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:
-        """Opens a model and lists it if it is new. Raises `RequestError`, and the errors of opening the model."""
+        """Opens a model and, if it is new, adds it to the list. Raises `RequestError` or the errors of opening."""
         others, make = self.cores.engines.others, self._open_model
         known = name == self.main.model or name in others
         if not known and make is not None:

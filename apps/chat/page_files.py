@@ -64,9 +64,10 @@ def routes(folder: Path = FOLDER) -> list[Route]:
 
 
 def _file_response(request: Request, folder: Path, part: str, name: str) -> Response:
-    """Returns a file of a folder, or status 304 if the browser's copy is current. Raises `RequestError` for others.
+    """Returns the file `folder`/`part`/`name`, or status 304 if the browser's copy of it is current.
 
-    The browser may cache the file, but asks before each use whether it has changed.
+    The browser may cache the file, but asks before each use whether it has changed. Raises `RequestError` if there is
+    no such file, or files of its type are not served.
     """
     names = name.split("/")
     path = folder.joinpath(part, *names)
@@ -82,7 +83,7 @@ def _file_response(request: Request, folder: Path, part: str, name: str) -> Resp
 
 
 class PageHeaders:
-    """Adds `HEADERS` to each response below /app; they forbid inline code, other hosts and frames."""
+    """Adds `HEADERS` to each response below /app, which forbid inline scripts, content from other hosts, and frames."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

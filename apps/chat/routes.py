@@ -103,7 +103,7 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
 
 
 def _deletion_response(store: Store, count: int) -> Response:
-    """Returns the response to a deletion. "problem" is set if the deletion is not in the file yet."""
+    """Returns the response to a deletion; its field "problem", if any, says why the file is not changed yet."""
     problem = store.database.problem
     return json_response({"deleted": count, **({"problem": problem} if problem else {})})
 
@@ -111,7 +111,7 @@ def _deletion_response(store: Store, count: int) -> Response:
 async def _answer_frames(
     store: Store, models: Models, answers: RunningAnswers, one: str, body: AnswerBody
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the frames of the answer that is asked for. Raises `RequestError`."""
+    """Yields the frames of the answer that `body` requests in the conversation with id `one`. Raises `RequestError`."""
     in_thread = models.main.run_in_thread
     conversation = require_conversation(await in_thread(store.conversation, one))
     path = await in_thread(store.path, one, body.parent)
@@ -131,7 +131,10 @@ async def _answer_frames(
 
 
 def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, Any]], prefill: str = "") -> Turn:
-    """Returns the turn that answers a conversation. path: its messages in order. prefill: how the answer begins."""
+    """Returns the turn that answers the last message of `path`, the messages so far in order.
+
+    max_tokens: limit if the conversation sets none. prefill: text with which the answer begins.
+    """
     sampling = dict(conversation["sampling"])
     return Turn(
         messages=turn_messages(conversation["system"], path),
@@ -144,7 +147,7 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
 
 
 def _check_parent(body: AnswerBody, path: list[dict[str, Any]]) -> None:
-    """Raises `RequestError` unless the request can follow the message `parent`. path: the messages up to `parent`."""
+    """Raises `RequestError` if the requested messages cannot follow `body.parent`, the last message of `path`."""
     if body.parent is not None and not path:
         raise RequestError(404, "there is no such message", "unknown_message", "parent")
     role = path[-1]["role"] if path else None
@@ -169,7 +172,7 @@ def _parse_number(given: str | None, default: int, most: int) -> int:
 
 
 def require_conversation(value: Any) -> Any:
-    """Returns `value`, a store's answer. Raises `RequestError` (404) if it is None."""
+    """Returns `value`, the result of a method of `Store`. Raises `RequestError` (404) if `value` is None."""
     if value is None:
         raise RequestError(404, "there is no such conversation", "unknown_conversation")
     return value
@@ -198,7 +201,10 @@ def race_routes(store: Store, models: Models) -> list[Route]:
 
 
 async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the frames of lane "zip", those of lane "base", then the figures of both. Raises `RequestError`."""
+    """Yields the main model's frames (lane "zip"), the second model's (lane "base"), then the figures of both.
+
+    Raises `RequestError`.
+    """
     base = next((one for one in models.list_race_rivals() if one["name"] == body.base), None)
     if base is None:
         raise RequestError(404, f"there is no {body.base!r:.200} to race against", "model_not_found", "base")
@@ -223,7 +229,7 @@ def _race_label(models: Models) -> str:
 
 
 async def _race_turn(store: Store, models: Models, body: RaceBody) -> Turn:
-    """Returns the turn that both models answer. Raises `RequestError`."""
+    """Returns the request, as a `Turn`, that both models answer. Raises `RequestError`."""
     sampling = {} if body.sampling is None else body.sampling.fields_set
     if body.max_tokens is not None:
         sampling["max_tokens"] = body.max_tokens

@@ -36,9 +36,9 @@ PREFERRED_PORT = 7437  # the same at each start, so that the browser finds the p
 
 @dataclass(frozen=True)
 class PageDisplay:
-    """How the page is shown: in the browser, in its own window, or, with neither, not at all. window takes precedence.
+    """How the page is shown: in a window of its own if `window`, else in the browser if `browser`, else not at all.
 
-    storage_folder: where the window keeps the page's local storage; None keeps nothing.
+    storage_folder: where the window keeps the page's local storage; None if it is not kept.
     """
 
     browser: bool = True
@@ -47,9 +47,9 @@ class PageDisplay:
 
 
 def open_listener(port: int | None) -> socket.socket:
-    """Returns a socket bound to a port of this machine. None: `PREFERRED_PORT`, or a free port if that one is taken.
+    """Returns a socket bound to a port of this machine. Raises `OSError` if the port cannot be bound.
 
-    Raises `OSError`.
+    port: None means `PREFERRED_PORT`, or any free port if `PREFERRED_PORT` is taken.
     """
     if port is not None:
         return bind_socket(HOST, port)
@@ -81,9 +81,9 @@ def run_app(
 ) -> BaseException | None:
     """Serves the app until its window is closed or a signal arrives; the signal is then raised again.
 
-    options.api_key: the key in the page's address. open_model, hypertokens: as in `Models`. Returns the error that
-    ended the main engine's thread if that stopped the app, else None. Raises `GenerationError` for a system prompt that
-    the model's chat template cannot render.
+    options.api_key: the key in the page's address. open_model, hypertokens: see `Models`. Returns the error that ended
+    the main engine's thread if that error stopped the app, else None. Raises `GenerationError` if the model's chat
+    template cannot render `settings.system`.
     """
     address = f"http://{HOST}:{listener.getsockname()[1]}/app/#token={options.api_key}"
     cores = Cores(engines, Core(engines.main, with_open_page(options)))
@@ -113,10 +113,10 @@ def _open_browser(address: str) -> None:
 
 
 def _serve_in_window(server: Server, listener: socket.socket, address: str, folder: Path | None) -> None:
-    """Serves in a second thread while the main thread shows the page in a window. folder: its storage folder.
+    """Serves in a second thread while the main thread shows the page in a window.
 
-    None turns on pywebview's private mode, which deletes the page's local storage at every start. On a Mac, WebKit
-    chooses the folder itself.
+    folder: where the window keeps the page's local storage; on a Mac, WebKit chooses the folder instead. None turns on
+    pywebview's private mode, which deletes the page's local storage at every start.
     """
     webview: Any = import_module("webview")
     serving = threading.Thread(target=server.run, args=([listener],), daemon=True)

@@ -24,7 +24,7 @@ LEFT = "The page was closed."
 
 
 class RunningAnswers:
-    """The answers that are being written, by conversation, so that they can be stopped."""
+    """Writes running answers to the store, and can stop all running answers of a conversation."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -32,7 +32,7 @@ class RunningAnswers:
         self._written: set[str] = set()  # ids of the messages that are being written
 
     def stop(self, conversation: str | None = None) -> int:
-        """Stops the answers of a conversation, or of all; returns how many were stopped."""
+        """Stops the running answers of a conversation (None: of all conversations); returns how many were stopped."""
         named = list(self._running) if conversation is None else [conversation]
         events = [event for one in named for event in self._running.get(one, ()) if not event.is_set()]
         for event in events:
@@ -44,9 +44,9 @@ class RunningAnswers:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the frames of an answer; the last one is "done" or "error".
 
-        new: messages to add to the conversation; it ends with the answer, and is empty if an existing answer is
-        extended. message: the answer. Nothing is written before the engine accepts the request. Raises, before the
-        first frame, the engine's refusal, and `RequestError` for a message that is already being written.
+        new: messages to add to the conversation, the answer last; empty if an existing answer is extended. message: the
+        answer. Nothing is written before the engine accepts the request. Before the first frame, raises the engine's
+        error if the engine refuses the request, and `RequestError` if `message` is already being written.
         """
         if message["id"] in self._written:  # the store may not have it yet
             raise RequestError(409, "this answer is still being written", "running", "parent")
@@ -78,7 +78,7 @@ class RunningAnswers:
     async def _answer_frames(
         self, written: _StoredAnswer, deltas: AsyncGenerator[Delta | None, None], stop: asyncio.Event
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Writes the deltas to the store; yields their frames and a last frame."""
+        """Writes the deltas to the store; yields the deltas' frames, then a frame "done" or "error"."""
         try:
             async for delta in deltas:
                 if (frame := await written.add_delta(delta)) is not None:
@@ -98,21 +98,21 @@ class RunningAnswers:
 
 
 class _StoredAnswer:
-    """One answer and how much of it is in the store. done: whether the engine has finished it."""
+    """An answer that is written to the store in pieces. done: whether the engine has finished the answer."""
 
     def __init__(self, store: Store, core: Core, conversation: str, message: dict[str, Any]) -> None:
         self._store, self._core, self._conversation, self.message = store, core, conversation, message
-        self._piece: dict[str, Any] = {}  # what is not in the store yet
+        self._piece: dict[str, Any] = {}  # the part of the answer that is not in the store yet
         self._at, self._begun, self._ended = time.monotonic(), False, False
         self._reported: str | None = None
-        self._reason: str | None = None  # why a whole answer ended, if at its length limit
+        self._reason: str | None = None  # "length" if the engine ended the answer at its length limit
         self._problem: str | None = None
         self._last: asyncio.Future[Any] | None = None  # the newest job for the store
         self._before: dict[str, Any] | None = None  # earlier figures of an answer that is extended
         self.done = False
 
     async def begin(self, new: list[dict[str, Any]]) -> None:
-        """Writes the new messages; if there are none, marks the existing message as running."""
+        """Writes the messages in `new` to the store; if `new` is empty, marks the existing message as running."""
         self._begun = True
         self.message |= {"state": "running", "reason": None}
         if new:
@@ -122,7 +122,7 @@ class _StoredAnswer:
             await self._run_in_store(self._store.resume, self._conversation, dict(self.message))
 
     async def add_delta(self, delta: Delta | None) -> dict[str, Any] | None:
-        """Adds a delta (None: no news) and returns its frame; writes to the store every `WRITE_S` seconds."""
+        """Adds `delta`, if any, and returns its frame, if any; writes to the store every `WRITE_S` seconds."""
         frame = None if delta is None else make_frame(delta)
         if delta is not None:
             piece = make_piece(delta)
@@ -150,7 +150,7 @@ class _StoredAnswer:
         await self._run_in_store(self._store.finish, self._conversation, dict(self.message))
 
     async def _run_in_store(self, work: Callable[..., Any], *args: Any) -> None:
-        """Runs `work` in a thread after the job before it; the job runs to its end even if this task is cancelled.
+        """Runs `work` in a thread when the previous job has ended; the job completes even if this task is cancelled.
 
         A `StoreError` does not end the answer; `problems` reports it.
         """
@@ -164,7 +164,7 @@ class _StoredAnswer:
             self._problem = str(error)
 
     def problems(self) -> list[dict[str, Any]]:
-        """Returns a frame for the store's problem if it has a new one, else []."""
+        """Returns [a frame that reports the store's problem] if the problem was not reported yet, else []."""
         if self._problem is None or self._problem == self._reported:
             return []
         self._reported = self._problem
@@ -249,7 +249,7 @@ def strip_end(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a system prompt and messages as chat templates take them. path: the messages, first to last."""
+    """Returns the system prompt and the messages of `path`, in order, as chat templates take them."""
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in path:
         reasoning = {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
@@ -258,7 +258,7 @@ def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 async def encode_frames(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Yields frames encoded for an event stream; keeps a Mac awake meanwhile."""
+    """Yields each frame encoded for an event stream; keeps a Mac awake until the last frame."""
     with _stay_awake("writing an answer"):
         async with aclosing(frames):
             async for frame in frames:
@@ -293,7 +293,7 @@ def make_frame(delta: Delta) -> dict[str, Any] | None:
 
 
 def make_piece(delta: Delta) -> dict[str, Any]:
-    """Returns what a delta adds to a message, as `Store.append` takes it."""
+    """Returns what a delta adds to a message, in the form that `Store.append` takes."""
     match delta:
         case Text():
             return {"text": delta.text, "tokens": [token_json(token) for token in delta.tokens]}
@@ -311,7 +311,7 @@ _USER_INITIATED = 0x00FFFFFF  # NSActivityUserInitiated: work that the user star
 
 @contextmanager
 def _stay_awake(reason: str) -> Iterator[None]:
-    """Keeps macOS from slowing this process down and from sleeping when idle; the display may still turn off.
+    """Context manager: keeps macOS from slowing this process down and from idle sleep; the display may still turn off.
 
     reason: shown by `pmset -g assertions`. Does nothing without PyObjC, which pywebview installs on a Mac. Source:
     NSProcessInfo's beginActivityWithOptions:reason:.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Some = TypeVar("Some")
 
-APPLICATION_ID = 0x6D7A6368  # in the file's header: names the program that the database belongs to
+APPLICATION_ID = 0x6D7A6368  # stored in the file's header: identifies the file as a database of this app
 
 _VERSION_1 = (
     """CREATE TABLE conversations (
@@ -50,7 +50,7 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commits what is done inside; rolls all of it back if an error is raised."""
+    """Context manager: runs the statements inside as one transaction; rolls all of them back if an error is raised."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -61,7 +61,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def parse_value(text: str, kind: type[Some]) -> Some | None:
-    """Returns the JSON value in a column, None if the text is not JSON or the value is not a `kind`."""
+    """Returns the value of the JSON `text`; None if `text` is not JSON or the value is not an instance of `kind`."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -87,6 +87,6 @@ def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRAT
 
 
 def rebuild_indexes(db: sqlite3.Connection) -> None:
-    """Rebuilds all indexes; called inside a transaction. Raises `sqlite3.Error`."""
+    """Rebuilds all indexes. The caller must have begun a transaction. Raises `sqlite3.Error`."""
     db.execute("REINDEX")
     db.execute("INSERT INTO words (words) VALUES ('rebuild')")

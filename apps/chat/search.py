@@ -19,21 +19,21 @@ _SNIPPET = 120
 
 
 def add_search_functions(db: sqlite3.Connection) -> None:
-    """Registers `holds(text, word)`, which the search queries use, with a connection."""
+    """Adds the SQL function `holds(text, word)`, which the search queries call, to a connection."""
     db.create_function("holds", 2, _contains, deterministic=True)
 
 
 def find_conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
-    """Returns conversations that have all wanted words, from `offset` on, at most `limit`, and the number of all hits.
+    """Returns at most `limit` conversations that hold all words of `wanted`, from hit `offset` on, and the hit count.
 
-    The last changed comes first. Without words, pinned conversations, then those in folders, come before all others.
+    The last changed comes first. If `wanted` is empty, pinned conversations come first, then conversations in folders.
     """
     words = wanted.lower().split()[:MOST_WORDS]
     where, values = _search_condition(words)
     order = ("" if words else "pinned DESC, folder = '', lower(folder), folder, ") + "updated DESC, id"
     ids = [row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY {order}", values)]
     rows = [(one, _conversation_row(db, one)) for one in ids[offset : offset + limit]]
-    listed = [_list_entry(db, one, row, words) for one, row in rows if row is not None]  # None: its id is damaged
+    listed = [_list_entry(db, one, row, words) for one, row in rows if row is not None]  # None: the id is damaged
     return {"conversations": listed, "total": len(ids)}
 
 
@@ -62,12 +62,12 @@ def _search_condition(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _word_condition(word: str) -> tuple[str, str]:
-    """Returns an SQL condition that a message's text holds a word, and its parameter: the fastest exact condition."""
+    """Returns the fastest exact SQL condition for a message's text to hold `word`, and the condition's parameter."""
     if len(word) >= SHORTEST:
         return "n IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + word.replace("\0", "").replace(
             '"', '""'
         ) + '"'
-    if word == word.upper():  # no letter has another case
+    if word == word.upper():  # `word` has no letter with upper and lower case
         return "instr(text, ?)", word
     if word.isascii() and word.isalnum():
         return "text LIKE ?", f"%{word}%"

@@ -27,7 +27,7 @@ MOST_FITTED = 20_000  # characters at the beginning of a prompt on which packs a
 class Settings:
     """The app's start settings. system: the system prompt of new conversations.
 
-    ceiling: the machine's limits for the main model, as in `mlx_zip.engine.Ceiling`; None where they are not known.
+    ceiling: the machine's limits for the main model, as in `mlx_zip.engine.Ceiling`; None if unknown.
     """
 
     system: str = ""
@@ -74,7 +74,10 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
 
 
 def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:
-    """Returns a prompt's number of ids with `pack`, and the best pack if another gives fewer, else None."""
+    """Returns "ids", the number of ids of a prompt with `pack`, and "best", the app's pack that gives the fewest ids.
+
+    best: the pack's name and number of ids; None if no pack gives fewer ids than `pack`.
+    """
     base_ids = encode_text(core.engine.tokenizer, text)
     ids = core.engine.prompt_size(base_ids, pack)
     sizes = {

@@ -16,9 +16,9 @@ from mlx_zip.apps.chat.database import Database
 from mlx_zip.apps.chat.schema import parse_value
 from mlx_zip.files import data_folder
 
-# Fields of a conversation that `Store.change` can change. folder: "" for none.
+# Fields of a conversation that `Store.change` can change. folder: "" if the conversation is in no folder.
 FIELDS = ("title", "model", "system", "packs", "sampling", "draft", "leaf", "pinned", "folder")
-_LEAVE_IN_PLACE = {"draft", "leaf", "pinned", "folder"}  # fields that leave `updated` as it is
+_LEAVE_IN_PLACE = {"draft", "leaf", "pinned", "folder"}  # changes of these fields do not set `updated`
 _AS_JSON = {"packs": list, "sampling": dict, "tokens": list, "figures": dict, "learned": list}  # JSON columns
 _MAY_BE_NONE = ("tokens", "figures")  # columns of `_AS_JSON` that may hold NULL
 _LONGEST_TITLE = 60  # characters of a title made from the first message
@@ -39,7 +39,7 @@ class Store:
     """The conversations in a file; path None keeps them in memory only. All methods may be called from any thread.
 
     Conversations and messages are dicts with the fields of the app's HTTP interface. Messages form a tree: `parent` is
-    the message before. Methods raise `StoreError` for a database that cannot be read or written.
+    the id of the preceding message. Methods raise `StoreError` if the database cannot be read or written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -56,10 +56,10 @@ class Store:
         self.database.close()
 
     def conversations(self, wanted: str = "", limit: int = 50, offset: int = 0) -> dict[str, Any]:
-        """Returns at most `limit` conversations from `offset` on, without messages, and the number of all that match.
+        """Returns at most `limit` matches, from match `offset` on, without messages, and the number of all matches.
 
-        wanted: words that must all occur in a conversation's title or texts. The last changed comes first; without
-        wanted words, pinned conversations and then those in folders, by folder name, precede the others.
+        wanted: words that must all occur in a conversation's title or texts. The last changed comes first; if `wanted`
+        is empty, pinned conversations come first, then conversations in folders, by folder name.
         """
         return self.database.read(lambda db: search.find_conversations(db, wanted, limit, offset))
 
@@ -72,7 +72,7 @@ class Store:
         return {**made, "messages": []}
 
     def conversation(self, one: str) -> dict[str, Any] | None:
-        """Returns a conversation with its messages in the order in which they were written, None if there is none."""
+        """Returns a conversation with its messages, in the order of writing; None if the id is unknown."""
 
         def work(db: sqlite3.Connection) -> dict[str, Any] | None:
             found = _read_conversation(db, one)
@@ -91,9 +91,9 @@ class Store:
         return [found for one in ids if (found := self.conversation(one)) is not None]
 
     def change(self, one: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Changes fields of a conversation and returns it without messages, None if there is none.
+        """Changes fields of a conversation; returns it without messages, or None if the id is unknown.
 
-        Changes of draft, leaf, pinned or folder leave the field `updated` as it is; all others set it to now.
+        Sets the field `updated` to now if any field other than draft, leaf, pinned and folder is changed.
         """
         stored = {name: _encode_value(name, fields[name]) for name in FIELDS if name in fields}
         if stored.keys() - _LEAVE_IN_PLACE:
@@ -126,7 +126,7 @@ class Store:
         return count
 
     def message(self, conversation: str, one: str) -> dict[str, Any] | None:
-        """Returns a message of a conversation, None if there is none."""
+        """Returns a message of a conversation; None if either id is unknown."""
 
         def work(db: sqlite3.Connection) -> dict[str, Any] | None:
             row = db.execute("SELECT * FROM messages WHERE conversation = ? AND id = ?", (conversation, one)).fetchone()
@@ -135,7 +135,7 @@ class Store:
         return self.database.read(work)
 
     def path(self, conversation: str, leaf: str | None) -> list[dict[str, Any]]:
-        """Returns the messages from the first to `leaf`, in order; [] for None or an unknown message."""
+        """Returns the messages from the first to `leaf`, in order; [] if `leaf` is None or unknown."""
 
         def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
             found: dict[str, dict[str, Any]] = {}
@@ -153,7 +153,7 @@ class Store:
         return self.database.read(work)
 
     def begin(self, conversation: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Adds messages; the last becomes the conversation's leaf. A missing title is made from the first of them."""
+        """Adds messages; the last becomes the conversation's leaf. Makes a missing title from the first message."""
 
         def work(db: sqlite3.Connection) -> None:
             for message in messages:
@@ -172,9 +172,9 @@ class Store:
         self.database.write(lambda db: _update(db, "messages", message["id"], fields), conversation)
 
     def append(self, conversation: str, one: str, piece: Mapping[str, Any]) -> None:
-        """Adds to a running message; does nothing if the message no longer exists.
+        """Appends `piece` to a running message; does nothing if the message no longer exists.
 
-        piece: any of the strings "text" and "reasoning" and the lists "tokens" and "learned".
+        piece: what to append to the message's strings "text" and "reasoning" and to its lists "tokens" and "learned".
         """
         text = json.dumps(piece, ensure_ascii=False)
         query = "INSERT INTO pieces (message, piece) SELECT id, ? FROM messages WHERE id = ?"
@@ -224,7 +224,7 @@ def _read_message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
 
 
 def extend_message(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
-    """Adds a piece, as `Store.append` takes it, to a message."""
+    """Appends `piece`, which has the fields described in `Store.append`, to `message`."""
     before = message["text"]
     message["text"] += piece.get("text", "")
     message["reasoning"] += piece.get("reasoning", "")
@@ -274,7 +274,7 @@ def _make_title(text: str) -> str:
 
 
 def _is_alive(process: int | None) -> bool:
-    """Returns whether another process with this id runs on this machine."""
+    """Returns whether a process with the id `process`, other than this process, runs on this machine."""
     if not process or process == os.getpid():
         return False
     try:

@@ -1,10 +1,10 @@
 """Builds mlx_zip.app on a Mac, or checks on any machine that everything in the app can be installed.
 
-docs/guides/mac_app.md describes the program. It needs only Python, pip and, to build, Briefcase.
+docs/guides/mac_app.md describes the app. This script needs only Python, pip and, to build, Briefcase.
 
-Briefcase installs wheels only, and pywebview needs `proxy_tools`, which has no wheel, so that wheel is built here; a
-window of our own in PyObjC would be code that only a Mac can run. pip chooses MLX's wheel by the oldest macOS that the
-app supports, so apps for macOS 14 and for macOS 26 are separate builds.
+Briefcase installs wheels only, and pywebview needs `proxy_tools`, which has no wheel, so that wheel is built here.
+(Without pywebview, the app would need code of its own for its window, which could be tested only on a Mac.) pip chooses
+MLX's wheel by the oldest macOS that the app supports, so apps for macOS 14 and for macOS 26 are separate builds.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def newest_record(system: str) -> str:
-    """Returns the newest of `SYSTEMS` that runs on a machine with this version of macOS. Raises `SystemExit` if none
-    does.
+    """Returns the newest of `SYSTEMS` up to macOS version `system`. Raises `SystemExit` if all of `SYSTEMS` are newer.
 
     A Python built for an older macOS reports macOS 26 as version 16 (python/cpython#135675), so 16 counts as 26.
     """
@@ -97,12 +96,12 @@ def _build(macos: str) -> int:
 
 
 def briefcase_command(macos: str) -> list[str]:
-    """Returns the command that builds the app for this macOS and newer ones."""
+    """Returns the command that builds the app for macOS `macos` and newer."""
     return [sys.executable, "-m", "briefcase", "build", "macOS", "app", "-C", f'min_os_version="{macos}"']
 
 
 def make_wheels(macos: str, folder: Path, *sources: str) -> None:
-    """Builds wheels of the sources into a folder, on a Mac for this macOS even if Python was built for a newer one."""
+    """Builds the sources' wheels into `folder`; on a Mac, for version `macos` even if Python is for a newer version."""
     found = {"_PYTHON_HOST_PLATFORM": f"macosx-{macos}-arm64", "ARCHFLAGS": "-arch arm64"}
     wanted = {"MACOSX_DEPLOYMENT_TARGET": macos, **found} if sys.platform == "darwin" else {}
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w"]
@@ -134,9 +133,10 @@ def _check_records(systems: list[str], python: str, record: Path | None) -> int:
 
 
 def resolve_wheels(macos: str, python: str, sources: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the wheels that pip chooses for the app: file name -> its requirements without those of extras.
+    """Returns the wheels that pip chooses for the app: file name -> the wheel's requirements, without those of extras.
 
-    python: a version such as "3.13". sources: pip's options that say where to find wheels. Raises `CalledProcessError`.
+    python: a version such as "3.13". sources: pip's options that say where to find wheels. Raises `CalledProcessError`
+    if pip fails.
     """
     command = [sys.executable, "-c", _PIP_OF_A_MAC, python, "install", "--dry-run", "--quiet", "--report", "-"]
     with tempfile.TemporaryDirectory() as target:
@@ -166,7 +166,7 @@ def app_requirements() -> list[str]:
 
 
 def write_our_wheel(folder: Path, macos: str) -> None:
-    """Writes a wheel without content that has mlx_zip's name, version and requirements."""
+    """Writes an empty wheel with mlx_zip's name, version and requirements."""
     project: Any = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [f"Requires-Dist: {one}" for one in project["dependencies"]]
     for extra, needed in project["optional-dependencies"].items():
@@ -179,7 +179,7 @@ def write_our_wheel(folder: Path, macos: str) -> None:
 
 
 def write_wheel(folder: Path, name: str, metadata: Iterable[str]) -> None:
-    """Writes a wheel without content that pip can choose. name: without ".whl". metadata: further lines of METADATA."""
+    """Writes an empty wheel that pip can choose. name: file name without ".whl". metadata: lines to add to METADATA."""
     project, version, tag = name.split("-", 2)
     about = [f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}", *metadata]
     with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:

@@ -21,11 +21,11 @@ LIBRARIES = {
     **dict.fromkeys(("mlx-lm", "mlx-zip"), ("mlx",)),
 }
 ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
-CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit only ids that they choose, so they cannot replay a text
+CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit only the ids that they choose, and so cannot replay a text
 
 
 def check_engine_names(names: Sequence[str]) -> None:
-    """Raises `MlxZipError` for an unknown engine or one named twice, `InstallationError` if libraries are missing."""
+    """Raises `MlxZipError` if an engine is unknown or named twice, `InstallationError` if its libraries are missing."""
     for at, name in enumerate(names):
         if name not in ENGINES:
             raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
@@ -37,9 +37,9 @@ def check_engine_names(names: Sequence[str]) -> None:
 
 
 def engines_need_mlx(names: Sequence[str]) -> bool:
-    """Returns whether one of these engines needs MLX, itself or to share its model with others.
+    """Returns whether any of these engines needs MLX.
 
-    transformers and the published package take the model from MLX where it is installed; elsewhere they need no MLX.
+    If MLX is installed, engines on transformers and the published package do, because they then use models made in MLX.
     """
     if find_spec("mlx") is None:
         return any(name.startswith("mlx-") for name in names)

@@ -38,9 +38,10 @@ CHUNK = 2048  # ids of a prompt in one prefill pass
 def torch_models_from_flags(
     shape: str | None, precision: str, model: str | None, base: str | None, tokenizer: str, options: Any
 ) -> Models:
-    """Returns `Models` from the flags, as `models_from_shape` and `models_from_folders` do, but without models in MLX.
+    """Returns `Models` from the flags, like `models_from_shape` and `models_from_folders`, but makes no models in MLX.
 
-    Raises `MlxZipError` for an unknown shape, an unreadable folder, and a tokenizer with more ids than the model.
+    Raises `MlxZipError` if the flags name no model, a folder cannot be read, `model` has no hypertokens, or the
+    tokenizer has more ids than the model.
     """
     if shape is not None:
         return torch_models_of_shape(shape, precision, load_tokenizer(tokenizer), options)
@@ -98,7 +99,7 @@ def load_cuda_model(models: Models) -> CudaModel:
 
 
 class TorchEngine(EngineOnTorch):
-    """`torch-zip`, or `torch-base`, which runs without hypertokens. One batch is kept, and with it its CUDA graphs."""
+    """The engine `torch-zip`, or `torch-base` without hypertokens. Keeps one batch, to reuse its CUDA graphs."""
 
     def __init__(self, name: str, models: Models) -> None:
         """Raises `MlxZipError` if the engine cannot run these models."""
@@ -134,7 +135,7 @@ class TorchEngine(EngineOnTorch):
         return run
 
     def ready(self, capacity: int) -> Batch:
-        """Returns the kept batch with one new, empty sequence; first replaces a batch of less than `capacity`."""
+        """Returns the kept batch, or a new one if it has no room for `capacity` ids, with one new, empty sequence."""
         if self.batch is None or self.batch.capacity < capacity:
             self.batch = None  # frees the smaller batch first
             self.batch = Batch(self.model, 1, capacity)
@@ -177,7 +178,7 @@ class ReplayedSteps(GreedySteps):
 
 
 def conversation_batch(model: CudaModel, held: list[Batch]) -> Batch:
-    """Returns a conversation's batch; a new one has room for as many ids as the model has positions, at most 4096."""
+    """Returns a conversation's batch. A new batch has room for as many ids as the model has positions, at most 4096."""
     if not held:
         held.append(Batch(model, 1, min(model.folder.decoder.positions, 4096)))
         held[0].add()
@@ -199,7 +200,7 @@ def cut_after_eos(ids: Sequence[int], limit: int, ends: Collection[int]) -> list
 
 
 def installed_row_bytes(batch: Batch) -> int:
-    """Returns the bytes of the output rows of all installed entries of a batch of one."""
+    """Returns the bytes of the output rows of all installed entries of the only sequence in `batch`."""
     model = batch.model
     return len(batch.book(0)) * model.width * model.dtype.itemsize if model.hypertokens else 0
 
@@ -213,7 +214,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def peak_memory_bytes(model: CudaModel, before: int) -> int | None:
-    """Returns the model's `step_weight_bytes` plus the peak bytes of a run beyond `before`; None on a CPU."""
+    """Returns a run's peak bytes: `step_weight_bytes` plus the bytes allocated beyond `before`; None on a CPU."""
     if model.device.type != "cuda":
         return None
     return model.step_weight_bytes + max(0, torch.cuda.max_memory_allocated(model.device) - before)

@@ -19,14 +19,14 @@ from mlx_zip.cuda.devices import measure_read_speed
 
 from .interface import Engine
 
-CARD_SIDE = 16384  # side of the float32 matrix (1 GB, larger than any cache) that measures a GPU's bandwidth
+CARD_SIDE = 16384  # side of the float32 matrix (1 GB, larger than any cache) with which a GPU's bandwidth is measured
 
 
 @dataclass
 class DeviceClock:
-    """Measures the times between calls of `lap`, on the device and on the host: device_ms, host_ms.
+    """Measures the times between calls of `lap`. device_ms: times on the device. host_ms: times on the host.
 
-    On a CPU, both lists are the host's times. They are complete after `stop`.
+    Both lists are complete after `stop`. On a CPU, both hold the host's times.
     """
 
     device: torch.device
@@ -36,7 +36,7 @@ class DeviceClock:
     _host: list[float] = field(default_factory=list)
 
     def lap(self) -> None:
-        """Marks the end of one time and the start of the next."""
+        """Ends one measured time and begins the next."""
         self._host.append(time.perf_counter())
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -70,8 +70,8 @@ def summarize_ms(samples: list[float]) -> dict[str, Any]:
 def time_calls_on_device(work: Callable[[int], object], device: torch.device, trials: int, warmup: int) -> DeviceClock:
     """Times `trials` calls of `work(trial)` in a row, after `warmup` calls that are not timed.
 
-    The device is idle before the first timed call. On a GPU the calls are queued without waiting; device times are
-    between CUDA events, host times are those of queueing.
+    The device is idle before the first timed call. On a GPU the calls are queued without waiting: a device time is the
+    time between two CUDA events, a host time is the time to queue a call.
     """
     for trial in range(warmup):
         work(trial)
@@ -91,12 +91,12 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def bandwidth_matrix_side(device: torch.device) -> int:
-    """Returns the side of the matrix that measures a device's bandwidth; on a CPU, the side used for MLX."""
+    """Returns the side of the matrix with which a device's bandwidth is measured; a CPU's is as for MLX."""
     return CARD_SIDE if device.type == "cuda" else machine.BANDWIDTH_SIDE
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Measures the bytes per second that matrix-vector products read on a device; see `torch_yardstick`."""
+    """Measures how many bytes per second matrix-vector products read on a device."""
     return measure_read_speed(device, bandwidth_matrix_side(device))
 
 
@@ -113,7 +113,7 @@ def describe_torch_device(device: torch.device) -> dict[str, Any]:
 
 
 class EngineOnTorch(Engine):
-    """The base of engines on PyTorch. torch_device: the device they run on."""
+    """Base class of engines on PyTorch. torch_device: the device that the engine runs on."""
 
     torch_device: torch.device
 

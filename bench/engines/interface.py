@@ -33,10 +33,10 @@ class Run:
     """One timed request.
 
     prompt_ids: length of the prompt in the engine's ids. times: seconds from the request to the end of each step. ids:
-    the ids that each step emitted, one without drafts. base_ids: base ids of all emitted ids, cut where the text ends;
-    `first_base` of them came with the first step. text_bytes: UTF-8 bytes of the text. kv_ids: ids in the KV cache at
-    the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: number of steps that ran the
-    decoder's layers twice. peak_bytes: peak memory, None if unknown.
+    the ids that each step emitted (without drafts, one id). base_ids: base ids of all emitted ids, cut where the text
+    ends. first_base: number of base ids that the first step emitted. text_bytes: UTF-8 bytes of the text. kv_ids: ids
+    in the KV cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: number of
+    steps that ran the decoder's layers twice. peak_bytes: peak memory, None if unknown.
     """
 
     prompt_ids: int
@@ -82,11 +82,11 @@ class Engine(ABC):
         return machine.yardstick_name("MLX", machine.BANDWIDTH_SIDE)
 
     def bandwidth(self) -> float:
-        """Measures the bytes per second that matrix-vector products read on the engine's device."""
+        """Measures how many bytes per second matrix-vector products read on the engine's device."""
         return machine.mlx_read_bandwidth()
 
     def forget_encoded_rows(self) -> None:
-        """Drops what earlier requests left in the model, such as encoded hyper rows."""
+        """Drops everything that earlier requests stored in the model, such as encoded hyper rows."""
         return
 
     def start_conversation(self) -> Any:
@@ -108,9 +108,9 @@ class Engine(ABC):
 def compress_prompt_and_text(
     book: Codebook, prompt: Sequence[int], text: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (compressed ids of the prompt, compressed ids of the text after it) for a request that continues `book`.
+    """Returns (compressed ids of the prompt, compressed ids of the text after the prompt).
 
-    prompt, text: base ids. `book` is not changed.
+    book: codebook that the prompt continues; not changed. prompt, text: base ids.
     """
     prompt_ids = compress_next(book, np.asarray(prompt, np.uint32))
     following = book.copy()
@@ -119,7 +119,7 @@ def compress_prompt_and_text(
 
 
 def kv_bytes_per_id(config: Mapping[str, Any], itemsize: int) -> int:
-    """Returns the bytes of an id's keys and values in all layers. config: the decoder's. itemsize: bytes per number."""
+    """Returns the bytes of an id's keys and values in all layers. config: config.json. itemsize: bytes per number."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * itemsize

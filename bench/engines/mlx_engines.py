@@ -1,7 +1,7 @@
 """Engines on MLX: each reads a prompt, emits ids and records the time of every step.
 
-`mlx-lm` and `mlx-zip` run through the functions that their users call, detokenizing included, so users see the times
-measured here. Forced ids (replay) still wait for the model's choice, so that the loop does all of its usual work.
+`mlx-lm` and `mlx-zip` run through the functions that their users call, detokenizing included, so the measured times are
+those that users see. In replay, a forced id still waits for the model's own choice, so a step does all its usual work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ForcedIdSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns the next forced id [1], after computing the model's own choice from logprobs [1, W].
 
-        After the last id it repeats that id, because the decoding loop starts one step more than it emits.
+        Repeats the last id if called again, because the decoding loop starts one step more than it emits.
         """
         chosen = mx.argmax(logprobs, axis=-1)
         forced = self.ids[min(self.at, len(self.ids) - 1)]
@@ -40,7 +40,7 @@ class ForcedIdSampler:
 
 
 class MlxEngine(Engine):
-    """The base of engines on MLX. make: returns a new model object over the same weights."""
+    """Base class of engines on MLX. make: returns a new model object over the same weights."""
 
     def __init__(self, models: Models, make: Callable[[], Any]) -> None:
         self.make, self.tokenizer = make, models.tokenizer
@@ -62,7 +62,7 @@ class MlxEngine(Engine):
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """See `Engine.run`. Waits for the device to be idle before the clock starts and after the run.
 
-        peak_bytes: peak memory of this engine with its weights, without the weights of other engines in memory.
+        The run's peak_bytes include this engine's weights, but not the weights of other engines that are in memory.
         """
         held = self.start_conversation() if held is None else held
         wait_and_free_memory()

@@ -1,8 +1,8 @@
 """Makes the models to time: named shapes with random weights, or models from folders, plain and with hypertokens.
 
 Random weights are made in memory, one array at a time in its final dtype, so a large shape needs no file and no more
-memory than its weights. The plain model and the one with hypertokens share the decoder's arrays. A shape shows how long
-a step takes; random weights write no meaningful text, so they are for --mode replay.
+memory than its weights. The plain model and the model with hypertokens share the decoder's arrays. Random weights show
+how long a step takes but write no meaningful text, so they are timed with --mode replay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, con
 def models_from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions) -> Models:
     """Makes models with random weights of a shape in `SHAPES`.
 
-    Raises `MlxZipError` for an unknown name, and for a shape with fewer base ids than the tokenizer.
+    Raises `MlxZipError` if the shape is unknown or has fewer base ids than the tokenizer.
     """
     if name not in SHAPES:
         raise MlxZipError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
@@ -71,8 +71,8 @@ def model_args_with_hypertokens(config: Mapping[str, Any], options: ZipOptions) 
 def models_from_folders(model: str | None, base: str | None, float32: bool = False) -> Models:
     """Loads stored models: `model` with hypertokens and the plain `base`, each a folder, hub id, bundled model or None.
 
-    Without `base`, the plain model is the decoder of `model`. float32: convert quantized weights to float32. Raises
-    `MlxZipError` for a model of the wrong kind, and for tokenizers of different sizes.
+    If `base` is None, the plain model is the decoder of `model`. float32: convert quantized weights to float32. Raises
+    `MlxZipError` if `model` has no hypertokens, `base` has hypertokens, or their tokenizers differ in size.
     """
     from mlx_zip.models.loading import find_model_folder, load
     from mlx_zip.training.pack_tuning import dequantize
@@ -140,7 +140,7 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
     def make() -> Any:
         model = load_weights_into(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
-            if dequantized and pack.rows is not None:  # the pack's rows were tuned for weights of equal values
+            if dequantized and pack.rows is not None:  # the rows were tuned for quantized weights of equal value
                 model.row_source.keep_fingerprint(model, pack.rows.model)
             model.take_pack(pack)
         if head is not None:
@@ -168,7 +168,10 @@ def activation_dtype_of(precision: str) -> mx.Dtype:
 
 
 def quantization_config(precision: str, options: ZipOptions, model: Any) -> dict[str, Any] | None:
-    """Returns the config.json entry for 8 or 4 bits, else None. model: with hypertokens, for its layers' names."""
+    """Returns config.json's entry `quantization` if `precision` is "8" or "4", else None.
+
+    model: the model with hypertokens, whose layers the entry names.
+    """
     if precision not in ("8", "4"):
         return None
     common = {"group_size": GROUP_SIZE, "bits": int(precision)}

@@ -31,7 +31,7 @@ class RandomFolder(Folder):
     stored: torch.dtype | None = None
 
     def take(self, name: str, *shape: int) -> Weight:
-        """Returns ones for norms, zeros for biases, and matrices that keep the magnitude of their inputs."""
+        """Returns ones for a norm, zeros for a bias, else a random matrix that keeps the magnitude of its inputs."""
         if len(shape) == 1:
             return torch.full(shape, float(name.endswith(".weight")), dtype=self.dtype, device=self.device)
         if self.bits is None or shape[1] % self.group or "pos_embed" in name:
@@ -58,11 +58,12 @@ def random_folder(
     made_on: str | torch.device | None = None,
     kernels: bool = True,
 ) -> RandomFolder:
-    """Returns a folder for the config.json of a converted model or a plain one.
+    """Returns a folder of random weights. config: config.json of a converted model or a plain model.
 
     made_on: device whose random generator is used (numbers differ between kinds of devices); None for `device`.
-    kernels: as in `Folder`; without kernels a model computes in float32, and `dtype` is that of its matrices. Raises
-    `ConfigError`, and `ModelError`, with needed and free bytes, if the decoder's weights do not fit.
+    kernels: as in `Folder`; without kernels a model computes in float32, and `dtype` is the dtype of its matrices.
+    Raises `ConfigError` if `config` is invalid, and `ModelError`, naming needed and free bytes, if the decoder's
+    weights do not fit into memory.
     """
     where = find_device(device)
     raise_if_dtype_unsupported(dtype, where)

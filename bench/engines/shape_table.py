@@ -12,7 +12,7 @@ from mlx_zip.layout import MODEL_TYPE
 GROUP_SIZE = 64  # number of weights that share a scale in a quantized layer
 PRECISIONS = ("float32", "16", "8", "4")
 ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
-_LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up factors: other values would take equal time
+_LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up long factors of the rope: their values do not change the time
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "model_type": "llama",
@@ -128,9 +128,9 @@ class Models:
 
     name, precision, weights ("random" or "trained"): for the records. plain, zipped: functions that make a new model
     object over the same weights, without and with hypertokens; zipped is None if there is no model with hypertokens.
-    base_config: the decoder's config.json. folder: folder of the plain model, zip_folder: of the model with
-    hypertokens, for engines of other libraries; None if there is none. options: settings of random weights'
-    hypertokens. opened: library -> the model that its engines have loaded and share.
+    base_config: the decoder's config.json. folder, zip_folder: folders of the plain model and of the model with
+    hypertokens, for engines that load a folder; None if there is none. options: the hypertokens of random weights, None
+    for trained weights. opened: library -> the model that all engines of this library share.
     """
 
     name: str

@@ -47,10 +47,10 @@ def make_torch_engine(name: str, models: Models, published: str | None) -> Engin
 
 
 class _GenerateEngine(EngineOnTorch):
-    """The base of these engines: times the ids that a model's `generate` emits."""
+    """Base class of the engines: times the ids that a model's `generate` emits."""
 
     def __init__(self, models: Models, model: Any, decoder: Any) -> None:
-        """model: the model whose `generate` is called. decoder: the plain model in it, whose weights a step reads."""
+        """model: the model whose `generate` is called. decoder: the decoder inside `model`, which a step runs."""
         self.tokenizer, self.model, self.torch_device = models.tokenizer, model.eval(), decoder.device
         self.weight_bytes = weight_bytes_per_step(decoder)
         self.kv_bytes = kv_bytes_per_id(models.base_config, next(decoder.parameters()).element_size())
@@ -99,7 +99,7 @@ class _GenerateEngine(EngineOnTorch):
 class _StepRecorder:
     """The streamer of `generate`, also its logits processor (`force_next_id`) and stopping criterion.
 
-    expand: returns the base ids of each new id. tokens: most base ids to emit. forced: ids to replay, None for free
+    expand: returns the base ids of an emitted id. tokens: most base ids to emit. forced: ids to replay, None for free
     generation. read: number of ids before the first emitted id.
     """
 
@@ -138,13 +138,13 @@ class _StepRecorder:
         return self.detokenizer.text
 
     def force_next_id(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Returns scores [1, W] with the next forced id's raised above all others. ids: [1, n] so far."""
+        """Returns scores [1, W] with the score of the next forced id set to infinity. ids: all ids so far [1, n]."""
         assert self.forced is not None
         scores[:, self.forced[min(ids.shape[1] - self.read, len(self.forced) - 1)]] = torch.inf
         return scores
 
     def has_enough_base_ids(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Returns whether the emitted ids stand for at least `tokens` base ids, as bool [1]. ids: [1, n]."""
+        """Returns whether the emitted ids stand for at least `tokens` base ids, as bool [1]. ids: all ids [1, n]."""
         self._expand_emitted(ids.shape[1] - self.read - 1, int(ids[0, -1]))
         return torch.full((1,), sum(map(len, self._pieces)) >= self.tokens, device=ids.device)
 
@@ -152,7 +152,7 @@ class _StepRecorder:
 class TransformersEngine(_GenerateEngine):
     """Runs the plain model through transformers' `generate`.
 
-    name: "hf-compiled" has a static cache and a forward pass compiled by torch.compile; the others are eager.
+    The engine "hf-compiled" has a static cache and a forward pass compiled by torch.compile; the others are eager.
     """
 
     def __init__(self, models: Models, name: str) -> None:
@@ -192,7 +192,7 @@ class TransformersEngine(_GenerateEngine):
 class PublishedZip2zipEngine(_GenerateEngine):
     """Runs the published zip2zip package.
 
-    Our codec compresses the prompts, and that time counts; the package's codec gives the same ids.
+    The prompts are compressed by our codec, which gives the same ids as the package's; the compression is timed too.
     """
 
     name = "zip2zip"
@@ -263,7 +263,7 @@ def load_transformers_model(models: Models, name: str) -> Any:
 def load_unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
     """Returns the decoder in an mlx_zip or mlx-lm folder as a transformers model with dense weights, on the CPU.
 
-    Raises `MlxZipError`, naming the tensors that only the folder or only the model has.
+    Raises `MlxZipError` if the folder and the model do not have the same tensors.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -283,7 +283,7 @@ def load_unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def make_random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Returns a transformers decoder with random weights, on the GPU if torch finds one. config: its config.json."""
+    """Returns a random transformers decoder, on the GPU if torch finds one. config: the decoder's config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in config.items() if key != "model_type"}
@@ -297,7 +297,7 @@ def default_torch_device() -> torch.device:
 
 
 def weight_bytes_per_step(decoder: Any) -> int:
-    """Returns the bytes of weights that a step reads: all weights but an untied embedding's."""
+    """Returns the bytes of weights that a step reads: all weights except an untied embedding."""
     embedding = decoder.get_input_embeddings()
     tied = decoder.get_output_embeddings().weight is getattr(embedding, "weight", None)
     skipped = 0 if tied else sum(value.nbytes for value in embedding.parameters(recurse=False))

@@ -32,11 +32,11 @@ def generate_greedily(
 ) -> Iterator[Emitted]:
     """Yields greedily chosen ids that follow a prompt of base ids, each with the base ids that it stands for.
 
-    max_tokens: base ids; the last id may exceed it. eos_ids: base ids that end the text. pack: as in
-    `CudaModel.sequence_start`. capacity: ids that the caches have room for; None: as many as may be needed. chunk: ids
-    per prefill pass. batch: an empty batch of this model, which is empty again at the end; steps that it has captured
-    as CUDA graphs are reused. None makes a batch with `capacity`. Raises `GenerationError` for an empty prompt,
-    `CodecError` and `ModelError`.
+    max_tokens: base ids to emit; the last hypertoken may exceed this number. eos_ids: base ids that end the text. pack:
+    see `CudaModel.sequence_start`. capacity: number of ids that the caches have room for; None: as many as needed.
+    chunk: ids per prefill pass. batch: an empty batch of this model, whose CUDA graphs are reused and which is empty
+    again at the end; None makes a batch with `capacity`. Raises `GenerationError` if the prompt is empty, `ModelError`
+    if `batch` is not empty or another model's, and `CodecError`.
     """
     if not len(base_ids):
         raise GenerationError("the prompt is empty; give at least one id")
@@ -61,8 +61,8 @@ def prefill_in_chunks(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUN
 class GreedySteps:
     """Iterates over the ids that the only sequence of a batch emits. max_tokens, eos_ids: as in `generate_greedily`.
 
-    While the caller handles an id, the device runs the decoder's layers over the next one. When the iteration ends by
-    itself, the batch has read every emitted id.
+    While the caller handles an id, the device runs the decoder's layers over the next id. After a complete iteration,
+    the batch has read every emitted id.
     """
 
     def __init__(self, batch: Batch, max_tokens: int, eos_ids: Collection[int] = ()) -> None:

@@ -61,8 +61,8 @@ class Turn:
 class Workload:
     """The turns of one request or conversation.
 
-    mode: "replay", "free" or "chat". data: names of the files that the text is from. window: number of the part of the
-    text, or of the conversation, from 0.
+    mode: "replay", "free" or "chat". data: names of the files that the text is from. window: index of the part of the
+    text, or of the conversation.
     """
 
     domain: str
@@ -73,14 +73,14 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """The most positions that a plain model needs, with one eos per turn."""
+        """Upper bound on the number of positions that a plain model needs, including one eos per turn."""
         return sum(len(turn.prompt) + turn.tokens + 1 for turn in self.turns)
 
 
 def read_tokenizer(where: str | Path) -> Any:
     """Reads a tokenizer of any kind and returns it in mlx-lm's wrapper, with the detokenizer that mlx-lm would choose.
 
-    mlx-lm's own loop is then timed as it runs for its users. Raises `DataError` for a tokenizer that cannot be read.
+    So mlx-lm's loop is timed as it runs for its users. Raises `DataError` if the tokenizer cannot be read.
     """
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -106,7 +106,7 @@ def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
 def domain_files(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> dict[str, list[Path]]:
     """Returns the files of each domain: from DOMAIN=FILE items, else from data/DOMAIN, else none (made-up text).
 
-    Raises `MlxZipError` for an item that is not DOMAIN=FILE, and for a domain without files.
+    Raises `MlxZipError` if an item of `texts` is not DOMAIN=FILE, or a domain has no files.
     """
     if texts:
         found: dict[str, list[Path]] = {}
@@ -134,7 +134,7 @@ def cut_text_into_workloads(
 ) -> list[Workload]:
     """Cuts the start of a text into `windows` workloads: each `prompt` base ids to read, then `tokens` to write.
 
-    Raises `MlxZipError` for a text that is too short or contains an eos.
+    Raises `MlxZipError` if the text is too short or contains an eos.
     """
     need = windows * (prompt + tokens)
     ids = tokenize_first_ids(read_text_pieces(files), tokenizer, need)
@@ -153,7 +153,7 @@ def make_conversations(
 ) -> list[Workload]:
     """Makes conversations of `turns` requests each, taken in order. tokens: most base ids of an answer.
 
-    Raises `MlxZipError` for too few requests.
+    Raises `MlxZipError` if there are too few requests.
     """
     if turns < 1 or turns * conversations > len(requests):
         wanted = f"{conversations} conversation(s) of {turns} turn(s)"
@@ -175,7 +175,7 @@ def make_conversation(tokenizer: Any, requests: Sequence[str], tokens: int, wind
 def read_requests(file: Path | None) -> list[str]:
     """Returns the requests in a text file, one per line; without a file, 64 built-in requests for stories.
 
-    Raises `DataError` for a file that cannot be read or has no requests.
+    Raises `DataError` if the file cannot be read or has no requests.
     """
     if file is None:
         return list(REQUESTS)

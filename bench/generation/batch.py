@@ -1,7 +1,7 @@
 """Times a batch of requests against the same requests one after the other, with and without hypertokens.
 
-The plain model runs through the same `stream_generate` and `stream_batch` of mlx_zip. Each trial runs all four ways
-(two models, batched or not), starting with a different one, so that a machine that slows down affects all of them.
+Both models run through mlx_zip's `stream_generate` and `stream_batch`. Each trial runs all four ways (two models,
+batched or not) and starts with a different one, so that a machine that slows down affects all four.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times both models in both ways and prints one JSON line. Raises `MlxZipError` for settings that cannot run."""
+    """Times both models in both ways and prints one JSON line. Raises `MlxZipError` if the flags cannot be used."""
     check_at_least(args, 1, "rows", "trials")
     check_at_least(args, 2, "max_tokens")
     load_before_bench()
@@ -96,8 +96,8 @@ def base_model_name(args: argparse.Namespace) -> str:
 class TimedRun:
     """The counts and times of one run.
 
-    ids: emitted ids. base_tokens, seconds: of whole requests, prompts included. open_tokens, open_seconds: of the steps
-    in which all sequences are open, without the first of them, up to the step in which a sequence ends.
+    ids: number of emitted ids. base_tokens, seconds: emitted base tokens, and duration including the prompts.
+    open_tokens, open_seconds: base tokens and duration from the second step to the first step that ends a sequence.
     """
 
     ids: int = 0
@@ -113,7 +113,7 @@ class TimedRun:
 def measure_batch_gain(
     engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> dict:
-    """Returns the record's `counts` (of one run; all runs are equal) and `figures`. engines: "base" and "zip"."""
+    """Returns the record's `counts` (of one run; all runs emit equal ids) and `figures`. engines: "base" and "zip"."""
     pairs = list(product(KINDS, WAYS))
     runs: dict[tuple[str, str], list[TimedRun]] = {pair: [] for pair in pairs}
     with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
@@ -150,7 +150,7 @@ def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]]
 def time_responses(responses: Iterable[Any], begun: float, rows: int) -> TimedRun:
     """Reads the responses of `rows` sequences that run together, and returns their counts and times.
 
-    responses: one per open sequence in each step. begun: when the request began, by `time.perf_counter`.
+    responses: in each step, one per sequence that has not ended. begun: when the request began, by `time.perf_counter`.
     """
     ids = tokens = open_tokens = 0
     first, open_seconds, ended, all_open = None, 0.0, False, True
@@ -168,9 +168,10 @@ def time_responses(responses: Iterable[Any], begun: float, rows: int) -> TimedRu
 
 
 def throughput_figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any]:
-    """Returns base tokens/s of each model and way, each model's gain of batching, and the ratio of the two gains.
+    """Returns the speed of each model in each way, each model's gain by batching, and the ratio of the two gains.
 
-    samples: (kind, way) -> base tokens/s of each trial. Gains are computed per trial.
+    samples: (kind, way) -> base tokens/s of each trial. A gain is a trial's speed in a batch divided by its speed of
+    one stream. The ratio is the gain with hypertokens divided by the plain model's gain.
     """
     found: dict[str, Any] = {}
     gains = {}

@@ -1,8 +1,8 @@
 """Compares two sets of `bench generate` records: ratios B / A with 95 % intervals, and an exit status.
 
-Two records of one command have alternating trials: the ratio is the median of the trials' paired ratios. Records of two
-commands are not paired: the ratio is B's median over A's. Intervals come from 10,000 bootstrap draws of pairs or
-trials. A figure regresses, with exit status 1, if its ratio is worse than --bound and the interval excludes 1.
+If one command printed both records, their trials alternated: the ratio is the median of B / A over the pairs of trials.
+Otherwise the ratio is B's median divided by A's median. Intervals come from 10,000 bootstrap draws of pairs or trials.
+A figure regresses, with exit status 1, if its ratio is worse than --bound and the interval excludes 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REGRESSION = 1
 
 @dataclass(frozen=True)
 class Comparison:
-    """The figure `name` of two records of `bench generate`, and the ratio of b's to a's."""
+    """The figure `name` in the records `a` and `b`, and its ratio b / a."""
 
     name: str
     a: dict[str, Any]
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a table of ratios; returns 1 if a figure regresses, else 0.
 
-    Raises `MlxZipError` for a bad flag or file, and if the files have nothing in common.
+    Raises `MlxZipError` if a flag or file is invalid, or the files have no figure of --measures in common.
     """
     if not 0 <= args.bound < 1:
         raise MlxZipError(f"--bound must be from 0 to below 1, got {args.bound}")
@@ -98,8 +98,7 @@ def run(args: argparse.Namespace) -> int:
 def match_records(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], engines: Sequence[str] | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns pairs (A's record, B's record) of equal model, text, mode and rows; of equal records, only the last
-    counts.
+    """Returns pairs (A's record, B's record) of equal model, text, mode and rows; of a file's equal records, the last.
 
     engines: (A's engine, B's engine); None pairs records of equal engines. Prints the number of unpaired records to
     standard error. Raises `MlxZipError` if there is no pair.

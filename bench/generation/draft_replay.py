@@ -1,6 +1,6 @@
 """Texts of five kinds, and a replay, without a model, of the passes in which a model would write them with drafts.
 
-The emitted ids are always those of the text, so a proposed id is accepted if the text has it. The replay gives base
+The emitted ids are always the text's, so a proposed id is accepted if it is the text's next id. The replay gives base
 tokens per pass and the host's work and, with published costs of a pass, the estimated gain of drafts on other chips.
 """
 
@@ -31,7 +31,7 @@ KINDS = {
     "story": "a story",
     "code": "a module goes on",
 }
-CHIPS = {  # ids of a pass -> its published cost, relative to one id; over 8 ids extrapolated in proportion if unknown
+CHIPS = {  # number of ids in a pass -> published cost, relative to a pass over one id; if unknown, 16 cost twice 8
     "M4 Pro, 4 bit, cheapest": {1: 1.0, 2: 1.03, 4: 1.14, 8: 1.73, 16: 3.46},
     "M4 Pro, 4 bit, dearest": {1: 1.0, 2: 1.25, 4: 1.57, 8: 2.69, 16: 5.38},
     "M3 Ultra, 4 bit": {1: 1.0, 2: 1.83, 4: 3.26, 8: 6.12, 16: 12.24},
@@ -42,9 +42,9 @@ ROW_BY_ROW = {1: 1.0, 16: 16.0}  # a pass over n ids costs n times a pass over o
 
 
 def read_workloads(kinds: Sequence[str], tokenizer: Any, mode: str) -> Iterator[Workload]:
-    """Yields a workload per text of these kinds: its messages as prompt, and its last answer as the text to write.
+    """Yields a workload per text of these kinds. The text's last message, an answer, is written; the others are read.
 
-    mode: "free" for a greedy answer of at most the text's length; any other mode replays the text.
+    mode: "free" lets the model write a greedy answer, at most as long as the text's; any other mode replays the text's.
     """
     for kind in kinds:
         for window, file in enumerate(sorted(TEXTS.glob(f"{kind}-*.txt"))):
@@ -81,7 +81,7 @@ class ForcedText:
 
 
 def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
-    """Returns the turn's text in a model's ids. book: a new request's codebook, None for a plain model."""
+    """Returns prompt and text of `turn` as a model's ids. book: a new request's codebook, None for a plain model."""
     text = list(turn.text or ())
     if book is None:
         return ForcedText(list(turn.prompt), text, [[one] for one in text])
@@ -97,7 +97,7 @@ def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
 
 @dataclass(frozen=True)
 class Replay:
-    """The passes that wrote a text, after its first id. widths: ids per pass. cost: sum over passes, by the cost curve.
+    """The passes that wrote a text, after its first id. widths: number of ids in each pass. cost: cost of all passes.
 
     host_s: processor seconds of proposing drafts and recording their results.
     """
@@ -110,9 +110,9 @@ class Replay:
 def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mapping[int, float] | None = None) -> Replay:
     """Replays the passes in which a model writes the turn's text, as an engine runs them for one request.
 
-    Without a curve, drafts are those of `draft="lookup"`; with one, those of "auto" on a machine where a pass over n
-    ids costs curve[n], linear in between. book: as in `force_text`. ahead: whether a step begins before the host has
-    read the last id, unless a draft is expected, as engines run plain models.
+    curve: None proposes drafts as `draft="lookup"` does; else as "auto" does on a machine where a pass over n ids costs
+    curve[n], interpolated linearly. book: a new request's codebook, None for a plain model. ahead: whether a step
+    begins before the host has read the last id, unless a draft is expected, as engines do with plain models.
     """
     forced = force_text(turn, book)
     ids, pieces, book, limit = forced.ids, forced.pieces, forced.book, len(turn.text or ())

@@ -54,8 +54,8 @@ DRAFTS: dict[str, dict[str, Any]] = {  # way to draft -> fields of `RunOptions`
     "lookup": {"draft": "lookup"},
     "auto": {"draft": "auto"},
 }
-HEAD, DRAFT_MODEL = "head", "draft model"  # further ways, for some models; the draft model is the plain model
-HOST_ROUNDS = 7  # number of replays; the fastest counts
+HEAD, DRAFT_MODEL = "head", "draft model"  # further ways to draft in --mode greedy; the plain model is the draft model
+HOST_ROUNDS = 7  # number of replays, of which the fastest counts
 PREFILL = 512  # ids of a prompt in one prefill pass
 
 
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a JSON line per model, text and way to draft. Raises `MlxZipError` for models that cannot be used."""
+    """Prints a JSON line per model, text and way to draft. Raises `MlxZipError` if a model cannot be used."""
     check_at_least(args, 1, "trials")
     if args.tokens is not None:
         check_at_least(args, 2, "tokens")
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fitting_workloads(models: Models, args: argparse.Namespace) -> Iterator[Workload]:
-    """Yields the workloads of --kinds and --texts; names those that exceed the context on standard error."""
+    """Yields the workloads of --kinds and --texts that fit the model's context; reports others on standard error."""
     for workload in read_workloads(args.kinds, models.tokenizer, "free" if args.mode == "greedy" else args.mode):
         if args.texts is not None and workload.window >= args.texts:
             continue
@@ -139,7 +139,7 @@ def replay_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
 
 
 def count_record(mode: str, engine: str, models: Models, workload: Workload, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record of counts on a text. found: the record's further fields."""
+    """Returns a record for a model and a text. found: the record's own fields."""
     return {
         "bench": "drafts",
         "mode": mode,
@@ -154,8 +154,9 @@ def count_record(mode: str, engine: str, models: Models, workload: Workload, fou
 def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
     """Returns counts of what is written after the first id, the host's time per id, and estimated gains on `CHIPS`.
 
-    host_us: per emitted id, the fastest replay, with "lookup", and with "auto" where a pass over n ids costs n passes,
-    so that drafts gain nothing. row_by_row: the gain of "auto" at these costs, below 1 if it loses.
+    A gain is the cost without drafts divided by the cost with drafts. host_us: microseconds per emitted id in the
+    fastest replay, with "lookup", and with "auto" at the costs `ROW_BY_ROW`, at which drafts cannot gain. row_by_row:
+    the gain of "auto" at these costs; below 1 is a loss.
     """
     forced, ahead = force_text(turn, book), book is None
     found, ids = replay(turn, book, ahead), len(forced.ids) - 1
@@ -181,7 +182,7 @@ def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
 
 
 def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yields a record per text, model and way to draft that the model supports: counts of its greedy answer."""
+    """Yields a record per text, model and way to draft that the model supports: counts of the greedy answer."""
     read: dict[Any, list[Any]] = {}
     engines = [DraftedEngine(models, kind, draft, read) for kind in ("plain", "zip") for draft in ("off", "lookup")]
     engines += [
@@ -201,7 +202,7 @@ def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
 
 
 def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Namespace) -> None:
-    """Times each text with every way to draft, alternating, and prints a record per text, way and state of the rows."""
+    """Times each text with every way to draft, alternating; prints a record per text, way and rows (warm or cold)."""
     read: dict[Any, list[Any]] = {}
     engines = [DraftedEngine(models, kind, draft, read) for kind, draft in product(("plain", "zip"), args.drafts)]
     comparison = EngineComparison(args, list(product(engines, args.rows)), models)
@@ -227,8 +228,8 @@ class DraftedEngine(MlxEngine):
     """Runs a model on mlx_zip's scheduler with one way to draft. A step of its `Run` is a pass of the model.
 
     kind: "plain" or "zip". draft: a key of `DRAFTS`, `HEAD` or `DRAFT_MODEL`. read: (kind, prompt) -> caches that have
-    read all of the prompt except its last id. Engines share `read`, so that a long prompt is read once; a run continues
-    a copy of the caches, as it would a session.
+    read all of the prompt except its last id. Engines share `read`, so that a long prompt is read once; each run
+    continues a copy of the caches.
     """
 
     def __init__(self, models: Models, kind: str, draft: str, read: dict[Any, list[Any]]) -> None:
@@ -239,7 +240,7 @@ class DraftedEngine(MlxEngine):
         self._draft = DRAFTS.get(draft, {"draft": HEAD} if draft == HEAD else {})
         self._draft_model = models.plain() if draft == DRAFT_MODEL else None
         self._is_cold = False  # whether the next run must reuse nothing from earlier runs
-        self._warm_costs = PassCosts()  # what all warm runs have found about passes
+        self._warm_costs = PassCosts()  # costs of passes, measured in all warm runs
 
     def forget_encoded_rows(self) -> None:
         """Drops encoded rows; the next run also forgets the measured costs of passes."""
@@ -270,7 +271,7 @@ class DraftedEngine(MlxEngine):
         return run
 
     def _copy_of_read(self, prompt: tuple[int, ...], ids: Sequence[int], held: list[Any]) -> list[Any]:
-        """Returns a copy of the caches that have read a prompt's `ids`. held: new caches for the first reading."""
+        """Returns a copy of the caches that have read the prompt's `ids`; the first call reads them into `held`."""
         if (key := (self._kind, prompt)) not in self._read:
             with ProgressBar(len(ids), "id", "Reading a prompt") as count, mx.stream(generation_stream):
                 for at in range(0, len(ids), PREFILL):
@@ -282,7 +283,7 @@ class DraftedEngine(MlxEngine):
 
 
 class _ReadPrompt(NoSessions):
-    """A session store for one request: returns caches that have read its prompt except the last id."""
+    """A session store for one request: returns caches that have read the request's prompt except the last id."""
 
     def __init__(self, cache: list[Any]) -> None:
         self._cache = cache

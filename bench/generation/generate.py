@@ -173,9 +173,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times the engines; prints a JSON line per engine and workload (in conversations, per turn) once it is measured.
+    """Times the engines; prints a JSON line per engine and workload (of conversations, per engine and turn).
 
-    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
     args.rows = list(dict.fromkeys(args.rows))
     args.vllm_args = parse_json_map("--vllm-args", args.vllm_args)
@@ -214,7 +214,7 @@ def group_workloads_by_record(workloads: Sequence[Workload]) -> list[list[Worklo
 def prepare_models_and_workloads(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
     """Returns the models and workloads that the flags ask for; random weights are made last, after all checks.
 
-    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
     if (args.shape is None) == (args.model is None and args.base is None):
         raise MlxZipError("name a model with --model (and --base), or random weights with --shape")
@@ -247,7 +247,7 @@ def zip_options_from_flags(args: argparse.Namespace) -> ZipOptions:
 def workloads_from_flags(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:
     """Returns the workloads that the flags ask for. context: the model's number of positions, None if unknown.
 
-    Raises `MlxZipError` for texts that cannot be used, and for a workload that exceeds the context.
+    Raises `MlxZipError` if a text cannot be used, or a workload exceeds the context.
     """
     sizes = [parse_size(text) for text in args.sizes]
     if args.mode == "chat":
@@ -270,7 +270,7 @@ def workloads_from_flags(args: argparse.Namespace, tokenizer: Any, context: int 
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parses a size such as `512+128` to (512, 128). Raises `MlxZipError` for any other form."""
+    """Parses a size such as "512+128" to (512, 128). Raises `MlxZipError` if `text` has another form."""
     head, _, rest = text.partition("+")
     if not (head.isdecimal() and rest.isdecimal() and int(head) >= 1 and int(rest) >= 2):
         raise MlxZipError(f"--sizes {text}: expected P+G, base tokens to read (1 or more) and to write (2 or more)")

@@ -40,7 +40,7 @@ KEY = ("model", "workload")  # sections that identify what was measured, with mo
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The upper bound that memory bandwidth sets: bytes read by an average step, and steps/s at full bandwidth."""
+    """The upper bound on steps/s that the memory bandwidth sets. step_bytes: bytes that an average step reads."""
 
     bandwidth_bytes_per_s: float
     step_bytes: float
@@ -50,7 +50,8 @@ class Ceiling:
 def bandwidth_ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Ceiling:
     """Returns the upper bound on steps/s if a step only read weights, keys and values, and output rows from memory.
 
-    bandwidth: measured bytes/s. weight_bytes: per step. kv_bytes: per id in the cache, with half of the emitted ids.
+    bandwidth: measured bytes/s. weight_bytes: bytes of weights per step. kv_bytes: bytes per id in the KV cache, which
+    holds half of the emitted ids on average.
     """
     emitted = sum(map(len, run.ids))
     step = weight_bytes + kv_bytes * (run.kv_ids - emitted / 2) + run.row_bytes
@@ -60,7 +61,7 @@ def bandwidth_ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: R
 def summarize_figures(
     prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], tops: Sequence[Ceiling]
 ) -> dict[str, Any]:
-    """Returns each of `FIGURES` with unit, median, min, max and a sample per trial; None if unknown in any trial.
+    """Returns each of `FIGURES` with unit, median, min, max and a sample per trial; None if a trial lacks the figure.
 
     prompts: base tokens of each trial's prompt. joules: energy of each trial. tops: upper bound of each trial.
     """
@@ -119,7 +120,7 @@ def sum_counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
 
 
 def ceiling_record(tops: Sequence[Ceiling]) -> dict[str, float]:
-    """Returns the record's section `ceiling`, for the mean bytes per step of all trials, to six significant digits."""
+    """Returns the record's section `ceiling`, from the mean bytes per step of all trials, to six significant digits."""
     bandwidth, step = tops[0].bandwidth_bytes_per_s, sum(top.step_bytes for top in tops) / len(tops)
     return {name: float(f"{value:.6g}") for name, value in asdict(Ceiling(bandwidth, step, bandwidth / step)).items()}
 
@@ -130,7 +131,7 @@ def ceiling_record(tops: Sequence[Ceiling]) -> dict[str, float]:
 def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
     """Returns every record of `bench generate` in these files; records of other benches are skipped.
 
-    Raises `MlxZipError` for a file without any, with an incomplete record, or with other content.
+    Raises `MlxZipError` if there is no such record, a record is incomplete, or a line is not a record.
     """
     found = [line for name in names for line in read_lines(Path(name)) if _is_record(line, name)]
     if not found:
@@ -140,7 +141,7 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 @contextmanager
 def refuse_wrong_fields(names: Iterable[str | Path]) -> Iterator[None]:
-    """Raises `MlxZipError` naming these files if reading a field of their records fails inside."""
+    """Context manager: turns errors in reading fields of records into a `MlxZipError` that names these files."""
     try:
         yield
     except MlxZipError:
@@ -153,7 +154,7 @@ def refuse_wrong_fields(names: Iterable[str | Path]) -> Iterator[None]:
 def _is_record(line: Record, name: str | Path) -> bool:
     """Returns whether a line is a record of `bench generate`.
 
-    Raises `MlxZipError` for an incomplete record, and for a line that is not a record of any bench.
+    Raises `MlxZipError` if the record is incomplete, or the line is not a record of any bench.
     """
     if "bench" not in line:
         raise MlxZipError(f"{name}: a line is not a record of a bench")

@@ -1,4 +1,4 @@
-"""Ratios of two engines' trials with 95 % intervals, paired where trials alternate, and the ratios that pages show."""
+"""Computes ratios of two engines' trials, with 95 % intervals; pairs the trials if they alternated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUANTILES = (0.025, 0.975)
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio with its 95 % interval, `low` to `high`. n: number of ratios or trials it was computed from."""
+    """A ratio with its 95 % interval, `low` to `high`. n: number of samples that the ratio was computed from."""
 
     value: float
     low: float
@@ -32,7 +32,7 @@ class Ratio:
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = None, seed: int = 0) -> Ratio:
-    """Returns the median of b / a, pair by pair, with its interval. Trials a [n] and b [n] alternated.
+    """Returns the median of the ratios b[i] / a[i], with its interval. a, b: samples [n] of trials that alternated.
 
     groups: number of equal groups of neighbouring pairs, such as the trials of one conversation; a group counts once,
     by its median, because its trials repeat one text. None: every pair is its own group.
@@ -42,7 +42,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = No
 
 
 def median_with_interval(ratios: Sequence[float], seed: int = 0) -> Ratio:
-    """Returns the median of ratios [n] and its bootstrap interval: `DRAWS` samples of n, drawn with replacement."""
+    """Returns the median of ratios [n] and its bootstrap interval, from `DRAWS` samples of n drawn with replacement."""
     if not len(ratios):
         raise ValueError("no trials")
     return bootstrap_median(tuple(ratios), seed)
@@ -58,7 +58,7 @@ def bootstrap_median(ratios: tuple[float, ...], seed: int) -> Ratio:
 
 
 def unpaired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Ratio:
-    """Returns the median of b [m] over that of a [n], with its interval, for trials that did not alternate."""
+    """Returns median(b) / median(a) with its interval. a, b: samples [n] and [m] of trials that did not alternate."""
     rng = np.random.default_rng(seed)
     drawn = [np.median(rng.choice(np.asarray(x, float), (DRAWS, len(x))), axis=1) for x in (a, b)]
     low, high = np.quantile(drawn[1] / drawn[0], QUANTILES)
@@ -81,35 +81,35 @@ TURNS = ("first", "second", "third")
 
 
 def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
-    """Returns the second record's figure over the first's, paired by trial; a conversation's trials are one pair."""
+    """Returns the second record's figure divided by the first's, paired by trial (or by conversation, if several)."""
     a, b = (record["figures"][figure]["samples"] for record in pair)
     return paired_ratio(a, b, conversation_count(pair[1]))
 
 
 def conversation_count(record: Record) -> int | None:
-    """Returns the record's number of conversations if it exceeds 1, else None: then every trial is a pair."""
+    """Returns the argument `groups` of `paired_ratio`: the record's number of conversations, or None if it is 1."""
     conversations = record["workload"].get("conversations", 1)
     return conversations if conversations > 1 else None
 
 
 def step_time_ratio(record: Record) -> Ratio:
-    """Returns mlx_zip's time per step over mlx-lm's at equal KV length, from a record of `bench profile`."""
+    """Returns mlx_zip's time per step divided by mlx-lm's at equal KV length, from a record of `bench profile`."""
     return median_with_interval(record["ratio"]["samples"])
 
 
 def base_tokens_per_step(pair: tuple[Record, Record]) -> float:
-    """Returns the second record's base tokens per step: the median over its trials."""
+    """Returns the second record's base tokens per step: the median of the record's trials."""
     return pair[1]["figures"]["base_tokens_per_step"]["median"]
 
 
 def pooled_base_tokens_per_step(pair: tuple[Record, Record]) -> float:
-    """Returns the second record's base tokens per step: all base tokens of its conversations over all steps."""
+    """Returns the second record's base tokens per step: base tokens of all conversations divided by all steps."""
     counts = pair[1]["counts"]
     return counts["base_tokens"] / counts["steps"]
 
 
 def prompt_ids_per_base_id(pair: tuple[Record, Record]) -> float:
-    """Returns the second record's prompt length in ids, divided by its length in base ids."""
+    """Returns the length of the second record's prompts in ids, divided by their length in base ids."""
     counts = pair[1]["counts"]
     return counts["prompt_ids"] / counts["prompt_tokens"]
 

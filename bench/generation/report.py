@@ -1,7 +1,7 @@
 """Prints tables of records that `bench generate` printed on any machines and days.
 
-`--table 6` is the paper's table 6: prefill and decoding in base tokens/s by length of the prompt, each engine
-compared with the base, machine by machine.
+`--table 6` prints the zip2zip paper's table 6: base tokens/s of prefill and of decoding by length of the prompt, each
+engine compared with the base engine on the same machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; if it did not run, the first of `BASES` that did
 BASES = (BASE, "torch-base", "vllm-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
-OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # engine -> base that precedes `BASE`, if it ran
+OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # engine -> base to use instead of `BASE`, if it ran
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
     "prefill, base tokens/s": ("prefill_tokens_per_s", 1),
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Raises `MlxZipError` for files without records."""
+    """Prints the table. Raises `MlxZipError` if the files have no records of `bench generate`."""
     with refuse_wrong_fields(args.records):
         records = read_records(args.records)
         print(table6(records, args.paper) if args.table == "6" else records_table(records))
@@ -103,7 +103,7 @@ def records_table(records: Records) -> str:
 
 
 def summary_table(records: Records) -> str:
-    """Returns the table that `bench generate` prints after each text: `SHORT_COLUMNS` and ratios to the base."""
+    """Returns the table that `bench generate` prints after each text: `SHORT_COLUMNS` and ratios to the base engine."""
     heads = ["engine", "rows", *SHORT_COLUMNS, *RATIOS]
     rows = []
     for record in records:
@@ -119,7 +119,7 @@ def summary_table(records: Records) -> str:
 def ratios_to_base_engine(record: dict[str, Any], records: Records) -> list[str]:
     """Returns a record's `RATIOS` to the base engine of the same run, as cells.
 
-    A cell is "-" for the base engine itself, if no base engine ran, and for an unknown figure.
+    A cell is "-" if `record` is the base engine's, if no base engine ran, or if a figure is unknown.
     """
     same_run = [
         r
@@ -181,8 +181,8 @@ def short_number(value: float) -> str:
 def table6(records: Records, paper: bool = False) -> str:
     """Returns the paper's table 6 for these records: base tokens/s of prefill and decoding, by size.
 
-    Each engine has a row, and a second row with its difference from the base. Domains and windows are pooled. paper:
-    add the paper's own figures.
+    Each engine has a row, and a second row with its difference from the base engine. Domains and windows are pooled.
+    paper: whether to add the paper's own figures.
     """
     sizes = sorted({*map(workload_size, records), *(PAPER_SIZES if paper else ())})
     header = ["setting", "method", *(f"{p}+{g} {what}" for p, g in sizes for what in ("prefill", "decode"))]
@@ -250,12 +250,12 @@ def _machine_and_model(record: dict[str, Any]) -> str:
 
 
 def prefill_and_decoding_rate(records: Records) -> tuple[float | None, float | None]:
-    """Returns base tokens/s of prefill and of decoding over several records: sum of tokens over sum of median times."""
+    """Returns base tokens/s of prefill and of decoding, pooled: sum of tokens divided by sum of median times."""
     return pooled_rate(records, "prefill_tokens_per_s"), pooled_rate(records, "base_tokens_per_s")
 
 
 def pooled_rate(records: Records, name: str) -> float | None:
-    """Returns the rate `name` over several records: sum of tokens over sum of seconds; None if a record lacks it."""
+    """Returns the rate `name` of all records together: total tokens / total seconds; None if a record lacks it."""
     which = "prompt_tokens" if name.startswith("prefill") else "base_tokens"
     known = [(record["counts"][which], record["figures"][name]) for record in records]
     if any(figure is None for _, figure in known):

@@ -37,7 +37,7 @@ Line = dict[str, Any]
 def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
     encode = model.tokenizer.encode
     prompts = [encode(text, add_special_tokens=False) for text in PROMPTS]
-    batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # one for all, so that graphs are captured once
+    batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # for all prompts: captures graphs once
     return [
         [one for one, _ in generate_greedily(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts
     ]
@@ -51,7 +51,7 @@ def read_recorded_ids() -> dict[str, list[list[int]]]:
 
 
 def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
-    """Yields each check's name, and a function that runs it and yields lines: name, whether it holds, what was found.
+    """Yields each check's name and a function that runs the check and yields records of what it found.
 
     tokens: base tokens to compare; if fewer than recorded, only the beginning is compared. CUDA graphs need a GPU.
     """
@@ -64,7 +64,7 @@ def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[
 
 
 def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
-    """Compares a bundled model's greedy ids with the recorded ones, and on a GPU with those without CUDA graphs."""
+    """Compares a bundled model's greedy ids with the recorded ids, and on a GPU with its ids without CUDA graphs."""
     wanted, model = read_recorded_ids()[name], open_model(name, device, "float32")
     found = greedy_ids(model, tokens)
     if tokens < TOKENS:
@@ -86,7 +86,7 @@ def check_logits(device: str | None) -> Iterator[Line]:
 
 
 def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
-    """Compares the logits after a prompt read in two chunks with those after reading it at once.
+    """Compares the logits after a prompt read in two chunks with the logits after the prompt read in one chunk.
 
     heads: a key of `CHUNKED`. The second chunk's queries attend to the first chunk's keys; PyTorch uses a different
     operation for each dtype and kind of heads.
@@ -101,7 +101,7 @@ def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
 
 
 def relative_logits_error(model: CudaModel, exact: CudaModel) -> float:
-    """Returns the norm of the difference of two models' logits after `PROMPTS`, over the norm of `exact`'s."""
+    """Returns the norm of the difference of two models' logits after `PROMPTS`, divided by the norm of `exact`'s."""
     texts = [np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.uint32) for text in PROMPTS]
     ours, theirs = (torch.cat([logits_after_prompt(one, ids, len(ids)) for ids in texts]) for one in (model, exact))
     return relative_difference(ours, theirs)

@@ -25,7 +25,7 @@ from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
 Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
 FAILED = "nvidia-error"  # field `bench` in the record of a failed case
-CARD = "nvidia-card"  # field `bench` in the record of the card's state
+CARD = "nvidia-card"  # field `bench` in the record of the GPU's state
 
 
 class CaseRunner:
@@ -46,19 +46,19 @@ class CaseRunner:
         write_part_records(self.folder, self.part, self.records)
 
     def record_card_state(self, when: str) -> None:
-        """Adds a record of the card's clocks, power and temperature, if known. when: "before" or "after"."""
+        """Adds a record of the GPU's clocks, power and temperature, if known. when: "before" or "after"."""
         if state := card_state():
             self.add(make_record("card", part=self.part, when=when, state=state))
 
     def run(self, name: str, work: Callable[[], Iterable[Record]]) -> None:
-        """Adds the records that `work` yields, each at once. An error is recorded too, and the next case can run."""
+        """Adds each record that `work` yields, as soon as it is yielded. Records an error instead of raising it."""
         with self.group(name):
             for record in work():
                 self.add(record)
 
     @contextmanager
     def group(self, name: str) -> Iterator[None]:
-        """Runs several cases inside; an error outside of them ends the group and is recorded under this name."""
+        """Context manager: runs cases inside; an error between cases ends the group and is recorded under `name`."""
         gc.collect()  # frees the memory of a failed case
         try:
             yield
@@ -74,7 +74,7 @@ class CaseRunner:
 
 
 def make_record(bench: str, **fields: Any) -> Record:
-    """Returns a record with the fields that every record has."""
+    """Returns a record of `fields` and of the fields that all records have, such as machine and versions."""
     return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields(*PACKAGES)}
 
 
@@ -94,7 +94,7 @@ def make_writable_folder(folder: Path) -> None:
 
 
 def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
-    """Raises `MlxZipError` if a folder already holds records of these parts: runs are not mixed."""
+    """Raises `MlxZipError` if a folder already holds records of these parts, so that two runs are not mixed."""
     if found := [part for part in parts if records_path(folder, part).exists()]:
         raise MlxZipError(f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder")
 
@@ -115,7 +115,7 @@ def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:
 def read_float64_test_record(folder: Path) -> list[Record]:
     """Returns a record of the kernel tests from pytest's float64.xml, as a list; [] if the file does not exist.
 
-    Raises `MlxZipError` for a file that cannot be read.
+    Raises `MlxZipError` if the file cannot be read.
     """
     path = folder / "float64.xml"
     if not path.exists():
@@ -131,7 +131,7 @@ def read_float64_test_record(folder: Path) -> list[Record]:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Returns the text of a UTF-8 file. Raises `MlxZipError`, which names `what`, the flag that gave the path."""
+    """Returns the text of a UTF-8 file. Raises `MlxZipError` if it cannot be read. what: flag to name in the error."""
     try:
         if not path.is_file():
             raise MlxZipError(f"{what} {os.fspath(path)}: there is no such file")

@@ -1,7 +1,7 @@
 """Counts the kernel launches of a piece of work on PyTorch, and the bytes that they read and write; needs no GPU.
 
 PyTorch's operations count unless they are views or allocations. A kernel of `mlx_zip.cuda.kernels` counts as the
-launches of its Triton form. Where its reference in PyTorch runs instead, the reference's operations do not count.
+launches of its Triton form, even if its PyTorch reference runs instead, whose operations do not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlx_zip.cuda.kernels.attention import part_count
 from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.model import CudaModel
 
-FREE = {  # operations that launch nothing, which their schema does not show
+FREE = {  # operations that launch no kernel, although their schema does not show it
     *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
     *("is_pinned", "is_same_size", "lift_fresh", "_pin_memory", "sym_size", "sym_stride", "sym_numel"),
 }
@@ -119,7 +119,7 @@ def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -
 
 @contextmanager
 def counting_launches() -> Iterator[LaunchCounts]:
-    """Yields `LaunchCounts` of the work done inside. CUDA graphs are neither captured nor replayed there."""
+    """Context manager: yields `LaunchCounts` of the work done inside. No CUDA graph is captured or replayed inside."""
     mode = _LaunchCountingMode()
     with ExitStack() as stack:
         stack.enter_context(patch.object(Graphs, "run", lambda graphs, key, work, keep=(): work()))
@@ -201,7 +201,7 @@ def matrix_row_bytes(matrix: Matrix, count: int) -> int:
 
 
 def embedding_bytes(args: Arguments, out: Any) -> int:
-    """Base ids read a row of the base table, hypertokens a row of the installed rows."""
+    """Returns bytes moved: for each base id a row of the base table, for each hypertoken an installed row."""
     ids, base = args["ids"], args["base"]
     low = int((ids < args["boundary"]).sum())
     rows = (ids.numel() - low) * args["rows"].shape[2] * args["rows"].element_size()
@@ -209,7 +209,7 @@ def embedding_bytes(args: Arguments, out: Any) -> int:
 
 
 def entry_row_bytes(args: Arguments, out: Any) -> int:
-    """Each id of each entry reads a row of the matrix; the position rows of one entry are read once, if any."""
+    """Returns bytes moved: a row of the matrix for each id of each entry, and one entry's position rows, if any."""
     entries, places = args["entries"], args["places"]
     read = matrix_row_bytes(args["matrix"], entries.numel()) + (
         0 if places is None else tensor_bytes(places[: entries.shape[1]])
@@ -218,7 +218,7 @@ def entry_row_bytes(args: Arguments, out: Any) -> int:
 
 
 def head_bytes(args: Arguments, out: Any) -> int:
-    """Reads the base matrix's rows below the boundary, and the installed rows."""
+    """Returns bytes moved: the base matrix's rows below the boundary, and the installed rows."""
     base, rows, installed = args["base"], args["rows"], args["installed"]
     entries = int(installed.sum()) * rows.shape[2] * rows.element_size()
     low = matrix_row_bytes(base, args["boundary"])
@@ -226,13 +226,13 @@ def head_bytes(args: Arguments, out: Any) -> int:
 
 
 def rope_bytes(args: Arguments, out: Any) -> int:
-    """Reads queries, keys and values; writes queries to the result, keys and values to the caches."""
+    """Returns bytes moved: queries, keys and values are read, and written to the result or the caches."""
     others = [args[name] for name in ("positions", "slots", "rotation")]
     return 2 * tensor_bytes(args["qkv"]) + tensor_bytes(others)
 
 
 def attention_bytes(args: Arguments, out: Any) -> int:
-    """Reads the filled part of the caches, at most the sliding window."""
+    """Returns bytes moved: the filled part of the caches, at most the sliding window."""
     keys = args["keys"]
     lengths = args["lengths"].clamp(max=min(keys.shape[2], args["window"]))
     one = 2 * keys.shape[1] * keys.shape[3] * keys.element_size()
@@ -246,13 +246,13 @@ def attention_launch_count(args: Arguments) -> int:
 
 
 def install_bytes(args: Arguments, out: Any) -> int:
-    """Reads and writes a row of each side for each entry, with its flag and its span."""
+    """Returns bytes moved: for each entry, a row of each side is read and written, and its flag and span written."""
     new, pool = args["new"], args["pool"]
     row = pool.shape[1] * pool.shape[2] * pool.element_size()
     return tensor_bytes(new) + new.shape[1] * (2 * row + 1 + 8)
 
 
-# launches of a kernel's Triton form, if not one
+# number of launches of a kernel's Triton form, if it is not 1
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
     "head.reference_joint_head": lambda args: 2,  # one over blocks of ids, one that combines their results
     "attention.reference_decode_attention": attention_launch_count,
@@ -276,7 +276,7 @@ TRIES = 64  # most steps until one installs an entry
 class StepCosts:
     """The launches of a step that installs an entry whose row is in the store (warm) or must be encoded (cold).
 
-    Without hypertokens no step installs an entry, so both are equal.
+    Without hypertokens no step installs an entry, so `warm` and `cold` are equal.
     """
 
     warm: LaunchCounts
@@ -286,7 +286,7 @@ class StepCosts:
 def count_step_costs(model: CudaModel) -> StepCosts:
     """Returns the launches of a step of one sequence after `PROMPT` base ids.
 
-    All slots count as installed. The emitted ids are forced, so that a step installs an entry; the text means nothing.
+    All slots count as installed. The emitted ids are forced, so that a step installs an entry.
     """
     found = []
     for _ in range(1 + model.hypertokens):  # the second pass finds the row that the first has encoded
@@ -318,7 +318,7 @@ def count_first_installing_step(batch: Batch) -> LaunchCounts:
 
 
 def take_step(batch: Batch, ids: torch.Tensor) -> None:
-    """Takes a whole step of a batch of one; emits `ids` [1], after the head has run."""
+    """Takes a whole step of a batch with one sequence; emits `ids` [1] after the head has run."""
     batch.choose_ids(lambda head: ids, logits=False)
     batch.start_body()
     for error in batch.update_codebooks(batch.wait_for_ids()).values():

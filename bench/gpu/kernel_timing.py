@@ -31,12 +31,12 @@ SLOTS = 2048  # hyper rows
 ENTRIES, PLACES = (1, 64), 3  # numbers of entries encoded at once; base ids per entry
 PROMPT = 2048  # ids per call of the hyper embedding
 CALLS = 20  # calls per trial: a single call is too short to time
-TIMES_CACHE = 3  # the arguments that calls rotate through exceed the card's cache this many times
+TIMES_CACHE = 3  # the arguments that calls rotate through are at least this many times as large as the GPU's cache
 TILES = 8  # layout parameter of PyTorch's 4-bit product; it hardly changes the speed on large matrices
 
 
 class KernelCase(NamedTuple):
-    """A kernel to time. work: calls it. sets: argument sets that calls rotate through, so that none stays cached."""
+    """A kernel to time. work: calls the kernel. sets: number of argument sets, used in turn, so that none is cached."""
 
     name: str
     work: Work
@@ -65,7 +65,7 @@ def kernel_cases(
 ) -> Iterator[KernelCase]:
     """Yields every kernel at the sizes of config.json, and the controls.
 
-    context: number of keys of a sequence. cache: bytes of the card's cache; None asks the device.
+    context: keys per sequence. slots: number of hyper rows. cache: bytes of the GPU's cache; None asks the device.
     """
     cache = largest_cache_bytes(device) if cache is None else cache
     random = lambda *shape: torch.randn(shape, device=device).to(dtype)
@@ -159,7 +159,7 @@ def encoder_cases(
 ) -> Iterator[KernelCase]:
     """Yields the encoders' kernels for a batch of `entries` entries.
 
-    Each call gathers different rows. The other kernels read cached input, as they do after the kernel before them.
+    Each call of the first kernel gathers different rows. The others read cached input, as after a preceding kernel.
     """
     device, width = table.device, table.shape[1]
     ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])
@@ -180,9 +180,9 @@ def time_kernel(
 ) -> dict[str, Any]:
     """Returns a kernel's time per call, bytes per call, and the share of the read bandwidth that it reaches.
 
-    The calls of a trial run one after the other, each with its own output memory; there are at least as many as the
-    case has argument sets. Small kernels read from the device's cache, so their share may exceed 1. reference: time the
-    plain reference too.
+    The calls of a trial run one after the other, each with its own output memory. Small kernels read from the device's
+    cache, so their share may exceed 1. reference: time the plain reference too. calls: calls per trial, at least; as
+    many as the case's argument sets if these are more.
     """
     work, calls = case.work, max(calls, case.sets)
     with counting_launches() as found:

@@ -2,7 +2,7 @@
 
 Parts: `checks` (ids, CUDA graphs), `steps` (prefill and single steps), `generate` (whole requests in replay), `kernels`
 (each alone), `others` (whole requests of other engines), `trace` (a profiler's trace), `summary` (targets). A part's
-records include the card's clocks, power and temperature before and after it.
+records include the GPU's clocks, power and temperature before and after the part.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parts; exit status 1 if a check or case fails. Raises `MlxZipError` for flags that cannot be used."""
+    """Runs the parts; returns 1 if a check or case fails, else 0. Raises `MlxZipError` if the flags cannot be used."""
     parts = args.parts or list(PARTS)
     check_flags(args, parts)
     if not args.rehearse and list(parts) != ["summary"]:
@@ -84,7 +84,7 @@ def check_flags(args: argparse.Namespace, parts: Sequence[str]) -> None:
 
 
 def part_of_engine(engine: str) -> str:
-    """Returns the part that runs an engine's whole requests; a missing library then stops no other part."""
+    """Returns the part that runs an engine's whole requests; engines that need other libraries have their own part."""
     return "generate" if engine.startswith("torch-") else "others"
 
 
@@ -111,7 +111,8 @@ LARGE, MOST = ("phi-3-medium",), 3  # shapes whose trials take long; most trials
 class Sizes:
     """Sizes of the measurements. context, tokens: base ids that steps read and write. whole: sizes of whole requests.
 
-    trials: per measurement. slots: hyper rows. calls: per kernel trial. greedy: base ids that the checks compare.
+    trials: trials per measurement. slots: number of hyper rows. calls: kernel calls per trial. greedy: number of base
+    ids that the checks compare.
     """
 
     context: int
@@ -256,7 +257,7 @@ def run_generate(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> in
 
 
 def run_other_engines(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
-    """Runs each of the other engines separately, so that a failing one stops no other."""
+    """Runs each engine of another library as a case of its own, so that a failing engine stops no other."""
     for name in args.engines:
         if not name.startswith("torch-"):
             run_whole_requests(args, plan, cases, [name], OTHERS, "16", min(plan.trials, 2))
@@ -280,7 +281,7 @@ def run_whole_requests(
 
 
 def run_bench_generate(cases: CaseRunner, flags: list[str]) -> Sequence[Record]:
-    """Runs `bench generate` with these flags; adds its records to `cases` as they are printed, and returns none."""
+    """Runs `bench generate` with these flags and adds each record to `cases` when it is printed; returns ()."""
     from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()

@@ -1,7 +1,7 @@
 """Writes a checkpoint of random weights for the published zip2zip package, to be timed next to mlx_zip's shapes.
 
-It needs torch and transformers, but neither MLX nor the package. Weights are made on the GPU if torch finds one. Sizes,
-encoders and codebook are those of `--shape` in other benches; only the values differ.
+This bench needs torch and transformers, but neither MLX nor the package. Weights are made on the GPU if torch finds
+one. Sizes, encoders and codebook are those of `--shape` in other benches; only the values of the weights differ.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Plan:
 
 @dataclass
 class TimedTrial:
-    """Times of one prefill and its steps. bytes: read by an average step, by kind: weights, kv, rows."""
+    """Times of one prefill and of the steps after it. bytes: what an average step reads: weights, kv, rows."""
 
     prefill: DeviceClock
     steps: DeviceClock
@@ -117,9 +117,9 @@ def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder
 
 
 def count_warm_step(model: CudaModel) -> LaunchCounts:
-    """Returns the launches of a warm step, counted on the kernels' references, which have rules for their bytes.
+    """Returns the launches of a warm step. Runs the kernels' references, because only for these are the bytes exact.
 
-    A Triton kernel would count all of each tensor, although it may read only some rows.
+    Of a Triton kernel, all bytes of each tensor would count, although the kernel may read only some rows.
     """
     with force_implementation("reference"):
         return count_step_costs(model).warm

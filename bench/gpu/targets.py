@@ -1,8 +1,9 @@
-"""The targets of the PyTorch engine, and whether a run's records meet them. The figures come first, then their bounds.
+"""The targets of the PyTorch engine, and whether a run's records meet them.
 
-A target's cases are those it must hold for, such as shapes and texts; the worst case counts. A target is not met while
-one of its cases is missing. Shares of the bandwidth have a target per card: on a card with faster memory, the time that
-a step spends on anything but reading is a larger share of the step.
+Functions compute the figures from the records; `TARGETS` gives their bounds. A target must hold for each of its cases,
+such as shapes or texts: its figure is the worst case's, and it is not met while a case is missing. Shares of the
+bandwidth have a target per GPU, because on a GPU with faster memory, the time that a step spends on anything but
+reading is a larger share of the step.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def kernels_named(records: Sequence[Record], start: str) -> Iterator[tuple[str, 
 
 
 def decoding_over_compression(records: Sequence[Record]) -> Cases:
-    """Returns torch-zip's decoding speed over (its base tokens per step x torch-base's speed), in base tokens/s."""
+    """Returns torch-zip's speed of decoding relative to torch-base's, divided by the ratio of base tokens per step."""
     per_step = lambda one: one["figures"]["base_tokens_per_step"]["median"]
     return compare_with_engine(
         "torch-base", "base_tokens_per_s", records, lambda zipped, base: per_step(zipped) / per_step(base)
@@ -84,14 +85,14 @@ def prefill_over_base(records: Sequence[Record]) -> Cases:
 
 
 def speed_over_published(records: Sequence[Record]) -> Cases:
-    """Returns torch-zip's base tokens/s of a whole request over the published package's."""
+    """Returns torch-zip's base tokens/s of a whole request divided by the published package's."""
     return compare_with_engine("zip2zip", "end_to_end_tokens_per_s", records)
 
 
 def compare_with_engine(
     other: str, figure: str, records: Sequence[Record], scale: Callable[[Record, Record], float] = lambda a, b: 1.0
 ) -> Cases:
-    """Returns torch-zip's figure over (`scale` x the other engine's), for equal workload, device and weights."""
+    """Returns torch-zip's figure divided by `scale` x the engine `other`'s, for equal workload, device and weights."""
     found = {}
     for zipped in whole_requests_of(records, "torch-zip"):
         fields = [zipped[name] for name in ("workload", "device")] + [weights_key(zipped)]
@@ -126,7 +127,7 @@ def whole_requests_of(records: Sequence[Record], engine: str) -> list[Record]:
 
 
 def checks_that_hold(start: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function that returns 1 or 0 for each check whose name begins with `start`: whether it holds."""
+    """Returns a function that gives each check whose name begins with `start` the figure 1 if it holds, else 0."""
     return lambda records: {
         one["check"]: float(one["holds"])
         for one in records_of_bench(records, "nvidia-checks")
@@ -151,7 +152,7 @@ def passed_float64_share(records: Sequence[Record]) -> Cases:
 
 
 def launches_per_layer(records: Sequence[Record]) -> Cases:
-    """Returns launches of a warm step per layer, rounded down: those outside the layers are fewer than the layers."""
+    """Returns a warm step's launches per layer, rounded down, because a few launches are outside the layers."""
     return {
         f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
         for one in records_of_bench(records, "nvidia-trace")
@@ -165,7 +166,7 @@ def added_launch_counts(records: Sequence[Record]) -> Cases:
 
 
 def added_bytes_share(records: Sequence[Record]) -> Cases:
-    """Returns how many bytes more a warm step of torch-zip moves than torch-base's, over the bytes of the weights."""
+    """Returns the bytes that a warm step of torch-zip moves beyond torch-base's, divided by the weights' bytes."""
     found = {one["engine"]: one for one in records_of_bench(records, "nvidia-trace")}
     if not {"torch-zip", "torch-base"} <= found.keys():
         return {}
@@ -194,10 +195,10 @@ LOGITS_ERROR = 1e-2  # largest relative error of bfloat16
 
 
 class Target(NamedTuple):
-    """A target. rule: how the figure is computed. values: computes it from records, by case. bound: minimum to meet.
+    """A target. rule: how the figure is computed, in words. values: computes the figure of each case from records.
 
-    needed: the cases, all of which must be present. most: the bound is a maximum instead. card: part of the chip's name
-    that records must have; "" for every card.
+    bound: minimum of the figure, or maximum if `most`. needed: names of the cases. card: only records whose chip's name
+    contains `card` count; "" for all.
     """
 
     name: str
@@ -209,7 +210,7 @@ class Target(NamedTuple):
     card: str = ""
 
     def values_on_card(self, records: Sequence[Record]) -> Cases:
-        """Returns the figures of this card's records, by case."""
+        """Returns the figure of each case, computed from the records of the target's GPU only."""
         return self.values([one for one in records if self.card in one.get("device", {}).get("chip", "")])
 
     def is_met(self, value: float) -> bool:
@@ -229,7 +230,7 @@ FIRST_CARD = "H100"  # card for which the bounds are given
 def share_with_equal_overhead(share: float, card: str) -> float:
     """Converts a bandwidth share on `FIRST_CARD` to the share on `card` at which a step loses equal time.
 
-    Both read equal bytes. Faster memory reads them in less time, so the lost time is a larger share.
+    A step reads equal bytes on both. Faster memory reads them in less time, so equal lost time is a larger share.
     """
     return 1 / (1 + (1 / share - 1) * CARDS[card] / CARDS[FIRST_CARD])
 
@@ -237,9 +238,9 @@ def share_with_equal_overhead(share: float, card: str) -> float:
 def bandwidth_share_targets(
     name: str, rule: str, values: Callable[[Sequence[Record]], Cases], bound: float, needed: Sequence[str]
 ) -> list[Target]:
-    """Returns a target for each card: the share of the read bandwidth. name: {} is replaced by share and card.
+    """Returns a target for each GPU in `CARDS`: a minimum share of its read bandwidth.
 
-    bound: the share on an H100.
+    name: the name, with {} in place of share and GPU. bound: the minimum share on an H100.
     """
     found = {card: round(share_with_equal_overhead(bound, card), 2) for card in CARDS}
     return [

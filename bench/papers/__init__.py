@@ -1,4 +1,4 @@
-"""Experiments that repeat papers: run from a checkout as `mlx_zip bench NAME`; packages do not include them."""
+"""Experiments that repeat papers: run from a checkout as `mlx_zip bench NAME`; not part of an installed package."""
 
 EXPERIMENTS = {
     "ablations": (

@@ -48,7 +48,7 @@ def news_lines(file: str, part: str) -> Iterator[str]:
 
 
 def abstract_lines(file: str, part: str) -> Iterator[str]:
-    """Yields the lines of one part of the abstracts. test: every fifth in text order of the ids; train: the others."""
+    """Yields the lines of the `train` or `test` part of the abstracts; every fifth, sorted by id, is in `test`."""
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     for i, pmid in enumerate(sorted(found)):
         if (i % 5 == 4) == (part == "test"):

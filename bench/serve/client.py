@@ -208,7 +208,7 @@ def _anthropic_text(reply: Reply) -> str:
 
 
 def _anthropic_usage(reply: Reply) -> tuple[int, int, int]:
-    """Returns the usage of a message. Its `input_tokens` do not include cached tokens, so these are added."""
+    """Returns the usage of a message, with cached tokens added to `input_tokens`, which do not include them."""
     found: dict[str, Any] = {}
     for part in [reply.body] if not reply.events else [event for _, event in reply.events]:
         found |= (part.get("message") or part).get("usage") or {}
@@ -261,5 +261,5 @@ def text_times(reply: Reply) -> list[float]:
 
 
 def first_text_s(reply: Reply) -> float:
-    """Returns when the first text of a streamed chat completion arrived; without text, when the answer ended."""
+    """Returns the seconds from the request to a streamed chat completion's first text; without text, to its end."""
     return next(iter(text_times(reply)), reply.seconds)

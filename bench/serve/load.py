@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures each rate and prints one JSON line; returns 1 if a request failed. Raises `MlxZipError`."""
+    """Measures each rate and prints one JSON line; returns 1 if a request failed, else 0.
+
+    Raises `MlxZipError` if a flag is invalid or the server refuses the first request.
+    """
     check_at_least(args, 1, "requests", "max_tokens", "port")
     if not all(0 < one < math.inf for one in (*args.rates, args.seconds)):  # NaN is refused too
         raise MlxZipError("--rates and --seconds must be finite numbers above 0")
@@ -108,7 +111,9 @@ def start_times(rate: float, most: int, seconds: float, arrivals: str, seed: int
 
 @dataclass
 class Sent:
-    """A sent request. late_s: delay after the planned time. ended_s: seconds into the run. reply: None if partial."""
+    """A sent request. late_s: seconds from the planned time to the sending. ended_s: seconds from the beginning of the
+    run to the end of the request. reply: None if the answer is incomplete.
+    """
 
     late_s: float
     ended_s: float
@@ -116,7 +121,7 @@ class Sent:
 
 
 async def send_all(asked: AskedServer, contents: Sequence[str], starts: Sequence[float], max_tokens: int) -> list[Sent]:
-    """Sends each content at its time, in seconds from now; returns all requests when the last has ended."""
+    """Sends each of `contents` at its time in `starts` (seconds from now); returns when all requests have ended."""
     begun = time.perf_counter()
 
     async def send(content: str, start: float) -> Sent:
@@ -136,9 +141,10 @@ async def send_all(asked: AskedServer, contents: Sequence[str], starts: Sequence
 def summarize_load(sent: Sequence[Sent]) -> dict[str, Any]:
     """Returns the figures of one rate. Times are those at which pieces of streamed text reach this process.
 
-    failed: status -> number of requests, "no answer" for incomplete answers. first_text_ms: from the request to the
-    first piece. between_ms: between two pieces of one answer. whole_ms: of whole requests. late_ms: delay of the
-    sending after the planned time. base_tokens_per_s: as counted by the server, over the time of the whole run.
+    failed: status, or "no answer" for an incomplete answer -> number of requests. first_text_ms: from the request to
+    the first piece. between_ms: between two pieces of one answer. whole_ms: from the request to the end of the answer.
+    late_ms: from the planned time to the sending. base_tokens_per_s: base tokens counted by the server, divided by the
+    time of the whole run.
     """
     whole = [one.reply for one in sent if one.reply is not None and one.reply.status == 200]
     failed = Counter(

@@ -22,7 +22,7 @@ START_S, END_S = 180.0, 30.0  # most seconds for a server to start and to end
 
 
 class ServerProcess:
-    """A server in a separate process, which runs inside the `with` statement.
+    """Context manager: runs a server in a separate process.
 
     words: the command after `python -m`, without host and port. health: a path that answers when the server is ready.
     """
@@ -52,7 +52,7 @@ class ServerProcess:
         self.stop_with(signal.SIGTERM)
 
     def wait_until_ready(self) -> None:
-        """Waits until the server answers. Raises `MlxZipError` if it ends before that or takes too long."""
+        """Waits until the server answers. Raises `MlxZipError` if it ends first or needs over `START_S` seconds."""
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             if self.process.poll() is not None:
@@ -71,7 +71,7 @@ class ServerProcess:
         return self._process
 
     def stop_with(self, by: signal.Signals) -> int:
-        """Sends a signal, waits `END_S` seconds for the process to end, else kills it; returns its exit status."""
+        """Sends the signal `by`; kills the process if it does not end in `END_S` seconds. Returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(by)
             try:

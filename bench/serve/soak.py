@@ -1,4 +1,4 @@
-"""Sends `mlx_zip serve` thousands of concurrent requests, and checks every answer, memory growth and what is left over.
+"""Sends `mlx_zip serve` thousands of concurrent requests; checks every answer, memory growth, and that nothing remains.
 
 A share of the requests is cancelled and a share is malformed. The others are greedy, and each answer must equal what
 `generate` returns for the same conversation.
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the mixture and prints one JSON line; returns 1 if a fault was found. Raises `MlxZipError` for bad flags."""
+    """Sends all requests and prints one JSON line; returns 1 on a fault. Raises `MlxZipError` if a flag is invalid."""
     check_at_least(args, 1, "requests", "at_once", "conversations")
     load_before_bench()
     expected = expected_answers(args.model, args.conversations)

@@ -1,6 +1,6 @@
 """Times `mlx_zip serve` from raw sockets, and compares it with `generate` and with mlx-lm's server on the base model.
 
-Servers run as separate processes for the whole run. Each trial runs every way, in changing order.
+Servers run as separate processes for the whole run. Each trial asks every server in every way, in changing order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line. Raises `MlxZipError` for flags or models that cannot be used."""
+    """Measures and prints one JSON line. Raises `MlxZipError` if a flag or model cannot be used."""
     check_at_least(args, 1, "trials", "prompt_words")
     check_at_least(args, 2, "streams", "max_tokens")
     load_before_bench()
@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Returns base tokens/s from the server and from `stream_generate` here, and the delay of the first text.
 
-    overhead: share of time that the server adds. first_byte_ms: from the engine's first id to its text's arrival.
+    overhead: time that the server adds, divided by the time of `stream_generate`. first_byte_ms: from the engine's
+    first id to the arrival of the first text.
     """
     served, here, late = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "One stream") as count:
@@ -131,9 +132,9 @@ def server_reported_figures(reply: Reply) -> dict[str, Any]:
 
 
 def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namespace) -> dict[str, Any]:
-    """Returns, for each server, base tokens/s with requests one by one and all at once, and their ratio as gain.
+    """Returns, for each server, base tokens/s with requests one by one and all at once, the gain and the unfairness.
 
-    unfairness, per trial: most text of a stream when the first stream ended, over the least.
+    gain: base tokens/s all at once divided by base tokens/s one by one. unfairness: see `unfairness_ratio`.
     """
     pairs = list(product(asked, ("one_stream", "streams")))
     rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
@@ -175,7 +176,7 @@ async def ask_all(
 
 
 def unfairness_ratio(replies: Sequence[Reply]) -> float:
-    """Returns the largest number of characters that a stream had when the first stream ended, over the smallest."""
+    """Returns the most characters of a stream divided by the fewest, both at the time when the first stream ended."""
     ended = min(reply.seconds for reply in replies)
     lengths = []
     for reply in replies:
@@ -188,7 +189,7 @@ def unfairness_ratio(replies: Sequence[Reply]) -> float:
 
 
 def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the seconds to the first text of a long prompt alone, and of the slower of two sent together."""
+    """Returns the seconds to the first text of one long prompt, and of the slower of two long prompts sent together."""
     alone, together, ratio = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "Two prompts") as count:
         for trial in range(-1, args.trials):
@@ -271,7 +272,7 @@ SMALL = "Tell me a story about a frog."
 
 
 def measure_huge_prompts(server: ServerProcess, model: str, trials: int) -> dict[str, Any]:
-    """Returns the time to refuse a huge prompt, the growth of memory, and the delay of a small chat by large prompts.
+    """Returns the time to refuse a huge prompt, the growth of memory, and how long large prompts delay a small chat.
 
     refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of the server's resident
     memory over all trials, None if the system has no /proc. delay_ms: time of a small chat sent together with large
@@ -302,7 +303,7 @@ def huge_prompt_body(model: str, size: int) -> bytes:
 
 
 async def time_refusal(port: int, body: bytes) -> float:
-    """Returns the seconds until a prompt is refused. Raises `MlxZipError` for any other answer."""
+    """Returns the seconds until a prompt is refused. Raises `MlxZipError` if the prompt is not refused."""
     reply = await send_request(port, CHAT.path, body)
     if reply.status != 400 or reply.body["error"]["code"] != "context_length_exceeded":
         raise MlxZipError(f"a prompt of {len(body)} bytes was answered with status {reply.status}, not refused")

@@ -1,8 +1,9 @@
-"""Times what the host does during a step, part by part, and finds where it waits: tells a stall from a slow kernel.
+"""Times what the host does during a step, part by part, and finds where it waits, to tell a stall from a slow kernel.
 
-While bodies run ahead, the host has to wait only for the id (part "id"). The device works meanwhile, and a slow kernel
-makes this wait longer. A wait in another part is a stall: the host needs a value that the device has not computed yet.
-Parts are timed in whole requests; copies of buffers are counted in a separate pass.
+While bodies (the decoder's layers of a step) run ahead, the host has to wait only for the id (part "id"). The device
+works meanwhile, and a slow kernel makes this wait longer. A wait in another part is a stall: the host needs a value
+that the device has not computed yet. Parts are timed in whole requests; copies of buffers are counted in a separate
+pass.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ HOOKS = (
     Hook("text", "mlx_zip.engine.responses:Answer", "take"),
 )
 DELIVERED = Hook("text", REQUEST, "send_emitted")
-BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a longer wait is a stall: share of a median step, seconds
+BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a stall is longer than this share of a median step and this many seconds
 STALLED_SHARE = 0.05  # stalls are reported if they occur in a larger share of the steps
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 WINDOWS = (1, 2, 3)  # steps between two checks; different numbers also detect copies that alternate between buffers
@@ -66,10 +67,10 @@ ROUNDS, TOKENS = 3, 64  # most timed runs of each way; base tokens per run
 
 
 def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
-    """Returns the figures of the steps of runs: `step_ms` and `parts_ms` (p50, p90, p99), `stalls`, and all samples.
+    """Returns the figures of all steps: `step_ms` and `parts_ms` (p50, p90, p99), `stalls`, and all samples.
 
-    runs: the tracer's marks of each run. samples_us: wall time of each part in each step. cpu_us: the part of that time
-    in which the thread was running; it waited for the rest.
+    runs: the tracer's marks of each run. samples_us: wall time of each part in each step. cpu_us: the thread's
+    processor time during that wall time; for the rest, the thread waited.
     """
     steps = [step_part_seconds(before, after) for marks in runs for before, after in pairwise(marks)]
     whole = [sum(wall.values()) for wall, _ in steps]
@@ -102,8 +103,8 @@ def rounded_us(seconds: Iterable[float]) -> list[float]:
 def find_stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Returns the parts other than "id" in which the host waits, ordered by total wait, longest first.
 
-    wall, cpu: part -> seconds that each step took, and seconds that the thread was running. share: share of the steps
-    that stall in the part. ms: the median wait of these steps.
+    wall, cpu: part -> wall seconds and processor seconds of the part in each step; their difference is the wait. share:
+    share of the steps that stall in the part. ms: the median wait of these steps.
     """
     step_s = median(map(sum, zip(*wall.values(), strict=True)))
     found = []
@@ -130,8 +131,7 @@ def trace_engine(
 ) -> list[Seconds]:
     """Runs a request in a new engine with its scheduler; returns the clocks at each delivered id.
 
-    make: returns the model with evaluated weights. It is called in the engine's thread, because streams belong to
-    threads.
+    make: returns the model with evaluated weights; called in the engine's thread, because streams belong to threads.
     """
     ids: SimpleQueue[Any] = SimpleQueue()
     options = ServeOptions(run=RunOptions(ahead=True))
@@ -149,11 +149,10 @@ def trace_engine(
 
 
 def measure_plain_model(models: Models, prompt: Sequence[int], steps: int, rounds: int) -> dict[str, Any]:
-    """Returns step times of the plain model: `step_ms`, the median of each of `rounds` runs, and `over`, the median
-    ratios.
+    """Times steps of the plain model in three ways, which alternate, after a warm-up round.
 
-    Ratios are over mlx-lm's `generate_step`. stream_generate: mlx_zip's. engine: the scheduler with one request. The
-    ways alternate, after a warm-up round.
+    The ways: mlx-lm's `generate_step`, mlx_zip's `stream_generate`, and an engine with one request ("engine"). Returns
+    `step_ms`, the median step of each of `rounds` runs, and `over`, the median ratio to `generate_step`.
     """
     from mlx_lm.generate import generate_step
 
@@ -187,7 +186,7 @@ def count_buffer_copies(model: Any, prompt: Sequence[int], text: Sequence[int], 
 
     prompt, text: base ids to read and to write. The buffers' addresses are compared every few steps (`WINDOWS`). A
     check waits for the device, so nothing is timed. A buffer that has grown since the last check does not count.
-    windows: number of checks. moved: by group of buffers, the checks that found one moved, and the bytes of those.
+    windows: number of checks. moved: group of buffers -> number of checks that found a moved buffer, and moved bytes.
     """
     cache = model.make_cache()
     prompt_ids, ids = compress_prompt_and_text(cache[-1].books[0], prompt, text)
@@ -221,7 +220,7 @@ class BufferPlace(NamedTuple):
 
 
 def buffer_places(cache: Sequence[Any]) -> dict[str, list[BufferPlace]]:
-    """Returns the places of the arrays that steps write to, by group; waits until they are computed."""
+    """Returns the places of the arrays that steps write to, by group; waits until the arrays are computed."""
     state = cache[-1]
     groups = {
         "KV cache": [array for entry in cache[:-1] for array in (entry.keys, entry.values)],
@@ -241,7 +240,7 @@ def place_of_array(array: mx.array) -> BufferPlace:
 
 
 def time_first_id_after_rests(zipped: MlxZip, prompt: Sequence[int], rests: Sequence[float]) -> dict[str, float]:
-    """Returns seconds of rest -> ms of the first id afterwards: an idle device is slower at first."""
+    """Returns seconds of rest before a request -> ms to its first id. A device is slower after a rest."""
     zipped.run(prompt, 2)
     found = {}
     with forced_run_ahead(True):
@@ -252,10 +251,10 @@ def time_first_id_after_rests(zipped: MlxZip, prompt: Sequence[int], rests: Sequ
 
 
 def time_tiny_kernels() -> dict[str, float]:
-    """Returns the cost in us of a tiny kernel in a chain. launch_us: if the whole chain is submitted at once.
+    """Returns the cost in us of a tiny kernel in a chain, the host's work included.
 
-    buffer_us: additional cost if each kernel is submitted alone, on Metal in its own command buffer. Both include the
-    host's work.
+    launch_us: cost if the whole chain is submitted at once. buffer_us: additional cost if each kernel is submitted
+    alone, on Metal in its own command buffer.
     """
 
     def chain(length: int, alone: bool = False) -> None:

@@ -47,8 +47,8 @@ class StepLaunches(NamedTuple):
 def count_step_launches(models: Models, base_ids: Sequence[int], rows: str) -> StepLaunches | None:
     """Returns the launches of the steps that write `base_ids` after the first `PROMPT`; None if too few are left.
 
-    models: with hypertokens; new model objects are made, so that timed models keep their own graphs. rows: "warm" if a
-    request for the same text has filled the row store, else "cold".
+    models: new model objects are made from it, so that timed models keep their own graphs. rows: "warm" if a request
+    for the same text has filled the row store, else "cold".
     """
     found = prepare_steps(models, base_ids, rows)
     if found is None:
@@ -61,10 +61,11 @@ def count_step_launches(models: Models, base_ids: Sequence[int], rows: str) -> S
 
 
 def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[list[float], list[float], list[bool]]:
-    """Returns processor seconds in which the host builds the graph of each step that `count_step_launches` counts.
+    """Times how long the host builds the graph of each step that `count_step_launches` counts.
 
-    Three lists: in mlx_zip, in mlx-lm, and whether the step installs an entry. Detokenizing and the work of MLX's own
-    threads are not included. Raises `MlxZipError` if there are too few steps.
+    Returns three lists with a value per step: processor seconds in mlx_zip, processor seconds in mlx-lm, and whether
+    the step installs an entry. Detokenizing and the work of MLX's own threads are not included. Raises `MlxZipError` if
+    there are too few steps.
     """
     found = prepare_steps(models, base_ids, rows)
     if found is None:

@@ -39,7 +39,7 @@ _NODE = re.compile(r'\[label ="([^"]*)", shape=rectangle\]')
 def count_launches(*arrays: mx.array) -> Counter[str]:
     """Returns how many operations of each name must still run to compute lazy arrays; views are not counted.
 
-    Counts the lines of the export, not its node numbers: all calls of one `mx.compile`d function share a number.
+    Counts lines of MLX's DOT export, not distinct node numbers: all calls of a `mx.compile`d function share a number.
     """
     dot: Any = io.StringIO()
     mx.export_to_dot(dot, *arrays)
@@ -47,9 +47,9 @@ def count_launches(*arrays: mx.array) -> Counter[str]:
 
 
 def count_added_launches(steps: Iterable[mx.array]) -> list[int]:
-    """Returns how many launches each step adds to those of the steps before it. steps: yields the array of each step.
+    """Returns the launches of each step. steps: yields the array that each step computes.
 
-    The arrays stay lazy, and an operation shared by two steps counts for the first of them.
+    The arrays stay lazy. An operation that two steps share counts for the first of them only.
     """
     arrays: list[mx.array] = []
     totals = [0]
@@ -61,7 +61,7 @@ def count_added_launches(steps: Iterable[mx.array]) -> list[int]:
 
 @contextmanager
 def build_graphs_as_on_gpu() -> Iterator[None]:
-    """Makes models inside build the graphs that they build on a GPU, with one operation per call of `mx.fast`."""
+    """Context manager: models build the graphs that they build on a GPU, with one operation per call of `mx.fast`."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(layers, "is_step_on_cpu", lambda x: False))
         for name, stand_in in _STAND_INS.items():

@@ -1,9 +1,10 @@
-"""Computes what a step costs on Macs, for mlx_zip and mlx-lm: launches, bytes, published bandwidths and host time.
+"""Estimates the time of a step on Macs, in mlx_zip and mlx-lm, from launches, bytes, bandwidths and host time.
 
 Nothing here is measured on a Mac. The launches of a shape are counted on small models of the same family, quantization
-and hyper-encoder, with one and with two layers: their difference is the launches of a layer; the rest does not depend
-on depth. The bytes are those of the shape's own arrays, which are made but never evaluated. Host time is measured on
-another machine by running this file, which prints the lines of the record `mac-host`.
+and hyper-encoder, with one and with two layers: the difference is the launches of a layer; all other launches do not
+depend on depth. The bytes are those of the shape's own arrays, which are made but never evaluated. Bandwidths are
+Apple's published ones. Host time is measured on another machine by running this file, which prints the lines of the
+record `mac-host`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER
 
 
 class ChipKind(NamedTuple):
-    """Common figures of a kind of chip. ops, mb: MLX submits a command buffer when it exceeds this many operations or
-    mb x 2^20 numbers (mlx/backend/metal/device.cpp). launch_us: minimum and maximum time of a launch.
+    """Common figures of a kind of chip. launch_us: minimum and maximum time of a launch.
+
+    ops, mb: MLX submits a command buffer when the buffer exceeds `ops` operations or mb x 2^20 numbers
+    (mlx/backend/metal/device.cpp).
     """
 
     launch_us: tuple[float, float]
@@ -53,7 +56,7 @@ BUFFER_US = 20.0  # time of a command buffer
 KV_IDS = 1024  # ids in the KV cache
 ROWS = 1024  # entries in the codebook
 INSTALL_IDS = 4000  # number of ids over which the share of installing steps is computed
-INSTALLS_OF: dict[str, Any] = {"tokenizer": "llama3", "merge_size": 3, "codebook_size": 2048}  # which rows of `tokens`
+INSTALLS_OF: dict[str, Any] = {"tokenizer": "llama3", "merge_size": 3, "codebook_size": 2048}  # rows of `tokens` to use
 ENCODER_BITS = {"4": 8, "16": 16}  # weights' bits -> encoders' bits, as `mlx_zip convert` makes them
 SMALL = {"intermediate_size": 256, "vocab_size": 512}
 WIDTHS = {  # widths of the small models: quantized layers need 64 columns, LongRoPE needs 48 factors
@@ -64,7 +67,7 @@ HOST_ROUNDS = 7  # number of runs; the fastest counts
 
 
 class DeviceCost(NamedTuple):
-    """The cost of a step on the device: bytes read, kernels launched, numbers in what is read, evaluations."""
+    """The cost of a step on the device. numbers: count of the numbers that are read. evals: count of evaluations."""
 
     bytes_read: float
     launches: float
@@ -75,11 +78,11 @@ class DeviceCost(NamedTuple):
         return DeviceCost(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, share: float) -> DeviceCost:
-        """Returns the mean cost per step if this share of the steps has the cost."""
+        """Returns the mean cost per step if a fraction `share` of the steps has this cost."""
         return DeviceCost(*(value * share for value in self))
 
     def buffers(self, kind: ChipKind) -> float:
-        """Returns the number of command buffers of a step: one per evaluation, and by operations or numbers."""
+        """Returns the number of command buffers of a step: one per evaluation, and one whenever a buffer is full."""
         return self.evals + max(self.launches / kind.ops, self.numbers / (kind.mb << 20))
 
     def ms(self, chip: Chip, launch_us: float) -> float:
@@ -156,8 +159,9 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
 
 
 class CountedLaunches(NamedTuple):
-    """Launches. plain: of mlx-lm's step. warm: what mlx_zip adds in a step that installs an entry. one_row, input_rows:
-    of a pass that encodes rows of one side, for one entry and for `INPUT_ROWS_TOGETHER` entries.
+    """Numbers of launches. plain: of mlx-lm's step. warm: added by mlx_zip in a step that installs an entry.
+
+    one_row, input_rows: of a pass that encodes rows of one side, for one entry and for `INPUT_ROWS_TOGETHER` entries.
     """
 
     plain: float
@@ -168,7 +172,7 @@ class CountedLaunches(NamedTuple):
 
 @cache
 def launches_of(name: str, precision: str) -> tuple[CountedLaunches, float]:
-    """Returns the launches of a shape's step, and the launches of one layer of mlx-lm's."""
+    """Returns the launches of a shape's step, and the launches of one decoder layer in mlx-lm."""
     one, two = (count_small_model_launches(name, precision, layers) for layers in (1, 2))
     layer = two.plain - one.plain
     return one._replace(plain=one.plain + (layer_count(name) - 1) * layer), layer

@@ -2,9 +2,9 @@
 
 The same request runs in five ways, alternately: mlx-lm at the same KV length and mlx_zip, both unchanged; both with
 clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks show the host's time
-while the device works: `host_us`, whose parts add up to a step, and `cpu_us`, the share of it in which the thread ran
-instead of waiting. `apart_us` are the times with parts evaluated separately: they include the parts' work on the device
-and do not overlap, so they add up to more than a step.
+while the device works: `host_us`, wall time, adds up to a step over the parts; `cpu_us` is the time of it in which the
+thread ran instead of waiting. `apart_us` are the times with parts evaluated separately: they include the parts' work on
+the device and do not overlap, so they add up to more than a step.
 
 Host work is reported in processor time: on two busy cores a thread waits up to 0.7 ms for a core after every wait,
 which would count for the part that runs next.
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per text and size, and a table of the step's parts on standard error.
 
-    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
     check_at_least(args, 1, "trials")
     args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 class StepTimes:
     """Seconds of the steps of one way to run, without the first step of every run.
 
-    whole: of all steps. medians: of the median step of each run. parts: of all steps, by part.
+    whole: seconds of each step. medians: each run's median step. parts: part -> seconds of the part in each step.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class StepProfiler:
             return run_traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
 
     def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
-        """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, so with equal KV length."""
+        """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, thus with equal KV length."""
         turn, steps = workload.turns[0], len(like.ids)
         text = (*(turn.text or ()), *turn.prompt)
         forced = [text[i % len(text)] for i in range(steps)]
@@ -174,7 +174,7 @@ class StepProfiler:
 
     @property
     def ahead(self) -> bool:
-        """Whether bodies run ahead in mlx_zip."""
+        """Whether mlx_zip begins a step's body before the host has read the step's id."""
         chosen = AHEAD[self.args.ahead]
         return on_gpu() if chosen is None else chosen
 
@@ -237,7 +237,7 @@ class StepProfiler:
 
 @contextmanager
 def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
-    """Makes `mlx_zip.stream_generate` inside run bodies ahead or not; None lets the device decide."""
+    """Context manager: sets whether `mlx_zip.stream_generate` runs bodies ahead. ahead: None lets the device decide."""
     generate = import_module("mlx_zip.engine.mlx.generate")
     with patch.object(generate, "_begins_ahead", lambda model: ahead):
         yield

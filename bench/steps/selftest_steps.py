@@ -1,6 +1,6 @@
-"""The measurements of steps in `mlx_zip selftest`: the bundled model, SmolLM2 and a 1B shape, against mlx-lm.
+"""The measurements of steps in `mlx_zip selftest`: the bundled model, SmolLM2 and a 1B shape, compared with mlx-lm.
 
-Each part ends at its time limit, at the latest after the running round, and reports what it left out.
+After a warm-up and one timed round, a part begins no round that would exceed the part's time limit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure_bandwidth() -> dict[str, Any]:
 
 
 def measure_bundled_model(limit_s: float) -> dict[str, Any]:
-    """Returns `measure_steps` of the bundled model, which answers a built-in request, against its base model."""
+    """Returns `measure_steps` of the bundled model, which answers a built-in request; mlx-lm runs its base model."""
     models = models_from_folders("stories", "stories-base")
     return measure_steps(models, first_request(models), None, limit_s)
 
@@ -52,7 +52,7 @@ def first_request(models: Models) -> list[int]:
 
 
 def measure_smollm2(limit_s: float) -> dict[str, Any]:
-    """Returns `measure_steps` of SmolLM2 against its base, or why it is skipped; downloads and converts nothing."""
+    """Returns `measure_steps` of SmolLM2, with its base model in mlx-lm, or why this is skipped; downloads nothing."""
     if not on_gpu():
         return {"skipped": "on a CPU a step of this size takes too long"}
     if any(named.find_made_model(name) is None for name in named.MADE):
@@ -104,7 +104,7 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
     """Times the steps of mlx-lm and of mlx_zip in each of `WAYS`, alternately; returns the figures by way.
 
     prompt: base ids. text: base ids to write; None for the model's own choice. The first round is a warm-up. mlx-lm
-    runs at equal KV length.
+    reads and writes as many ids as mlx_zip.
     """
     begun, runs = time.perf_counter(), defaultdict(list)
     plain, zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped or models.plain)

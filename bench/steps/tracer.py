@@ -1,8 +1,8 @@
-"""Clocks around the parts of a step: functions of mlx_zip, mlx-lm and MLX are wrapped while a tracer is open.
+"""Times the parts of a step: wraps functions of mlx_zip, mlx-lm and MLX with clocks while a tracer is open.
 
 A function's time does not include the wrapped functions that it calls. There are two clocks: wall time, and the
-thread's processor time, which does not count waiting for a core. A hook whose function does not exist raises an error,
-so that the hooks cannot fall behind the code.
+thread's processor time, which does not count waiting for a core. A hook raises an error if its function does not exist,
+so a renamed function is noticed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def arrays_in_result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def arrays_in_row_tables(args: tuple[Any, ...], result: Any) -> Any:
-    """Returns the arrays that `fill_inputs(self, state, ...)` or `fill_outputs` of `RowSource` made, from `state`."""
+    """Returns the arrays that `RowSource.fill_inputs(state, ...)` or `fill_outputs` filled, from argument `state`."""
     return [table.array for table in (args[1].inputs, args[1].outputs)]
 
 
@@ -115,10 +115,10 @@ STEP = Hook("loop", "mlx_zip.bench.engines.interface:Run", "step")  # called onc
 
 
 class Tracer:
-    """While open, adds up seconds by part in `totals`, and appends a copy of `totals` to `marks` at each emitted id.
+    """Context manager: adds up seconds by part in `totals`, and appends a copy of `totals` to `marks` at each id.
 
-    A mark also holds the two clocks' readings, as `at` and `at` + CPU. apart: evaluate the arrays of each part before
-    the next part begins. mark: the function that is called once per emitted id, in the timed thread.
+    A mark also holds the readings of the two clocks, as `at` and `at` + CPU. apart: evaluate the arrays of each part
+    before the next part begins. mark: the function that is called once per emitted id, in the timed thread.
     """
 
     def __init__(self, hooks: tuple[Hook, ...], apart: bool = False, mark: Hook = STEP) -> None:

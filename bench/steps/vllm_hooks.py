@@ -3,10 +3,10 @@
     python -m mlx_zip.bench.steps.vllm_hooks --model MODEL [--vllm-args JSON]
 
 prints a line of JSON for each number of concurrent requests, warm (all rows are encoded) and cold (rows of new entries
-are encoded in the step). The clock runs around our own calls in steps of one id per request, in an engine whose worker
-is in this process. Work that these calls start on the device is not waited for. On a CPU that work runs inside the
-call, so times are also given without the products of outputs and hyper rows, which a GPU computes while the host goes
-on. A first round of other requests is a warm-up.
+are encoded in the step). Only the calls in `HOOKS` are timed, in steps of one id per request, in an engine whose worker
+is in this process. Work that these calls start on a GPU is not waited for. On a CPU that work runs inside the call, so
+times are also given without the products of outputs and hyper rows, which a GPU computes while the host goes on. A
+first round of other requests is a warm-up.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ Step = dict[str, float]  # name of a hook: seconds
 
 @contextmanager
 def timed_hooks(done: Callable[[int, bool, Step], None]) -> Iterator[None]:
-    """Times the hooks of all states. done: called after each step of one id per request, with the number of requests,
-    whether the step was cold, and the seconds of each hook.
+    """Context manager: times `HOOKS` and `PRODUCTS` in every `Zip2ZipState`.
+
+    done: called after each step of one id per request, with the number of requests, whether the step was cold, and the
+    seconds of each hook.
     """
     from mlx_zip.vllm.state import Zip2ZipState
 

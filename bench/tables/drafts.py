@@ -16,7 +16,7 @@ WAYS = ("off", "lookup", "head", "draft model")
 
 
 def passes_table(records: Records) -> str:
-    """Returns base tokens per pass without drafts and with lookup, by kind of text: total tokens over total passes."""
+    """Returns base tokens per pass (total tokens divided by total passes), without and with lookup, by kind of text."""
     rows = []
     for model, kind, plain, zipped in by_kind(records.lines(PASSES)):
         one, both = pooled(plain, "passes"), pooled(zipped, "passes")
@@ -51,7 +51,7 @@ def greedy_table(records: Records) -> str:
 
 
 def chips_table(records: Records) -> str:
-    """Returns steps per second with `auto` over those without drafts, computed from published costs of a pass."""
+    """Returns steps/s with `auto` divided by steps/s without drafts, computed from published costs of a pass."""
     found, rows = list(by_kind(records.lines(PASSES))), []
     chips = list(found[0][2][0]["gains"])
     for model, kind, *both in found:
@@ -62,9 +62,9 @@ def chips_table(records: Records) -> str:
 
 
 def host_table(records: Records) -> str:
-    """Returns the host's processor us per emitted id, with `lookup`, and with `auto` where drafts gain nothing.
+    """Returns the host's processor us per emitted id, with `lookup`, and with `auto` at costs where drafts never gain.
 
-    Last columns: steps per second with `auto` at these costs, over those without drafts.
+    The last columns are steps/s with `auto` at these costs divided by steps/s without drafts.
     """
     rows = []
     for model, kind, *both in by_kind(records.lines(PASSES)):
@@ -90,7 +90,7 @@ def pooled(lines: Sequence[Record], over: str) -> float:
 
 
 def pooled_gain(lines: Sequence[Record], gains: Sequence[float]) -> float:
-    """Returns the gain over several texts: passes without drafts over the cost of all passes. gains: one per text."""
+    """Returns the gain for all texts: passes without drafts / cost of passes with drafts. gains: each text's gain."""
     ids = [line["counts"]["ids"] for line in lines]
     return sum(ids) / sum(n / gain for n, gain in zip(ids, gains, strict=True))
 
@@ -101,7 +101,7 @@ def pooled_host(lines: Sequence[Record], draft: str) -> float:
 
 
 def time_table(lines: Sequence[Record]) -> str:
-    """Returns base tokens per pass and base tokens/s of timed runs, and their ratios, paired by trial."""
+    """Returns base tokens per pass and base tokens/s of timed runs, and ratios of base tokens/s, paired by trial."""
     found = {time_key(line): line for line in lines}
     rows = []
     for (*text, engine), line in found.items():

@@ -120,7 +120,7 @@ def codec_table(records: Records) -> str:
 
 
 def times_as_fast_cell(line: Record) -> str:
-    """Returns zip2zip-compression's time over ours, median and interval of paired trials; "-" if not measured."""
+    """Returns zip2zip-compression's time divided by ours, with an interval, from paired trials; "-" if not measured."""
     if not line["upstream"]:
         return "-"
     return str(paired_ratio(line["ours"]["samples"], line["upstream"]["samples"]))
@@ -162,7 +162,7 @@ class Target:
     unit: str = ""
 
     def row(self, records: Records) -> list[str]:
-        """Returns name, libraries, bound, measured figure, and whether its median and interval are within the bound."""
+        """Returns name, libraries, bound, measured figure, and a verdict: whether the figure is within the bound."""
         found = self.measured(records)
         value = found.value if isinstance(found, Ratio) else found
         worst = value if not isinstance(found, Ratio) else found.high if self.most else found.low
@@ -172,30 +172,30 @@ class Target:
         return [self.name, blas, bound, f"{shown}{self.unit}", self._verdict(value, worst)]
 
     def _verdict(self, value: float, worst: float) -> str:
-        """Returns the verdict in words. worst: the end of the interval that is nearest to failing."""
+        """Returns the verdict, such as "met". worst: the end of the interval that is nearest to missing the bound."""
         is_met, surely = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
         return "missed" if not is_met else "met" if surely else "met; the interval reaches past it"
 
 
 def _speedup_over_compression(records: Records) -> Ratio:
-    """Returns the gain in base tokens/s on code over base tokens per step; 1 if a step is as fast as mlx-lm's."""
+    """Returns the gain in base tokens/s on code divided by base tokens per step: 1 if a step is as fast as mlx-lm's."""
     pair = records.engine_pair(REQUESTS["code"])
     return figure_ratio(pair, "base_tokens_per_s").divided_by(base_tokens_per_step(pair))
 
 
 def _first_id_over_length(records: Records) -> Ratio:
-    """Returns the time to the first id on code over mlx-lm's, divided by the prompt's ids per base id."""
+    """Returns the time to the first id on code, relative to mlx-lm's, divided by the prompt's ids per base id."""
     pair = records.engine_pair(REQUESTS["code"])
     return figure_ratio(pair, "ttft_ms").divided_by(prompt_ids_per_base_id(pair))
 
 
 def story_bytes_per_s_ratio(turn: int, rows: str) -> Callable[[Records], Ratio]:
-    """Returns a function for a story's bytes/s over the base's. turn: the story, from 0; rows: "cold" or "warm"."""
+    """Returns a function that computes the bytes/s of story number `turn` (from 0) divided by the base model's."""
     return lambda records: figure_ratio(records.engine_pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
 
 
 def steps_over_published(precision: str) -> Callable[[Records], Ratio]:
-    """Returns a function for steps/s over the published package's. precision: a key of `PUBLISHED`."""
+    """Returns a function that computes steps/s divided by the published package's. precision: a key of `PUBLISHED`."""
     return lambda records: figure_ratio(records.engine_pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
 
 
@@ -335,7 +335,7 @@ LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 @dataclass(frozen=True)
 class ServingFigure:
-    """A figure. bound: its target, or None. most: the target is an upper bound. form: format of figure and target."""
+    """A figure. bound: target of the figure, if any. most: whether `bound` is an upper bound. form: format string."""
 
     name: str
     value: float
@@ -354,7 +354,7 @@ class ServingFigure:
 
 
 def serving_table(record: Mapping[str, Any]) -> str:
-    """Returns the figures of a record, which are medians, as a table."""
+    """Returns a table of the figures of a record of `bench serve`. All figures are medians."""
     return table(("figure", "measured", "target", ""), [line.row() for line in serving_figures(record)])
 
 

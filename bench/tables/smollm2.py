@@ -66,7 +66,7 @@ def rates_table(records: Records) -> str:
 
 
 def labels_table(records: Records) -> str:
-    """Returns accuracies on classification data sets, and differences to the control, paired by example."""
+    """Returns accuracies on classification data sets, and differences from the control model, paired by example."""
     line, rows = records_part(records, "labels"), []
     counts = {**line["examples"], "all": sum(line["examples"].values())}
     for task, count in counts.items():
@@ -80,7 +80,7 @@ def labels_table(records: Records) -> str:
 
 
 def curve_table(records: Records) -> str:
-    """Returns bits per byte of each training batch before it was trained on, by base tokens seen."""
+    """Returns bits per byte of each training batch before that batch was trained on, by base tokens seen."""
     rows, before = [], 0
     for line in records.lines(RECORD):
         if line["part"] != "curve":
@@ -130,7 +130,7 @@ def point_name(point: Mapping[str, Any]) -> str:
 
 
 def frontier_table(records: Records) -> str:
-    """Returns the points of the frontier, each with the plain models that are both faster and better, if any."""
+    """Returns the points of the frontier, each with the plain models that are faster and need fewer bits per byte."""
     points, rows = records_part(records, "frontier")["points"], []
     for point in sorted(points, key=lambda one: (one["domain"], seconds_per_kilobyte(one))):
         better = [
@@ -152,7 +152,7 @@ def frontier_table(records: Records) -> str:
 
 
 def picture(records: Records) -> Figure:
-    """Returns bits per byte against seconds per 1,000 bytes, a panel for each domain."""
+    """Returns a figure of bits per byte against seconds per 1,000 bytes, a panel for each domain."""
     points = records_part(records, "frontier")["points"]
     domains = sorted({one["domain"] for one in points})
     figure = new_figure(5 * len(domains), 4)

@@ -3,7 +3,7 @@
 For each text, the model's tokenizer is adapted to the training part, `mlx_zip vocab adapt convert` writes the smaller
 model, and the test part is scored strictly, as by `mlx_zip evaluate`; the adapted model's softmax is over the rows
 kept. Models with the first N merges and with the N most frequent merges are scored for comparison; N is a share of the
-list's merges. Each text's first line is of the whole model.
+merge list. The first line of each text is the whole model's.
 
 A line's field `where` splits bits per byte in two: bits of tokens that both tokenizations of the test part share, and
 bits of all other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which reports
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line per text, share and method. Raises `MlxZipError` for bad flags or files."""
+    """Prints one JSON line per text, share and method. Raises `MlxZipError` if a flag or file cannot be used."""
     if not args.train:
         raise MlxZipError("--train is missing")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
@@ -119,8 +119,8 @@ class ModelScore:
 
     ids: number of ids that the model reads. tokens: number of base ids. file_bytes: size of the weight files.
     weight_bytes: bytes of weights that a decoding step reads. spans: for each document, the (first byte, end) of each
-    token. bits: for each document, the bits of each token. Both are empty for a zip2zip model, and if a document fills
-    several windows.
+    token. bits: for each document, the bits of each token. spans and bits are empty for a zip2zip model, and if a
+    document fills several windows.
     """
 
     bits_per_byte: float
@@ -136,7 +136,7 @@ class ModelScore:
 
 
 class AdaptedModels:
-    """Adapts one model and scores the results. args: the flags. folder: the model's folder. base: its vocabulary."""
+    """Adapts one model and scores the results. args: the flags. folder, base: the model's folder and vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mlx_zip.models.loading import find_model_folder
@@ -218,7 +218,7 @@ class AdaptedModels:
 def convert_model_for_vocabulary(model: Path, vocabulary: Path, out: Path) -> None:
     """Writes the model for an adapted vocabulary to `out` by `mlx_zip vocab adapt convert`, in a separate process.
 
-    Raises `MlxZipError` with the error message of that process.
+    Raises `MlxZipError` with the error message of that process if it fails.
     """
     words = ["vocab", "adapt", "convert", str(vocabulary), "--model", str(model), "--out", str(out)]
     done = subprocess.run([sys.executable, "-m", "mlx_zip", *words], capture_output=True, text=True)

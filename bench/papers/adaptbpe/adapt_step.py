@@ -3,8 +3,8 @@
 The whole and the smaller model run the same forced ids through mlx-lm, a few steps at a time and alternately, so that a
 machine that slows down affects both; each ratio is of two consecutive runs. On a busy machine the wall time of a step
 includes waits for a core, so processor time is recorded too. The bound is the largest share of time that can be saved:
-bytes of the dropped rows over the bytes that a step of the whole model reads. The kept rows are evenly spaced; which
-rows are kept does not change the time. Source of the question: AdaptBPE, arXiv 2601.21665.
+bytes of the dropped rows divided by the bytes that a step of the whole model reads. The kept rows are evenly spaced;
+which rows are kept does not change the time. Source of the question: AdaptBPE, arXiv 2601.21665.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints one JSON line per precision and share of rows.
 
-    Raises `MlxZipError` for wrong flags before any weights are made.
+    Raises `MlxZipError` if a flag is invalid, before any weights are made.
     """
     if (args.model is None) == (args.shape is None):
         raise MlxZipError("name a model with --model or a shape with --shape, one of them")
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
     """Returns the record for one share of kept rows.
 
-    Times are milliseconds per step. Each ratio is the smaller ("cut") model's time over the whole model's in one trial.
-    `of_bound` is the time saved at the median ratio, divided by the bound. One untimed round comes first.
+    Times are milliseconds per step. A ratio is the smaller ("cut") model's time divided by the whole model's in one
+    trial. `of_bound` is the time saved at the median ratio, divided by the bound. One untimed round comes first.
     """
     vocab_size = models.base_config["vocab_size"]
     kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
@@ -124,7 +124,7 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
 def time_forced_steps_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
     """Runs the forced ids once and returns milliseconds per step by wall clock and by processor clock.
 
-    Wall time is the median between consecutive steps; processor time is that of the whole run, divided by its steps.
+    Wall time is the median time between consecutive steps. Processor time is the whole run's, divided by its steps.
     """
     begun = time.process_time()
     found = engine.run(forced[:1], len(forced), forced)

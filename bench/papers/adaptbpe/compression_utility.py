@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a JSON line per text and number of merges, and one per text for the speed of encoding.
 
-    Raises `MlxZipError` for wrong flags before anything is measured.
+    Raises `MlxZipError` if a flag is invalid, before anything is measured.
     """
     check_at_least(args, 1, "trials")
     train, test = join_texts(args.train), join_texts(args.test)
@@ -95,7 +95,7 @@ def join_texts(texts: list[str]) -> dict[str, str]:
 
 
 def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, trials: int) -> dict[str, Any]:
-    """Returns the record of keeping `n` merges: compression utility on `test`, seconds of adapting to `train`.
+    """Adapts the merge list to `train`, keeping `n` merges; returns a record with seconds and the utility on `test`.
 
     margin: see --margin. trials: how often adapting is timed.
     """
@@ -127,9 +127,10 @@ def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin:
 
 
 def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, Any]:
-    """Returns the record of the speeds of encoding a text, by the `tokenizers` library and by our encoders.
+    """Times the encoding of `text` by the `tokenizers` library and by our encoders; returns the record.
 
-    n: merges of the adapted list. Raises `MlxZipError` if the library's ids differ from those of our whole list.
+    n: number of merges of the adapted list. Raises `MlxZipError` if, with the whole list, the library's ids differ from
+    our encoder's.
     """
     data, kept = text.encode("utf-8"), adapt_vocabulary(base, count_words(base.front, [text]), n)
     plain, library = base.encoder(), build_library_tokenizer(base)

@@ -191,8 +191,8 @@ PANELS = {"compression utility": "utility", "bits per byte": "bits_per_byte"}
 def utility_and_bits_figure(records: Records) -> Figure:
     """Returns a figure of utility and of bits per byte by share of merges kept, a curve per method.
 
-    It shows the first text and model in the record `adapt_model`. Raises `InstallationError` without matplotlib,
-    `MlxZipError` for a record without lines.
+    It shows the first text and model in the record `adapt_model`. Raises `InstallationError` if matplotlib is missing,
+    `MlxZipError` if the record has no lines.
     """
     found = group_adapted_models(records.lines("adapt_model"))
     if not found:
@@ -210,9 +210,9 @@ def utility_and_bits_figure(records: Records) -> Figure:
 
 
 def curve_of_method(shares: Any, method: str, key: str) -> tuple[list[float], list[float]]:
-    """Returns a method's points: percent of merges kept, rising up to 100, and the value of `key` at each.
+    """Returns the curve of a method: the percentages of merges kept, rising to 100, and the value of `key` at each.
 
-    shares: lines by share kept and method, as in `group_adapted_models`.
+    shares: share of merges kept -> method -> line, as in `group_adapted_models`.
     """
     points = [(100 * share, methods[method][key]) for share, methods in shares.items() if method in methods]
     points.append((100, shares[1]["whole list"][key]))

@@ -1,7 +1,7 @@
 """Patches over bytes, as baselines: cut at blanks, or where the next byte is hard to predict.
 
-Source: arXiv 2510.15517 §3.2, which uses published code for both. Here every patch ends with the end mark, so that one
-model reads all kinds; the published code has no end mark.
+Source: arXiv 2510.15517 §3.2, which uses published code for both kinds. Here every patch ends with the end mark, so
+that one model can read patches of every kind; the published code has no end mark.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def space_patches(data: bytes) -> list[bytes]:
 def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes]:
     """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
 
-    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `_LONGEST` bytes
-    becomes several patches. Joined, the patches are `data`.
+    entropies [n]: entropy of a model's prediction of each byte from the preceding bytes. A stretch of more than
+    `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
     """
     starts = np.flatnonzero(np.asarray(entropies) > threshold)
     cuts = sorted({0, *starts.tolist(), len(data)})
@@ -46,7 +46,7 @@ def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes
 def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
     """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
 
-    window: bytes that the model reads at a time, without the bytes before them.
+    window: number of bytes that the model reads at a time; predictions do not use the bytes before the window.
     """
     filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
     out = []

@@ -64,8 +64,8 @@ class PatchTrainingData:
     def windows_for_kind(self, kind: str, patch_size: int) -> Material:
         """Returns training windows, test windows and table of patches for one of the `KINDS` in `hbpe_model.py`.
 
-        `plain` and `bytes` have no table (None). patch_size: most symbols in a patch of `patches` and `equal`, else
-        ignored. Raises `MlxZipError` for `entropy` without a trained byte model.
+        The table is None for `plain` and `bytes`. patch_size: most symbols in a patch of `patches` and `equal`, else
+        ignored. Raises `MlxZipError` if `kind` is `entropy` and `byte_model` is None.
         """
         if kind == "bytes":
             length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])
@@ -95,7 +95,7 @@ class PatchTrainingData:
     def _entropy_patch_cutter(self) -> Callable[[bytes], list[bytes]]:
         """Returns a function that cuts a document where the byte model finds the next byte hard to predict.
 
-        Its entropy threshold is chosen on training documents so that there are about as many patches as first-stage
+        The entropy threshold is chosen on training documents so that there are about as many patches as first-stage
         tokens. Raises `MlxZipError` if the byte model has not been trained.
         """
         model = self.byte_model
@@ -109,7 +109,7 @@ class PatchTrainingData:
         return lambda document: entropy_patches(document, entropies_of(document), threshold)
 
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
-        """Returns the bytes of each first-stage token, by id, and a function from text to ids."""
+        """Returns the bytes of each first-stage token, by id, and a function from text to first-stage ids."""
         if self.tokenizer is not None:
             return read_tokens(self.tokenizer), text_to_ids_function(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
@@ -141,7 +141,7 @@ def read_documents(path: str, separator: str | None, limit: int | None = None) -
     """Reads a UTF-8 file (.gz is unpacked) and returns the bytes of each document.
 
     separator: the line that ends a document; None: the file is one document. limit: most bytes to read; None: all.
-    Raises `MlxZipError` naming the file.
+    Raises `MlxZipError` if the file cannot be read or holds no text.
     """
     try:
         stored = Path(path).read_bytes()

@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains and measures each model; prints a JSON line per model, size and seed. Raises `MlxZipError` for flags."""
+    """Prints a JSON line per trained model, patch size and seed. Raises `MlxZipError` if a flag or text is invalid."""
     for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
@@ -330,7 +330,7 @@ def learning_rate_of_kind(args: argparse.Namespace, kind: str) -> float:
 
 
 def parse_learning_rate(text: str) -> tuple[str | None, float]:
-    """Reads a value of --learning-rate, RATE or KIND=RATE, as (kind or None for all kinds, rate)."""
+    """Parses RATE or KIND=RATE, a value of --learning-rate; returns (kind, or None for all kinds; rate)."""
     kind, equals, rate = text.rpartition("=")
     try:
         if float(rate) > 0 and (kind in KINDS if equals else True):

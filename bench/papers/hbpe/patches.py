@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every patch size and prints one JSON line each. Raises `MlxZipError` for bad flags and files."""
+    """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
     check_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
     text = None if args.text is None else read_text(args.text)
@@ -87,7 +87,7 @@ def measure_patch_size(tokens: list[bytes], size: int, trials: int) -> dict[str,
 
 
 def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: int) -> dict[str, Any]:
-    """Returns a record's fields about a text: patch lengths by mode, time to look patches up, FLOPs.
+    """Returns the record's fields about a text: patch lengths by mode, time to look patches up, FLOPs.
 
     ids: the text's first-stage ids; each id is one patch. Modes `stop` and `full`: see `PatchTable.build`.
     """
@@ -116,7 +116,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
 def plain_flops(n_bytes: float, bytes_per_token: float, tower: Tower, vocabulary: int) -> float:
     """Returns the FLOPs of a plain token model on a text of `n_bytes` bytes.
 
-    vocabulary: number of tokens in its softmax.
+    vocabulary: number of tokens in the model's softmax.
     """
     return transformer_flops(n_bytes / bytes_per_token, tower, vocabulary)
 

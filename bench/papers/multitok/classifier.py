@@ -36,8 +36,8 @@ Integers = NDArray[np.integer]
 class Classifier(nn.Module):
     """Classifies texts: ids [B, L] int32, 0 for padding -> logits [B, C]. Source: arXiv 2410.21548, section IV.
 
-    trained: number of ids in training texts, which are 1 to `trained`. used: number of all ids, padding included; rows
-    from 1 + trained on keep random values and are used only in evaluation. length: most ids in a text.
+    trained: number of ids in training texts; these ids are 1 to `trained`. used: number of all ids, padding included;
+    rows from 1 + trained on keep random values and are used only in evaluation. length: most ids in a text.
     """
 
     def __init__(self, trained: int, used: int, classes: int, length: int) -> None:
@@ -115,9 +115,9 @@ def times_to_converge(losses: Sequence[float], walls: Sequence[float], processor
 
 
 def epochs_to_converge(losses: Sequence[float], epsilon: float) -> int | None:
-    """Returns C(eps): the number of epochs before the first of ten losses (or all that are left) below epsilon.
+    """Returns C(eps): the number of epochs after which the loss stays below `epsilon` for `STAYS` epochs or to the end.
 
-    None if there is no such epoch.
+    None if the loss never stays below `epsilon`.
     """
     return next((i for i in range(len(losses)) if max(losses[i : i + STAYS]) < epsilon), None)
 
@@ -167,7 +167,7 @@ def pad_samples(samples: Samples, which: Integers) -> NDArray[np.int32]:
 def accuracy_and_auc(model: Classifier, samples: Samples, labels: Integers, batch_size: int) -> tuple[float, float]:
     """Returns the accuracy on the samples, and the area under the ROC curve.
 
-    With two classes, the area is that of the second class, else the mean over classes of one class against all others.
+    With two classes, the area is the second class's; with more, the mean area of each class against all others.
     """
     model.eval()
     order = list(batches_of_similar_length(token_counts(samples), batch_size))

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains and measures a classifier per setting and seed; prints a JSON line for each.
 
-    Raises `MlxZipError` for wrong flags or files before any training.
+    Raises `MlxZipError` if a flag or file cannot be used, before any training.
     """
     settings = check_flags(args)
     train, test = read_texts(args)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
-    """Checks the flags and returns the settings of --settings. Raises `MlxZipError` for a bad flag."""
+    """Checks the flags and returns the settings of --settings. Raises `MlxZipError` if a flag is invalid."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
         raise MlxZipError(f"{' and '.join(missing)} missing")
     check_at_least(args, 1, *_COUNTS)
@@ -123,9 +123,9 @@ def read_texts(args: argparse.Namespace) -> tuple[LabelledTexts, LabelledTexts]:
 
 
 def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
-    """Returns the name of the units, their vocabulary, and a function that splits a text into units.
+    """Returns the name of the units, the vocabulary of units, and a function that splits a text into units.
 
-    Units are the ids of `tokenizer`, or, if it is None, the words of the texts.
+    Units are the ids of `tokenizer`; if `tokenizer` is None, the words of the texts.
     """
     if tokenizer is None:
         return "words", Words.in_order(map(str.split, texts)), str.split

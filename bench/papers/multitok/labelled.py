@@ -28,8 +28,7 @@ class EncodingSetting:
     """A way to encode texts, in the paper's notation PERCENT,WINDOW-WINDOW[,>=USES], for example 100,2-1,>=2.
 
     percent: percentage of the samples that phrases are learned from; 0: no phrases. windows: most units in a phrase,
-    for training texts and for test texts; 0 (Max): no limit. least_uses: phrases used less often are removed; 0: none
-    is.
+    for training texts and for test texts; 0 (Max): no limit. least_uses: phrases used less often than this are removed.
     """
 
     percent: float
@@ -38,7 +37,7 @@ class EncodingSetting:
 
     @classmethod
     def parse(cls, text: str) -> EncodingSetting:
-        """Parses a setting: `plain` or PERCENT,WINDOW-WINDOW[,>=USES]. Raises `MlxZipError` for anything else."""
+        """Parses `text`, `plain` or PERCENT,WINDOW-WINDOW[,>=USES]. Raises `MlxZipError` if `text` is anything else."""
         try:
             if text == PLAIN:
                 return cls(0)
@@ -54,7 +53,7 @@ class EncodingSetting:
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Texts, and the class label of each."""
+    """Texts with class labels: labels[i] is the class of texts[i]."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
@@ -75,7 +74,7 @@ class LabelledTexts:
 
 
 def read_labelled(path: Path) -> LabelledTexts:
-    """Reads all labelled texts of a .jsonl or .tsv file (.gz is unpacked). Raises `DataError` naming file and line."""
+    """Reads all labelled texts of a .jsonl or .tsv file (.gz is unpacked). Raises `DataError` if it cannot be read."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
         lines = data.decode("utf-8").split("\n")  # not `splitlines`: a text may contain other line separators
@@ -105,8 +104,8 @@ class EncodedTexts:
     """Training and test texts as ids of an embedding table.
 
     Id 0 is padding, ids 1 to `trained` occur in training texts, higher ids only in test texts. trained: number of ids
-    in training texts. used: number of all ids, padding included. rows: number of rows that the whole dictionary needs,
-    with phrases that occur in no text. ratio: tokens over units of the training texts, the paper's r.
+    in training texts. used: number of all ids, padding included. rows: number of rows for the whole dictionary, phrases
+    that occur in no text included. ratio: tokens divided by units of the training texts, the paper's r.
     """
 
     train: Samples
@@ -120,7 +119,7 @@ class EncodedTexts:
 def encode_texts(setting: EncodingSetting, units: Words | Tokens, train: list[Any], test: list[Any]) -> EncodedTexts:
     """Encodes training and test texts by a setting.
 
-    units: the vocabulary of words or tokenizer ids. train, test: each text's units.
+    units: the vocabulary of words or tokenizer ids. train, test: the units of each text.
     """
     dictionary = Dictionary(Settings(units, setting.windows[0]))
     samples = dictionary.number(train)
@@ -131,7 +130,7 @@ def encode_texts(setting: EncodingSetting, units: Words | Tokens, train: list[An
         ids, dictionary = rewrite_ids(dictionary, pruned, ids), pruned
     judged = dictionary.encode_all(dictionary.number(test), setting.windows[1])
     trained = np.unique(ids.ids)
-    known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])  # id of the dictionary by row of the table - 1
+    known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])  # row - 1 -> dictionary id
     rising = np.argsort(known)
     numbers = lambda ids: (1 + rising[np.searchsorted(known, ids, sorter=rising)]).astype(np.uint32)
     place = lambda part: Samples(numbers(part.ids), part.ends)

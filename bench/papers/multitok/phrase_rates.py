@@ -5,9 +5,10 @@ processor time of the thread, so that waits for the core do not count, and compa
 tuples. That encoder is written here in the manner of the published code, which is not part of this project; both must
 give the same ids. Trials of the two alternate.
 
-Ratios are tokens after encoding over units before (the paper's r, definition 1) of the samples that phrases are learned
-from. --held-out adds the ratios of other samples, encoded with the learned dictionary; their words are units too, as in
-the published code. With --tokenizer the units are its ids, and `per_word` is tokens over words.
+A ratio is the number of tokens after encoding divided by the number of units before (the paper's r, definition 1), in
+the samples that phrases are learned from. --held-out adds the ratios of other samples, encoded with the learned
+dictionary; words that occur only in these samples are units too, as in the published code. With --tokenizer the units
+are the tokenizer's ids, and `per_word` is tokens divided by words.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures speed and ratios and prints one JSON line per result.
 
-    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     if not args.text:
         raise MlxZipError("--text is missing")
@@ -93,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
 class PhraseCorpus:
     """The texts of a run as samples of units.
 
-    learned: samples of --text. held_out: samples of --held-out, or None. units: their vocabulary. words: number of
-    words in --text. record: description of the texts in a JSON line.
+    learned: samples of --text. held_out: samples of --held-out, or None. units: vocabulary of the units. words: number
+    of words in --text. record: description of the texts in a JSON line.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -295,7 +296,7 @@ class Bound:
 
 
 def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
-    """Returns lemma 1's bounds for a dictionary before pruning. Raises `CodecError` if it was trained on no tokens."""
+    """Returns lemma 1's bounds for K = `at_most`. Raises `CodecError` if the dictionary was trained on no tokens."""
     longest, tokens = int(dictionary.lengths.max()), dictionary.totals.tokens
     if not tokens:
         raise CodecError("the dictionary was trained on nothing, so there is no growth to bound")
@@ -305,7 +306,7 @@ def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
 
 
 def held_out_ratios(corpus: PhraseCorpus, dictionary: Dictionary) -> dict[str, Any]:
-    """Returns the held-out samples' ratios of tokens to units, by window; {} without held-out samples."""
+    """Returns the held-out samples' ratios of tokens to units, by window; {} if there are no held-out samples."""
     if corpus.held_out is None:
         return {}
     n = len(corpus.held_out.ids)

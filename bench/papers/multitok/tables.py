@@ -86,7 +86,7 @@ def paper_ratio_cell(line: Record) -> str:
 
 
 def held_out_cell(window: str) -> Cell:
-    """Returns a cell of the held-out samples' ratio. window: "0" for phrases of any length, "2" for at most pairs."""
+    """Returns a cell with the held-out samples' ratio r. window: "0" for phrases of any length, "2" for pairs only."""
     return lambda line: f"{found[window]:.3f}" if window in (found := line.get("held_out", {})) else ""
 
 
@@ -124,7 +124,7 @@ EPSILON = "0.01"  # the eps of C(eps) in the column "epochs to 0.01"
 def classifier_table(lines: Sequence[Record], of_paper: bool) -> str:
     """Returns a table with a row per data set, units and setting.
 
-    of_paper: only IMDB's rows, next to the paper's figures; otherwise the rows of all other data sets.
+    of_paper: True for IMDB's rows only, next to the paper's figures; False for the rows of all other data sets.
     """
     runs = [line for line in lines if line["bench"] == "classify" and (data_set_name(line) == "IMDB") == of_paper]
     rows = [classifier_row(group, of_paper) for group in group_by_seed(runs)]
@@ -211,8 +211,8 @@ def accuracy_by_seed_table(lines: Sequence[Record]) -> str:
 def training_loss_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
 
-    Each encoding has a curve, the mean over seeds, and a band from minimum to maximum. Raises `DataError` for a record
-    without runs, `InstallationError` without matplotlib.
+    Each encoding has a curve, the mean over seeds, and a band from minimum to maximum. Raises `DataError` if the record
+    has no runs, `InstallationError` if matplotlib is missing.
     """
     groups = group_by_seed([line for line in lines if line.get("bench") == "classify"])
     if not groups:

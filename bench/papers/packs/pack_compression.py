@@ -1,12 +1,12 @@
-"""The compression by codebook packs: base ids per id of held-out text, from a pack's own domain and from other domains.
+"""Measures the compression by codebook packs as rates, base ids per id, on held-out text of a pack's and other domains.
 
 A pack is learned from the training texts of one domain and tried on the held-out texts of every domain. Held-out texts
 are cut into windows that are compressed separately. A window's codebook begins with the pack and grows by at most
 `GROWTH` entries; `static` is the rate of a codebook that begins with the pack and does not grow.
 
 Three ways to make a pack are compared: `learn_pack` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
-export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is not a pack but a larger tokenizer: the
-rate of as many merges of plain byte pair encoding, of any length, without a codebook. Rates depend only on text,
+export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` uses no pack and no codebook, but a larger
+tokenizer: the given one with as many merges of plain byte pair encoding, of any length. Rates depend only on text,
 tokenizer and codec; the seconds of learning depend on the machine and its load.
 """
 
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Learns and tries packs; prints one JSON line per domain of --train.
 
-    Raises `MlxZipError` for wrong flags or files before any pack is learned.
+    Raises `MlxZipError` if a flag or file cannot be used, before any pack is learned.
     """
     check_at_least(args, 1, "sizes", "window")
     load_before_bench()
@@ -109,7 +109,7 @@ def pack_records(
     sizes: Sequence[int],
     window: int,
 ) -> Iterator[dict[str, Any]]:
-    """Learns a pack per size and learner from the texts of one domain and yields its record.
+    """Learns a pack per size and learner from the texts of one domain; yields a record per pack.
 
     The record has the number of entries, base ids per id on every domain of `held_out` with growth ("rates") and
     without ("static"), and the seconds of learning. texts: base ids of each text. held_out: domain -> windows. window:
@@ -203,7 +203,7 @@ class BaseIdBpe:
 
     texts: base ids of each text. window: base ids per window; no merge crosses the end of a window or a disabled id.
     longest: most base ids in a merge; None: no limit. The trainer sees each base id as a character. Raises `ValueError`
-    for a vocabulary of more than `MOST` base ids.
+    if the vocabulary has more than `MOST` base ids.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The cost of codebook packs: strict bits per byte against base ids per id, compared with the base and with no pack.
+"""Measures strict bits per byte and base ids per id with codebook packs, compared with the base model and with no pack.
 
 Each document is scored separately, the same documents with every model and pack. A zip2zip model's bits are those of
-the canonical ids, each predicted only from the ids before it, so that they are comparable with the base model's bits.
+the canonical ids, each predicted only from the preceding ids, so that they are comparable with the base model's bits.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_models(add: Any, required: bool = False) -> None:
-    """Adds the flags of the model and of its base by `add`, a parser's add_argument.
-
-    required: whether --model and --base must be given.
-    """
+    """Adds the flags --model and --base. add: a parser's add_argument. required: whether both flags must be given."""
     add("--model", required=required, help="zip2zip model to measure with packs: a folder or a bundled model's name")
     add(
         "--base",
@@ -62,7 +59,7 @@ def record_names(args: argparse.Namespace) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line for the model without a pack and one per pack.
 
-    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
@@ -120,7 +117,7 @@ Named = tuple[str, str, Pack]  # name of the curve, name of the file, pack
 
 
 def read_packs(words: Sequence[str]) -> list[Named]:
-    """Reads the packs of --pack, given as NAME=FILE. Raises `MlxZipError` for other words and unreadable files."""
+    """Reads the packs of --pack. Raises `MlxZipError` if a word is not NAME=FILE or a file cannot be read."""
     named = [split_name_and_file(word) for word in words]
     return [(curve, Path(file).name, load_pack(file)) for curve, file in named]
 
@@ -133,7 +130,7 @@ def split_name_and_file(word: str) -> tuple[str, str]:
 
 
 def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
-    """Raises `DataError` for a pack of another tokenizer, `CodecError` for one that does not fit the model."""
+    """Raises `DataError` if a pack is for another tokenizer, `CodecError` if a pack does not fit the model."""
     for _, file, pack in packs:
         pack.check_made_for(tokenizer, file)
         model.make_cache(pack=pack)  # raises an error if the pack does not fit

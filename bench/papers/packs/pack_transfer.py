@@ -1,9 +1,9 @@
-"""Packs for text unlike the training text: gain and cost in reading and writing, compared with no pack.
+"""Measures packs on text unlike the training text: gain and cost in reading and writing, compared with no pack.
 
 The pack is learned from the first half of the documents; the second half is held out. Bits per byte are strict, as in
-`bench pack_quality`. The model also continues the openings of held-out documents. Its gain is compared with two
-possible gains: that of the canonical ids of the text it wrote, and that of the canonical ids of the documents' own
-continuations.
+`bench pack_quality`. The model also continues the openings of held-out documents. The gain in writing is compared with
+two possible gains: the gain of the canonical ids of the written text, and that of the canonical ids of the documents'
+own continuations.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line for the model without a pack and one per pack and size.
 
-    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     check_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
     for line in transfer_records(args):
@@ -158,7 +158,7 @@ def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def split_at_half_of_bytes(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:
     """Splits documents at half of their bytes, with at least one document on each side.
 
-    Raises `MlxZipError` for a single document.
+    Raises `MlxZipError` if there is only one document.
     """
     if len(documents) < 2:
         raise MlxZipError("--data holds one document: one to learn from and one to try are needed (--separator?)")
@@ -192,7 +192,7 @@ Opened = tuple[Prompt, list[int]]  # a document's opening, and the base ids that
 def cut_openings(tokenizer: Any, documents: Sequence[Document], args: argparse.Namespace) -> list[Opened]:
     """Returns opening and continuation of the first --stories documents with at least --opening + --tokens base ids.
 
-    Raises `MlxZipError` if there are fewer.
+    Raises `MlxZipError` if there are fewer than --stories such documents.
     """
     opened: list[Opened] = []
     for document in documents:
@@ -212,9 +212,9 @@ def measure_writing(
 ) -> dict[str, Any]:
     """Continues the openings with a pack; returns base tokens per step and shares of the possible gain, by temperature.
 
-    A gain is base tokens per step minus 1. of_gain: the model's gain over that of the canonical ids of the written
-    text. of_own_gain: the model's gain over that of the canonical ids of the documents' own continuations. A share is
-    None if no gain was possible.
+    A gain is base tokens per step minus 1. of_gain: the model's gain divided by the gain of the canonical ids of the
+    written text. of_own_gain: the model's gain divided by the gain of the canonical ids of the documents' own
+    continuations. A share is None if no gain was possible.
     """
     own = sum(
         count_canonical_steps(Codebook(codec(model, pack)), encode_prompt(tokenizer, prompt.content), ids)

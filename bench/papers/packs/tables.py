@@ -102,7 +102,7 @@ def bits_against_compression_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of bits per byte against base ids per id, from lines of `bench pack_quality`.
 
     Each curve begins at the model without a pack; the dotted line is the base model. Bars are standard errors over
-    documents. Raises `InstallationError` without matplotlib.
+    documents. Raises `InstallationError` if matplotlib is missing.
     """
     figure = new_figure()
     panel = figure.subplots()

@@ -37,10 +37,10 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    """One of the two ablations: over merge sizes or over hyper-encoders, which are the keys of its maps.
+    """One of the two ablations. A key is a merge size in one of them, a hyper-encoder in the other.
 
-    paper: the paper's byte-perplexities on PAPER_TEXTS, by key. label: returns a key's name in figures. found: our
-    lines, by key.
+    paper: key -> the paper's byte-perplexities on PAPER_TEXTS. label: returns a key's name in figures. found: key ->
+    our lines.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Sweep:
 
 
 class AblationResults:
-    """Our lines, grouped into the two sweeps. Raises `MlxZipError` for lines measured under different conditions."""
+    """Our lines, grouped into the two sweeps. Raises `MlxZipError` if the conditions of two lines differ."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = sorted(lines, key=setting_order)
@@ -82,7 +82,7 @@ def setting_order(line: Line) -> tuple[int, int, int]:
 
 
 def setting_label(line: Line) -> str:
-    """Returns a line's setting in words, for example "M = 3, 1 attention layer"."""
+    """Returns the name of a line's setting, for example "M = 3, 1 attention layer"."""
     setting = line["setting"]
     if setting["encoder"] is None:
         return f"M = {setting['merge_size']}"

@@ -187,7 +187,7 @@ def bits_by_seed(results: AblationResults, sweep: Sweep, text: str) -> Iterator[
 
 
 def answers_cell(answers: Iterable[Sequence[str]]) -> str:
-    """Returns the answer of all seeds in words; if seeds disagree, each answer with its number of seeds."""
+    """Returns the answer that all seeds give; if seeds disagree, each answer with its number of seeds."""
     counts = Counter(label for answer in answers for label in answer)
     if len(counts) < 2:
         return next(iter(counts), "not measured")
@@ -224,7 +224,7 @@ def training_loss_figure(sweep: Sweep) -> Figure:
     """Returns the figure of one sweep: training loss against text read; the seeds of a setting have one colour.
 
     The paper draws nats per id. An id stands for more text at higher compression, so only bits per byte compare
-    settings. Raises `InstallationError` without matplotlib.
+    settings. Raises `InstallationError` if matplotlib is missing.
     """
     figure = new_figure()
     for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):

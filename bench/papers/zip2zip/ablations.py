@@ -126,8 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains and evaluates every setting that has no result in --out, and prints the tables.
 
-    Returns exit status 0. A signal that stops training ends the process with 130 or 143; the same command continues the
-    run. Raises `MlxZipError` for bad flags or files.
+    Returns 0. A signal that stops training ends the process with exit status 130 or 143; the same command continues the
+    run. Raises `MlxZipError` if a flag or file cannot be used.
     """
     for name in ("model", "data", "valid", "out"):
         if not getattr(args, name):
@@ -155,7 +155,8 @@ class Setting:
 def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
     """Returns the settings that the flags ask for, without duplicates, for every seed.
 
-    These are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError`.
+    These are each of --merge-sizes with --encoder and each of --encoders with --merge-size. Raises `MlxZipError` if a
+    merge size is too small.
     """
     if low := [m for m in (*args.merge_sizes, args.merge_size) if m < 1]:
         raise MlxZipError(f"a merge size must be 1 or more, got {low[0]}")
@@ -167,7 +168,7 @@ def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
 
 
 def measure_all(args: argparse.Namespace, path: Path) -> None:
-    """Trains and evaluates each setting that has no line in the file `path`, and adds its line.
+    """Trains and evaluates each setting that has no line in the file `path`, and adds the setting's line to the file.
 
     Raises `MlxZipError` if lines of the file were measured under other conditions.
     """
@@ -200,7 +201,7 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
 def shared_conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the conditions that all settings share: values of flags, and files by name and SHA-256.
 
-    Raises `MlxZipError` for a zip2zip model and for two --valid texts of the same name.
+    Raises `MlxZipError` if --model is a zip2zip model, or two texts of --valid have the same name.
     """
     from mlx_zip.models.loading import find_model_folder, read_model_config
 
@@ -237,7 +238,7 @@ def condition_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 class AblationRunner:
-    """Prepares data, trains and evaluates in the folder `out`; continues interrupted work there."""
+    """Prepares data, trains and evaluates. Writes to the folder `out`, and continues work that was interrupted."""
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         self.args, self.out = args, out
@@ -253,9 +254,9 @@ class AblationRunner:
         return {"training": self._training_fields(run_folder, index), **self._evaluate(run_folder)}
 
     def _prepare(self, merge_size: int) -> tuple[Path, dict[str, Any]]:
-        """Prepares the training windows of a merge size; returns their folder and its index.
+        """Prepares the training windows of a merge size; returns their folder and the folder's index.
 
-        Raises `MlxZipError` unless training reads every window equally often.
+        Raises `MlxZipError` if training would not read every window equally often.
         """
         from mlx_zip.text.sources import Source
         from mlx_zip.training.prepare.plan import PrepareOptions

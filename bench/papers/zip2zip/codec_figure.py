@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures each size of text and prints one JSON line for it. Raises `MlxZipError` for bad flags or files."""
+    """Measures and prints one JSON line per size of text. Raises `MlxZipError` if a flag or file cannot be used."""
     check_at_least(args, 1, "trials")
     load_before_bench()
     for line in measure_figure(args):
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a record for each of `SIZES` up to the text's size.
 
-    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     if args.text is None or args.tokenizer is None:
         raise MlxZipError("codec_latency needs --text and --tokenizer")
@@ -71,7 +71,7 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     """Returns the record of one text: microseconds of the tokenizer alone, with our codec and with the published codec.
 
-    The times with the published codec are None if it is not installed.
+    The times with the published codec are None if that codec is not installed.
     """
     pad_id = vocabulary.size
     params = CodecParams(pad_id + 1, WINDOW, MERGE_SIZE, pad_id=pad_id)
@@ -104,7 +104,7 @@ def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str,
 
 
 def latency_figure(lines: Sequence[dict[str, Any]]) -> Figure:
-    """Returns a figure of the latency, and of each codec's addition to it, from the lines of one tokenizer.
+    """Returns a figure with two panels: the latencies, and what each codec adds, from the lines of one tokenizer.
 
     Points are medians; bars reach from minimum to maximum.
     """

@@ -26,8 +26,8 @@ Line = dict[str, Any]
 class PaperRows:
     """A tokenizer's two rows of the paper's table 2: bytes per token on each of `DOMAINS`.
 
-    name: the tokenizer's name in the paper. ours: its name in our records, None if it was not measured. base: without
-    hypertokens. compressed: with hypertokens.
+    name: the tokenizer's name in the paper. ours: the tokenizer's name in our records, None if it was not measured.
+    base, compressed: the paper's figures without and with hypertokens.
     """
 
     name: str
@@ -71,7 +71,7 @@ def paper_rows_of(tokenizer: str) -> PaperRows | None:
 class RecordedCounts:
     """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids.
 
-    Raises `MlxZipError` for two lines of the same tokenizer and text, and for a text whose content differs by line.
+    Raises `MlxZipError` if two lines have the same tokenizer and text, or a text's content differs between lines.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
@@ -98,7 +98,7 @@ class RecordedCounts:
     def counts_of_setting(
         self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
     ) -> Mapping[str, int] | None:
-        """Returns column -> count for one setting, or None if it was not measured.
+        """Returns column -> count for one setting, or None if the setting was not measured.
 
         size: slots of the codebook. Codebooks that are at least as large as the window all have equal counts.
         """
@@ -113,12 +113,12 @@ class RecordedCounts:
         return None
 
     def rate(self, tokenizer: str, text: str, window: int | str, **setting: int) -> float | None:
-        """Returns the compression rate of a setting: ids over base ids; None if it was not measured."""
+        """Returns the compression rate of a setting: ids divided by base ids; None if not measured."""
         row = self.counts_of_setting(tokenizer, text, window, **setting)
         return row["ids"] / self.lines[tokenizer, text]["base_ids"] if row else None
 
     def bytes_per_base_id(self, tokenizer: str, text: str) -> float | None:
-        """Returns the bytes per base id of a text; None if it was not measured."""
+        """Returns the bytes per base id of a text; None if the text was not measured."""
         line = self.lines.get((tokenizer, text))
         return line["bytes_per_base_id"] if line else None
 
@@ -157,7 +157,7 @@ def domain_order(domain: str) -> int:
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)
 
 
-CLOSE = 0.03  # largest difference of a gain that is close to the paper's: 3 percentage points
+CLOSE = 0.03  # a gain is close to the paper's if they differ by at most this: 3 percentage points
 TOKENIZERS = ("llama3", "qwen", "o200k_base", "gpt2", "llama2", "mistral_v3")  # each has a table
 SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several codebook sizes
 
@@ -168,7 +168,7 @@ SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several 
 def bytes_per_token_table(counts: RecordedCounts, tokenizer: str) -> str:
     """Returns table 2 for one tokenizer: bytes per token by text and window.
 
-    If the paper has this tokenizer, its figures stand next to ours.
+    If the paper measured this tokenizer, the paper's figures are added.
     """
     paper = paper_rows_of(tokenizer)
     windows = [f"{window:,} ids" if isinstance(window, int) else "documents" for window in counts.windows]
@@ -230,7 +230,7 @@ def _gain_rows(counts: RecordedCounts, tokenizer: str) -> Iterator[list[str]]:
 def _close_cells(rates: Mapping[int | str, float | None], gain: float) -> list[str]:
     """Returns two cells: the windows whose gain is within `CLOSE` of the paper's gain, and the nearest window.
 
-    rates: ids over base ids by window.
+    rates: window -> ids divided by base ids.
     """
     gains = {window: 1 / rate - 1 for window, rate in rates.items() if rate}
     close = [f"{_window_label(window)} ({ours:+.1%})" for window, ours in gains.items() if abs(ours - gain) <= CLOSE]
@@ -243,7 +243,7 @@ def _window_label(window: int | str) -> str:
 
 
 def codebook_sizes_table(counts: RecordedCounts, tokenizer: str) -> str:
-    """Returns the table of one tokenizer's gains over base ids, by text, window and codebook size."""
+    """Returns the table of one tokenizer's gains in bytes per token, by text, window and codebook size."""
     sizes = _codebook_sizes(next(line for key, line in counts.lines.items() if key[0] == tokenizer))
     windows = [window for window in counts.windows if isinstance(window, str) or window > min(sizes)]
     rows = []
@@ -261,7 +261,7 @@ def _codebook_sizes(line: Line) -> list[int]:
 
 
 def merge_sizes_table(counts: RecordedCounts) -> str:
-    """Returns table 7: ids over base ids in percent by merge size M, with the tokenizer of Phi-3.5."""
+    """Returns table 7: ids divided by base ids, in percent, by merge size M, with the tokenizer of Phi-3.5."""
     rows = []
     for m, paper in PAPER_RATES.items():
         ours: list[float | None] = [1.0] * (len(counts.texts) + 1)
@@ -308,9 +308,9 @@ def mixture_table(counts: RecordedCounts) -> str:
 
 
 def _mixture_rates(counts: RecordedCounts) -> tuple[float, float, float]:
-    """Returns ids, installed entries and entries read of our mixture, each divided by base ids.
+    """Returns three counts of our mixture, each divided by base ids: ids, entries installed, and entries read.
 
-    Raises ValueError if a domain was not measured.
+    Raises `ValueError` if a domain was not measured.
     """
     found = [counts.mean_over_mixture(PHI_35, RATE_WINDOW, column) for column in ("ids", "entries", "entries_used")]
     if any(value is None for value in found):

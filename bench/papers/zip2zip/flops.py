@@ -13,7 +13,7 @@ PAPER_RATE = 0.7121  # compression rate: ids per base id at merge size 3, window
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, and its α in table 9; α is None for models of the paper's experiments that the table lacks."""
+    """Sizes of a model. paper_alpha: the model's α in table 9; None if the table lacks the model."""
 
     name: str
     layers: int
@@ -35,17 +35,23 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 
 
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
-    """Returns the hyper-encoder's share α ≈ l · M / L if every id is an entry of M base ids (last equation)."""
+    """Returns α ≈ l · M / L: the hyper-encoder's FLOPs divided by the decoder's, if every id is an entry of M base ids.
+
+    This is the last equation of appendix B.
+    """
     return encoder_layers * merge_size / layers
 
 
 def relative_flops(rate: float, overhead: float) -> float:
-    """Returns training FLOPs with hypertokens over without, ρ · (1 + α) (fourth equation). rate: ρ; overhead: α."""
+    """Returns ρ · (1 + α): training FLOPs with hypertokens divided by those without. rate: ρ. overhead: α.
+
+    This is the fourth equation of appendix B.
+    """
     return rate * (1.0 + overhead)
 
 
 def counted_overhead(encoder_layers: int, merge_size: int, layers: int, rows_per_id: float) -> float:
-    """Returns the hyper-encoder's share α by encoded rows: l · M / L times the rows encoded per id of compressed text.
+    """Returns α by encoded rows: l · M / L times the number of rows encoded per id of compressed text.
 
     An encoder layer costs as much as a decoder layer, as in appendix B. rows_per_id: sum of input and output rows; 2 if
     two encoders each encode every id's new entry.

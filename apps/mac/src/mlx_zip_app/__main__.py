@@ -1,4 +1,4 @@
-"""Runs `mlx_zip app --window`; this is what mlx_zip.app starts."""
+"""Runs `mlx_zip app --window`. Opening mlx_zip.app runs this module."""
 
 from __future__ import annotations
 
