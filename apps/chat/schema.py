@@ -23,11 +23,11 @@ _VERSION_1 = (
     state TEXT NOT NULL, reason TEXT, tokens TEXT, figures TEXT, learned TEXT NOT NULL, model TEXT, writer INTEGER)""",
     "CREATE INDEX messages_of ON messages (conversation, n)",
     "CREATE INDEX running_messages ON messages (state) WHERE state = 'running'",
-# The parts of a running answer: each write adds a row, so that no write copies a long answer.
+    # The parts of a running answer: each write adds a row, so that no write copies a long answer.
     """CREATE TABLE pieces (
     n INTEGER PRIMARY KEY, message TEXT NOT NULL REFERENCES messages(id) ON DELETE CASCADE, piece TEXT NOT NULL)""",
     "CREATE INDEX pieces_of ON pieces (message, n)",
-# The text index: messages with the state "running" are left out.
+    # The text index: messages with the state "running" are left out.
     "CREATE VIRTUAL TABLE words USING fts5(text, content='messages', content_rowid='n', tokenize='trigram')",
     """CREATE TRIGGER message_added AFTER INSERT ON messages WHEN new.state <> 'running' BEGIN
     INSERT INTO words (rowid, text) VALUES (new.n, new.text); END""",

@@ -105,11 +105,12 @@ def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> 
 
     models: folders, hub ids or bundled models to run, downloaded if necessary; None is skipped. group: the machines of
     this run, None for one. Raises `ModelError` if a model is unknown, `ConfigError` if MLX does not have the device
-    that MLX_ZIP_DEVICE names.
+    that MLX_ZIP_DEVICE names, and `GenerationError` if only torch is installed and refuses a flag.
     """
     if args.engine != AUTO:
         return
     args.engine, why = _pick_engine(args, [one for one in models if one is not None], group)
+    check_engine_flags(args)
     if why is not None:
         print(f"engine: {args.engine}, {why}", file=sys.stderr)
     if args.engine == MLX:

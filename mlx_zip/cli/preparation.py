@@ -198,7 +198,7 @@ def make_sources(args: argparse.Namespace) -> tuple[Any, ...]:
             raise DataError(f"{', '.join(given)} cannot go with --mixture, whose sources set them one by one")
         return load_mixture(args.mixture)
     _check_data_set_flags(args)
-    columns = dict(_parse_column(text) for text in args.columns)
+    columns = dict(parse_column(text) for text in args.columns)
     return (Source(tuple(args.data), 1.0, args.separator, columns, tuple(args.subset), args.split or "train"),)
 
 
@@ -210,7 +210,8 @@ def _check_data_set_flags(args: argparse.Namespace) -> None:
         raise DataError(f"{', '.join(given)}: of data sets only, and --data {' '.join(args.data)} names none")
 
 
-def _parse_column(text: str) -> tuple[str, str]:
+def parse_column(text: str) -> tuple[str, str]:
+    """Returns key and name of a value of --columns. Raises `DataError` unless it has the form KEY=NAME."""
     key, equals, name = text.partition("=")
     if not (key and equals and name):
         raise DataError(f"--columns {text!r} is not of the form KEY=NAME")

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_zip.cli import command_parser, engine_choice, main
 from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine
-from mlx_zip.errors import EngineError
+from mlx_zip.errors import EngineError, GenerationError
 from support.serving import MISSING
 from support.slow_cases import slow_but
 
@@ -389,3 +389,11 @@ def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
         args = argparse.Namespace(engine=asked)
         assert app._open_other_model(args, "large") == ("large", expected)
         assert args.engine == asked
+
+
+def test_where_only_pytorch_is_installed_auto_refuses_the_flags_that_it_refuses(monkeypatch, large):
+    monkeypatch.delenv("MLX_RANK", raising=False)
+    monkeypatch.setattr(engine_choice, "find_spec", lambda name: object() if name == "torch" else None)
+    args = argparse.Namespace(engine="auto", kv_bits=4)
+    with pytest.raises(GenerationError, match="^--kv-bits cannot be used with --engine torch: its KV caches are not"):
+        engine_choice.choose_engine(args, large)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import pytest
 
 import mlx_zip
 import mlx_zip.server
+from mlx_zip.cli.serving import serve
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from support.command_line import WITHOUT_TORCH, without_torch
 from support.http_server import post, read_all, until
@@ -274,3 +276,14 @@ def test_missing_libraries_are_named_with_the_command_that_installs_them(run, ho
     status, _, error = run("serve")
     assert (status, error.count("\n")) == (2, 1)
     assert "'.[serve]'" in error
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_of_a_loopback_address_only_its_names_are_allowed(host):
+    args = argparse.Namespace(allowed_hosts=None, host=host)
+    assert serve._allowed_hosts(args) == {"localhost", "127.0.0.1", "::1", host}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost.example.org", "127.example.org", "192.168.1.2"])
+def test_an_address_that_others_reach_has_no_names_by_itself(host):
+    assert serve._allowed_hosts(argparse.Namespace(allowed_hosts=None, host=host)) is None

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ __all__ = ["REFUSED", "add_arguments", "run"]
 
 log = logging.getLogger("mlx_zip.server")
 COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,7 +137,7 @@ def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
         why = getattr(error, "strerror", None) or error
         another = "; choose another --port" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
         raise GenerationError(f"--host {host} --port {port}: {why}{another}") from error
-    if key is None and not host.startswith(LOOPBACK):
+    if key is None and not _is_loopback(host):
         log.warning("other machines can reach the server, and it asks for no key (--api-key)")
     return listener
 
@@ -173,9 +173,16 @@ def _api_key(args: argparse.Namespace) -> str | None:
 def _allowed_hosts(args: argparse.Namespace) -> frozenset[str] | None:
     if args.allowed_hosts is not None:
         return frozenset(args.allowed_hosts)
-    if not args.host.startswith(LOOPBACK):
+    if not _is_loopback(args.host):
         return None
     return _import_server_module("options").LOOPBACK | {args.host.lower()}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host.lower() == "localhost"
 
 
 def _existing_folder(flag: str, given: str) -> Path:

@@ -120,7 +120,13 @@ def _add_network_flags(add: Any) -> None:
 
 
 def _add_limit_flags(add: Any) -> None:
-    add("--decode-concurrency", metavar="N", type=int, default=8, help="maximum number of answers at a time (default: 8)")
+    add(
+        "--decode-concurrency",
+        metavar="N",
+        type=int,
+        default=8,
+        help="maximum number of answers at a time (default: 8)",
+    )
     add(
         "--max-waiting",
         metavar="N",

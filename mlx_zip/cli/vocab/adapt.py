@@ -20,6 +20,7 @@ from mlx_zip.cli.actions import (
     open_first_stage,
     writable_path,
 )
+from mlx_zip.cli.preparation import parse_column
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.named import resolve_model_name
@@ -299,7 +300,7 @@ def _read_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
 
     if not files:
         return []
-    columns = dict(word.partition("=")[::2] for word in args.columns)
+    columns = dict(map(parse_column, args.columns))
     return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
 
 
