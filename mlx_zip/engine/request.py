@@ -220,8 +220,7 @@ class Request:
         return (token,) if self.book is None else base_ids_of_next(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        """Returns an expansion cut after an eos id or at the limit, and the finish reason, None if the answer goes on.
-        """
+        """Returns `expansion`, cut after an eos id or at the limit, and the finish reason, None if there is none."""
         for n, base_id in enumerate(expansion, start=1):
             if base_id in self.submission.eos_ids:
                 return expansion[:n], "stop"

@@ -312,8 +312,7 @@ class Scheduler:
     def _fail_if_it_raises(
         self, requests: Sequence[Request], call: Callable[[], Any], otherwise: Any = None, group: Any = None
     ) -> Any:
-        """Returns the result of `call`, True if that is None. If `call` raises, fails `requests`, returns `otherwise`.
-        """
+        """Returns the result of `call`, True for None. If `call` raises, fails `requests` and returns `otherwise`."""
         try:
             result = call()
             return True if result is None else result

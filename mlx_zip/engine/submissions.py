@@ -59,8 +59,7 @@ def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], 
 
 
 def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
-    """Returns a model's facts for fronts. name: name that the model was opened by. model: fingerprint of the weights.
-    """
+    """Returns a model's facts for fronts. name: what the model was opened by. model: fingerprint of the weights."""
     both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
     sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
     return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, most_base_tokens(facts))
@@ -127,8 +126,7 @@ class Checks:
         return len(base_ids) if params is None else len(compress(params.with_start(start), base_ids)[0])
 
     def _checked_prompt(self, ids: Sequence[int]) -> Uint32s:
-        """Returns the prompt as an array. Raises `GenerationError` if it is empty, too long, or has an invalid base id.
-        """
+        """Returns the prompt as an array. Raises `GenerationError` if it is empty or too long, or an id is invalid."""
         base_ids = self._as_base_ids(ids, "prompt")
         if not len(base_ids):
             raise GenerationError("the prompt is empty; give at least one id")
@@ -289,8 +287,7 @@ class _Packs:
 
 
 def _get_or_make(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Returns the value of `key`; makes it if missing, and evicts the least recently used value if there are too many.
-    """
+    """Returns the value of `key`, made if missing. Evicts the least recently used value if there are too many."""
     if key not in kept:
         kept[key] = make()
         if len(kept) > PACKS_KEPT:
