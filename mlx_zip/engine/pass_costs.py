@@ -228,7 +228,7 @@ class PassCosts:
         return self._weighed[1]
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
-        """Returns the ids per second emitted with `ids` proposed ids per row, divided by those of passes over one id."""
+        """Returns ids per second emitted with `ids` proposed ids per row, divided by those of passes over one id."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 

@@ -83,7 +83,7 @@ class GenerationResponse:
 
 
 def footer(response: GenerationResponse) -> str:
-    """Returns mlx-lm's three lines of figures, in base tokens, a line on hypertokens and, with drafts, one on drafts."""
+    """Returns mlx-lm's three lines of figures, in base tokens, one on hypertokens and, with drafts, one on drafts."""
     last = response
     drafts = (
         f"\nDrafts: {last.accepted} of {last.steps} ids proposed and accepted, "
