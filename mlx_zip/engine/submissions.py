@@ -183,9 +183,7 @@ class Checks:
 
 
 def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "prompt") -> None:
-    """Raises `GenerationError` naming the first id that is not a base id, if any. what: a name of `ids` for the
-    message.
-    """
+    """Raises `GenerationError` if an id is not a base id. what: what the ids belong to, for the message."""
     values = np.asarray(ids, object if isinstance(ids, list) else None)
     wrong = np.flatnonzero((values < 0) | (values >= vocab_size))
     if len(wrong):

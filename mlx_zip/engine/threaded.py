@@ -303,9 +303,7 @@ class ThreadedEngine(Engine):
             scheduler.served.free_unused()
 
     def _tend_when_idle(self) -> float | None:
-        """Does an idle engine's work, such as writing sessions. Returns the seconds until the next call, None for
-        never.
-        """
+        """Does an idle engine's work, such as writing sessions. Returns seconds until the next call, None for never."""
         due = self._free_when_idle()
         return TEND_S if self._store.continue_writing() else due
 

@@ -199,9 +199,7 @@ class SessionFolder:
         return why is None
 
     def _mark_as_used(self) -> None:
-        """Marks the folder as in use until this object is gone. Removes all unfinished files if no other process uses
-        it.
-        """
+        """Marks the folder as in use until this object is gone. Removes unfinished files if no one else uses it."""
         try:
             handle = mark_folder_in_use(self.folder, lambda: _delete_files(self.folder.glob(_UNFINISHED_PATTERN)))
             weakref.finalize(self, os.close, handle)

@@ -302,9 +302,7 @@ class _CacheBuilder:
 
     @cached_property
     def _example_cache(self) -> list[Any]:
-        """A cache that has read one id. Only the dtypes and shapes of its arrays are used; the arrays are not
-        evaluated.
-        """
+        """A cache that has read one id. Its arrays show dtypes and shapes; they are never evaluated."""
         model = self.model
         own = {} if not has_hypertokens(model) or model.is_plain else {"pack": ()}
         if self._max_kv_size is not None:
