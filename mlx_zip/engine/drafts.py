@@ -79,7 +79,7 @@ class Drafter:
         self._left, self._left_until = share, until
 
     def offers(self) -> tuple[Offer | None, Offer | None]:
-        """Returns the offer with the highest share, and the one with the highest share that takes no time, or None."""
+        """Returns the offer with the highest share, and the best offer that takes no time; None where there is none."""
         surest = at_once = None
         for source in self._sources:
             share = source.share()
@@ -157,7 +157,7 @@ def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int],
 class Draft:
     """Proposed ids that a pass of the model reads after a request's last id. taken: how many were chosen so far.
 
-    drafter: the request's drafter, which gets the number of proposed ids now and that of accepted ids from `end`.
+    drafter: the request's drafter; it gets the number of proposed ids at once, that of accepted ids from `end`.
     """
 
     def __init__(self, drafter: Drafter, ids: Sequence[int]) -> None:
@@ -188,8 +188,8 @@ def choose_drafts(
 ) -> list[tuple[Source | None, int]]:
     """Returns for each row of a pass the source that proposes, and the number of ids; None and 0 for no draft.
 
-    Each row takes its source with the highest share. If the pass would emit more ids per second that way, each row
-    instead takes its source with the highest share among those that take no time.
+    Each row takes its source with the highest share. But if the pass emits more ids per second when each row takes its
+    best source among those that take no time, these are taken.
 
     drafters: one per row, None for a request without a drafter. limits: maximum number of proposed ids per row. held:
     ids per row that the cache holds.

@@ -25,7 +25,7 @@ class Constraint(Protocol):
     """
 
     def mask(self) -> np.ndarray:
-        """Returns which base ids may come next, [V] bool; True for the eos ids if the answer may end here."""
+        """Returns a bool array [V]: which base ids may come next. eos ids are True if the answer may end here."""
         ...
 
     def accepts(self, base_ids: Sequence[int]) -> bool:
@@ -416,7 +416,7 @@ class Engine(ABC):
 
     @abstractmethod
     def on_death(self, call: Callable[[BaseException], None]) -> None:
-        """Has `call` called with the exception once a fault ends the engine's thread; at once if one already has."""
+        """Calls `call` with the exception once a fault ends the engine's thread, or at once if a fault already has."""
 
     @abstractmethod
     def close(self, drain_s: float = 0.0) -> None:
@@ -430,7 +430,7 @@ class Engine(ABC):
 
 
 def events(engine: Engine, submission: Submission) -> Iterator[Event]:
-    """Submits a request and yields its events. Cancels the request if the caller stops early. Raises as `submit`."""
+    """Submits a request and yields its events. Stopping early cancels the request. Raises what `submit` raises."""
     arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
     ticket = engine.submit(submission, arrived.put)
     try:

@@ -44,7 +44,7 @@ class Share:
         return self._accepted / (self._accepted + self._refused)
 
     def note(self, proposed: int, accepted: int) -> None:
-        """Updates the estimate after a draft. Only the first refused id counts as refused."""
+        """Updates the estimate after a draft. Ids after the first refused id do not count."""
         self._accepted += accepted
         self._refused += accepted < proposed
         if self._accepted + self._refused > MEMORY:
@@ -336,7 +336,7 @@ class _Times:
         self._last.clear()
 
     def note(self, cost: float, at: int, known: bool) -> bool:
-        """Notes the cost of a pass; returns whether `median` or `known` changed. known: whether this cost is enough."""
+        """Notes the cost of a pass. Returns whether `median` or `known` changed. known: True to set `known` at once."""
         before, self.at = (self.median, self.known), at
         self._last.append(cost)
         self.median = sorted(self._last)[(len(self._last) - 1) // 2]

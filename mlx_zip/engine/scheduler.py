@@ -50,8 +50,8 @@ class Scheduler:
 
     store: the kept sessions. max_running: maximum number of running requests, in prefill or taking steps. max_kv_bytes:
     maximum bytes of the KV caches of all running requests, None for no bound. ended: called with each request after its
-    end. make_reading: returns the `Reading` of a request that has a cache. raises: whether `work` raises errors;
-    otherwise an error fails the requests that it came from.
+    end. make_reading: returns the `Reading` of a request that has a cache. raises: whether `work` raises errors; if
+    False, an error ends the requests in which it occurred.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Scheduler:
             request = self.waiting.popleft()
             self._fail_if_it_raises([request], partial(self._begin_request, request))
             if request.ended:
-                return  # its memory may be free only after the next step
+                return  # the request's memory may be free only after the next step
 
     def _has_room(self, running: Sequence[Request]) -> bool:
         """Returns whether the KV caches have room for the next waiting request."""

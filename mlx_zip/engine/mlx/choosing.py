@@ -19,7 +19,7 @@ from mlx_zip.sampling.penalties import PenaltyTerms
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen ids y [B], which may still be computed.
+    """Chosen ids y [B], perhaps not yet evaluated.
 
     packed [B, 2 + 2K] int32: chosen id, its log-probability, the K most likely ids, and their log-probabilities; None
     if no row reports log-probabilities. Floats are stored as their bits, so that one transfer to the host is enough.
@@ -78,10 +78,10 @@ def choose(
 ) -> Choice:
     """Chooses one id per row of logits [B, W], one row per request.
 
-    end: number of columns before trailing columns that are -inf in all rows, None if there are none. pad_id: an id that
-    canonical decoding never excludes. machines: group of machines that the model is split over; the first one chooses
-    for all. If a row's processors, constraint or sampler raise, the exception becomes the request's `error`, and the
-    row's id is arbitrary.
+    end: index of the column from which on all columns are -inf, None if there is none. pad_id: an id that canonical
+    decoding never excludes. machines: group of machines that the model is split over; the first machine chooses for
+    all. If a row's processors, constraint or sampler raise, the exception becomes the request's `error`, and the row's
+    id is arbitrary.
     """
     forced: dict[int, mx.array] = {}
     logits = _process_logits(requests, logits, forced, end, pad_id)

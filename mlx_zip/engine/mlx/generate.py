@@ -277,7 +277,8 @@ class _Run:
     def events(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, Event, Any]]:
         """Yields (index of the request, event, log-probabilities [W] of an emitted id) until all requests have ended.
 
-        At each yield, and after an interrupt, the caller's cache holds every id that was yielded and no other.
+        At each yield, and after an interrupt, the caller's cache holds what was read of the prompt and every id that
+        was yielded, and nothing else.
         """
         served = self._served
         store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
@@ -465,7 +466,7 @@ def stream_batch(
 def _stream_in_batch(
     run: _Run, answers: Sequence[Answer], seed: int | None, facts: object
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (index of the prompt, response) per emitted id until all texts have ended. facts: as above."""
+    """Yields (index of the prompt, response) per emitted id until all texts end. facts: as in `_stream_on_cache`."""
     run.agree(facts)
     _seed_random(seed)
     yield from run.responses(answers)

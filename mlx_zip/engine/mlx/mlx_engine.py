@@ -1,6 +1,6 @@
 """`open_engine`: loads a model by its name into an engine on MLX. `MlxEngine`: runs a model in a thread of its own.
 
-MLX's streams belong to threads, so no array leaves the engine's thread. Other threads exchange only Python data with it.
+MLX's streams belong to threads, so no array leaves the engine's thread. Other threads exchange Python data with it.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def open_engine(
     max_prompt_tokens, max_kv_bytes, keep_wired_s: see `ServeOptions`. prefill_step_size: prompt ids that are read
     between two steps; None for 512, or 2048 if only one request runs and none waits. draft_model: a model of the same
     vocabulary (folder, hub id or bundled model), plain or with hypertokens, that proposes ids, also if `draft` is
-    "off". sessions: options of the session store, None to keep no sessions. row_cache: store of encoded hyper rows.
-    group, make: set only by `open_split_engine`, for a model on several machines.
+    "off". sessions: options of the session store, None to keep no sessions. row_cache: where encoded hyper rows are
+    kept between requests, None for a new store. group, make: set only by `open_split_engine`, for a model on several
+    machines.
     """
     check_draft(draft, num_draft_tokens)
 

@@ -177,7 +177,8 @@ def _score_calls(
     row, at, excluded = _excluded_ids(model, rows)
     for begin, end in _call_columns(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
-        # canonical: forbid ids that the compressor would never write, unless they have over half the probability
+        # canonical: forbid ids that the compressor would never write, unless they together have over half the
+        # probability
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
             canonical = mx.array(logits)
             canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf

@@ -65,7 +65,7 @@ class SplitEngine(MlxEngine):
     """An engine on one of several machines.
 
     group: the group of machines. Other arguments are those of `MlxEngine`. On the first machine, use this engine like
-    any other, but it refuses requests with tuned packs, and to save, load or drop a single session. On the other
+    any other, but it refuses requests with tuned packs, and cannot save, load or drop single sessions. On the other
     machines call only `follow`.
     """
 

@@ -231,7 +231,7 @@ class ModelIdentity:
     """What a session file and the loaded model must have in common, so that the model can continue the session.
 
     positions: result of `position_settings_text`. dtype: dtype that the model computes in, "" if the KV cache's arrays
-    have that dtype. format: `MLX_FORMAT` or `TORCH_FORMAT`.
+    show it. format: `MLX_FORMAT` or `TORCH_FORMAT`.
     """
 
     model_fingerprint: str

@@ -118,7 +118,7 @@ class SessionFolder:
             ) from error
 
     def start_write(self, session: Session) -> bool:
-        """Hands a session to the writer if it is queued. Returns whether the writer has it; if so, its cache may go."""
+        """Hands a session to the writer if queued. Returns whether the writer has it; if so, its cache may be freed."""
         if session in self._queued:
             self._hand_to_writer(session)
         return self._writer.is_writing(session)

@@ -42,7 +42,7 @@ class SessionFile:
         return 0 if self.stamp is None else self.stamp[1]
 
     def is_unchanged(self) -> bool:
-        """Returns whether the file has its stamp: False if another process has replaced it since it was stamped."""
+        """Returns whether the file still has `stamp`: False if another process has replaced the file."""
         return file_stamp(self.path) == self.stamp
 
     def delete_if_unchanged(self) -> None:
@@ -148,14 +148,14 @@ class SessionCaches(Protocol):
 
     @cached_property
     def own_pack_key(self) -> str:
-        """The `pack_key` of sessions that begin with the model's own pack. It may differ after a restart."""
+        """The `pack_key` of sessions with the model's own pack, which may be another pack after a restart."""
         ...
 
     def held_ids(self, cache: Any, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
         """Returns the base ids in a request's cache, and for each id the number of base tokens up to the id's end.
 
         base_ids: the base ids that a plain model's cache holds, because such a cache does not store them. Raises
-        `EngineError` if their number is wrong.
+        `EngineError` if `base_ids` has the wrong length.
         """
         ...
 

@@ -68,10 +68,10 @@ class SessionList:
         return next((self._sessions[name] for name, length in whole if length == len(session.base_ids)), None)
 
     def find_longest_prefix(self, wanted: Ids, pack_key: str) -> tuple[Session, int] | None:
-        """Returns the session whose cache can be reused for the longest prefix of `wanted`, and the prefix's ids.
+        """Returns the session that can be reused for the longest prefix of `wanted`, and how many of its ids fit.
 
-        If several can be reused equally far, a session that can be reused whole comes first. None if no session can be
-        reused for at least one id.
+        If several sessions can be reused equally far, a session that can be reused whole comes first. Returns None if
+        no session has an id that can be reused.
         """
         best: tuple[Session, int] | None = None
         for session, ids in self._sessions_with_prefix(wanted, pack_key):
@@ -153,7 +153,7 @@ class PrefixIndex:
         node.names[name] = None
 
     def remove(self, name: str, ids: Ids) -> None:
-        """Removes a sequence that was added with these ids. Raises `KeyError` if there is none."""
+        """Removes a sequence that was added with these ids. Raises `KeyError` if no such sequence was added."""
         path, at = [self._root], 0
         while at < len(ids):
             path.append(path[-1].children[int(ids[at])])

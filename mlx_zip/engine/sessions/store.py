@@ -47,8 +47,8 @@ class SessionOptions:
     """Options of a store. max_bytes: maximum bytes of all sessions in memory. folder: folder for sessions on disk, None
     to keep sessions in memory only. max_disk_bytes: maximum bytes of this model's sessions in `folder`. model_name:
     name that the model was opened by, None if unknown. tokenizer_config: arguments with which the tokenizer was loaded.
-    (`mlx_zip generate` reads both from the files.) share: name of the part of the model that is on this machine, "" for
-    a whole model; files of another part are not read.
+    (`mlx_zip generate` reads these two from a session file.) share: name of the part of the model that is on this
+    machine, "" for a whole model; files of another part are not read.
     """
 
     max_bytes: int = 4 << 30
@@ -158,10 +158,10 @@ class SessionStore:
         """Stores a cache as a session and returns the session's name. The caller must not use the cache after that.
 
         name: `Checkout.name` of the cache, None for a new session. A kept session of that name is replaced if the cache
-        continues it; a kept session with exactly these base ids is replaced, too. answers: base ids of answers by key,
-        added to the answers of the session checked out. base_ids: base ids that a plain model's cache holds, because
-        such a cache does not store them. random_state: the sampler's random state. Raises `EngineError` if `base_ids`
-        are missing or their number is wrong.
+        continues it; a kept session with exactly the base ids of the cache is replaced, too. answers: base ids of
+        answers by key, added to the answers of the session checked out. base_ids: base ids that a plain model's cache
+        holds, because such a cache does not store them. random_state: the sampler's random state. Raises `EngineError`
+        if `base_ids` are missing or their number is wrong.
         """
         held, ends = self.caches.held_ids(cache, base_ids)
         former = self._checked_out.get(name or "")
@@ -416,7 +416,7 @@ class _Storage:
             self._forget_failed_writes(self._folder.write_queued())
 
     def _forget_failed_writes(self, ended: list[tuple[Session, bool]]) -> None:
-        """Removes sessions that are in neither place, because they were evicted from memory and their write failed."""
+        """Removes sessions whose write failed and whose cache is no longer in memory."""
         for session, worked in ended:
             if not worked and session.cache is None and self.sessions.get(session.name) is session:
                 self.sessions.remove(session)
