@@ -196,9 +196,7 @@ log = logging.getLogger(__name__)
 
 
 class _Ticket(Ticket):
-    """A request's ticket. inner: ticket from the engine, None while the request is held. cancelled: whether the request
-    is to end.
-    """
+    """A request's ticket. inner: ticket from the engine, None while held. cancelled: whether the request is to end."""
 
     def __init__(self) -> None:
         self.inner: Ticket | None = None

@@ -285,10 +285,7 @@ class _Known(NamedTuple):
 
 
 class PassClock:
-    """Times the passes of one group of requests. ids: ids per row of the running pass, 0 to leave that pass untimed.
-
-    rows: number of rows of the running pass.
-    """
+    """Times the passes of one group of requests. ids, rows: size of the running pass; ids 0 leaves it untimed."""
 
     def __init__(self) -> None:
         self.ids = self.rows = 0

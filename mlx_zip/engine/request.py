@@ -203,10 +203,7 @@ class Request:
 
     @property
     def takes_next_step(self) -> bool:
-        """Whether the request takes part in the next step: it has not ended, or the cache must still read the last id.
-
-        False after an error.
-        """
+        """Whether the request takes part in the next step: it goes on, or the cache must still read the last id."""
         return self.error is None and (self.reason is None or self.inline.reads_last)
 
     @property

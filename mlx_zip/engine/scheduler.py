@@ -147,7 +147,6 @@ class Scheduler:
                 return  # the request's memory may be free only after the next step
 
     def _has_room(self, running: Sequence[Request]) -> bool:
-        """Returns whether the KV caches have room for the next waiting request."""
         if self.max_kv_bytes is None or not running:
             return True
         needed = sum(max(request.checked.kv_bytes, self._kv_bytes_of(request.held_ids)) for request in running)

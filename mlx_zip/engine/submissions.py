@@ -115,10 +115,7 @@ class Checks:
         self._packs.find(pack)
 
     def prompt_size(self, base_ids: Sequence[int], pack: Any) -> int:
-        """Returns how many ids a prompt is compressed to, with a codebook that begins with `pack`.
-
-        Raises `GenerationError` if requests cannot begin with `pack`.
-        """
+        """Returns how many ids a prompt is compressed to, beginning with `pack`. Raises as `check_pack` does."""
         return self._count_ids(as_ids(base_ids), self._packs.find(pack)[0])
 
     def _count_ids(self, base_ids: Uint32s, start: Any) -> int:

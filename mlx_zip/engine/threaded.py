@@ -357,7 +357,6 @@ class ThreadedEngine(Engine):
 
 
 def _with_bounds_of(info: EngineInfo, options: ServeOptions) -> EngineInfo:
-    """Returns `info` with the bounds set by an engine's options."""
     bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
     most = options.max_running + options.max_waiting
     return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
@@ -402,10 +401,7 @@ _Call = Callable[[], Any]
 
 
 class _Inbox:
-    """A queue of calls that other threads ask one thread, the owner, to run.
-
-    `post` and `ask` raise `EngineStoppedError` after `shut`.
-    """
+    """Calls that other threads ask one thread, the owner, to run. After `shut`, `post` and `ask` raise."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
@@ -466,10 +462,7 @@ class _Inbox:
 
 
 def _run_call(call: _Call, future: Future[Any] | None) -> None:
-    """Runs a call. An exception goes to the thread that waits; if none waits, it is logged.
-
-    A `BaseException` that is not an `Exception` is also raised.
-    """
+    """Runs a call. Its exception goes to `future`, else to the log. Raises it again if it is not an `Exception`."""
     try:
         result = call()
     except BaseException as error:

@@ -96,10 +96,7 @@ def choose(
 
 
 def _draw_ids(requests: Sequence[Request], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
-    """Returns ids [B]: the id in `forced` if the row has one, else the id that the row's sampler draws.
-
-    If all rows have the same sampler, it draws for all rows in one call.
-    """
+    """Returns ids [B]: a row's id in `forced`, else its sampler's draw. A sampler shared by all rows is called once."""
     shared = requests[0].draws
     if (
         not forced

@@ -237,5 +237,4 @@ class _Reader:
 
 
 def _read_id(chosen: mx.array) -> int:
-    """Waits for an id [1] and returns it."""
     return int(np.array(chosen)[0])

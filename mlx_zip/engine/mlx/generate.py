@@ -476,10 +476,7 @@ def _stream_in_batch(
 
 
 def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> list[Any]:
-    """Returns `given`, a caller's prompt cache. Raises `GenerationError` if it was not made for this model.
-
-    like: a new cache of this model.
-    """
+    """Returns a caller's prompt cache. like: a new cache. Raises `GenerationError` if `given` is of another model."""
     if (
         not isinstance(given, Sequence)
         or len(given) != len(like)

@@ -226,7 +226,6 @@ class WithoutHypertokens(nn.Module):
 
 
 def _warn_if_large(name: str, weight_bytes: int) -> None:
-    """Logs a warning if a model takes almost all memory that a Mac can keep wired, or more."""
     limit = mx.device_info().get("max_recommended_working_set_size")
     if isinstance(limit, int) and weight_bytes > _LARGEST * limit:
         log.warning(

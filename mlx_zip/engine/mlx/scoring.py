@@ -163,10 +163,7 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
 def _score_calls(
     model: Any, rows: Sequence[Compressed], availability: str, top: int = 0, at_most: int = LOGITS
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yields, per model call, the fields of `Scored`, each [B, L, ...], for B rows and the L positions of the call.
-
-    top: number of likeliest ids to report per position. at_most: maximum number of positions per call.
-    """
+    """Yields the fields of `Scored`, each [B, L, ...], per model call. top, at_most: as in `score_in_parts`."""
     lengths = [len(row.ids) for row in rows]
     pad_id = model.config.pad_id if has_hypertokens(model) else 0
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)

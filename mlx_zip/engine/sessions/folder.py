@@ -207,10 +207,7 @@ class SessionFolder:
             self._warn_once("read", f"cannot be read: {failure_reason(error)}")
 
     def _remove_old_unfinished_files(self) -> None:
-        """Removes unfinished files that no process can still be writing, as they have not changed for an hour.
-
-        Raises `OSError`.
-        """
+        """Removes unfinished files that have not changed for an hour. Raises `OSError`."""
         for path in self.folder.glob(_UNFINISHED_PATTERN):
             if (stamp := file_stamp(path)) is not None and time.time() - stamp[2] / 1e9 > _ABANDONED_AFTER_S:
                 path.unlink(missing_ok=True)
@@ -298,7 +295,6 @@ class _WriterThread:
         self._thread: threading.Thread | None = None
 
     def has_room(self) -> bool:
-        """Returns whether one more job may be put."""
         return len(self._waiting) < _MOST_WAITING
 
     def is_writing(self, session: Session) -> bool:
@@ -329,7 +325,6 @@ class _WriterThread:
         return list(done)
 
     def wait_until_idle(self) -> None:
-        """Waits until all jobs are done."""
         self._skip_delay.set()
         with self._change:
             self._change.wait_for(lambda: not self._waiting and self._running is None)

@@ -271,7 +271,7 @@ class SessionStore:
         return self._storage.figures()
 
     def continue_writing(self) -> bool:
-        """Hands queued sessions to the writer while it has room. Returns whether unwritten sessions are left."""
+        """Hands queued sessions to the writer while it has room. Returns whether sessions are left to be written."""
         return self._storage.continue_writing()
 
     def flush(self) -> None:
@@ -334,7 +334,6 @@ class _Storage:
             self._folder.cancel_write(session)
 
     def figures(self) -> dict[str, int]:
-        """Returns the number of sessions and their bytes in memory and on disk, as fields of `Figures`."""
         here = [session for session in self.sessions if session.can_be_read]
         return {
             "sessions": len(here),
@@ -343,17 +342,15 @@ class _Storage:
         }
 
     def continue_writing(self) -> bool:
-        """Hands queued sessions to the writer while it has room. Returns whether unwritten sessions are left."""
+        """Hands queued sessions to the writer while it has room. Returns whether sessions are left to be written."""
         self.write_queued()
         return self._folder is not None and self._folder.has_pending_writes
 
     def flush(self) -> None:
-        """Writes all queued sessions to disk, as far as they fit, and waits for the writes to end."""
         if self._folder is not None:
             self._forget_failed_writes(self._folder.write_queued(wait=True))
 
     def close(self) -> None:
-        """Writes all queued sessions to disk and ends the writer's thread."""
         if self._folder is not None:
             self._forget_failed_writes(self._folder.close())
 
