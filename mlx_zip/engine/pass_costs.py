@@ -285,7 +285,7 @@ class _Known(NamedTuple):
 
 
 class PassClock:
-    """Times the passes of one group of requests. ids, rows: size of the running pass; ids 0 leaves it untimed."""
+    """Times the passes of a group. ids, rows: ids per row and rows of the running pass; ids is 0 to skip this pass."""
 
     def __init__(self) -> None:
         self.ids = self.rows = 0

@@ -401,7 +401,7 @@ _Call = Callable[[], Any]
 
 
 class _Inbox:
-    """Calls that other threads ask one thread, the owner, to run. After `shut`, `post` and `ask` raise."""
+    """Calls of other threads, run by one thread, the owner. `post`, `ask` raise `EngineStoppedError` after `shut`."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
