@@ -25,7 +25,8 @@ class CostFile:
     """A file of pass times. `costs` begins with the times in the file; newer times replace them.
 
     key: everything that pass times depend on, by name; the file's name is a hash of the key. A file that is missing,
-    damaged, of another version or of another key counts as empty. Processes may share a file: it is replaced whole.
+    damaged, of another version or of another key counts as empty. Processes may share a file: every write replaces the
+    whole file.
     """
 
     def __init__(self, key: Mapping[str, str]) -> None:
@@ -40,8 +41,8 @@ class CostFile:
     def save(self, every_s: float = 0.0) -> None:
         """Writes the figures if they have changed and the last write was at least `every_s` seconds ago.
 
-        Figures that only other processes have measured stay in the file. A folder that cannot be written to is no
-        error: the next run measures passes again.
+        Figures that only other processes have measured stay in the file. If the folder cannot be written to, the
+        problem is logged; the next run then measures passes again.
         """
         found = self.costs.figures()
         if found == self._saved or time.monotonic() - self._saved_s < every_s:
@@ -67,10 +68,10 @@ class CostFile:
 
 
 def _join(others: Mapping[Figure, float], own: Mapping[Figure, float]) -> dict[Figure, float]:
-    """Returns the figures of other processes, replaced by this process's own where it has them.
+    """Merges figures; a figure in `own` replaces the same figure in `others`.
 
-    The others' seconds are scaled by the two processes' ratio for passes over one id (same `held` and `rows`), so that
-    all can be compared.
+    The seconds in `others` are multiplied by `own` / `others` for passes over one id with equal `held` and `rows`, so
+    that all figures can be compared.
     """
     ones = {(one.held, one.rows): own[one] / others[one] for one in own if one.ids == 1 and one in others}
     return {one: seconds * ones.get((one.held, one.rows), 1.0) for one, seconds in others.items()} | dict(own)
@@ -87,7 +88,7 @@ def _to_json(key: Mapping[str, str], figures: Mapping[Figure, float]) -> dict[st
 
 
 def _from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
-    """Returns the figures in a file's data. Raises `ValueError`, `TypeError` or `KeyError` for unusable data."""
+    """Returns the figures in a file's data. Raises `ValueError`, `TypeError` or `KeyError` if the data is unusable."""
     if data["version"] != VERSION or data["key"] != key:
         raise ValueError("the file is of another version or of another key")
     return {

@@ -1,8 +1,8 @@
-"""Where drafts come from: what a request has read and emitted (`Lookup`), or what its caller predicts.
+"""Sources of drafts: the text that a request has read and emitted (`LookupSource`), and the caller's prediction.
 
-`Source` is the interface of all sources. Codebook entries are no source: a model with hypertokens writes an entry whole
-where it can. In a trial that proposed the rest of a begun entry where lookup found nothing, 2 to 8 in 100 ids were
-accepted (docs/decisions.md).
+`Source` is the interface of all sources. Codebook entries are not a source, because a model with hypertokens already
+emits an entry as one id. In a trial, the rest of a partly emitted entry was proposed where lookup found nothing: 2 to 8
+in 100 proposed ids were accepted (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.lookup import Lookup
 from mlx_zip.engine.pass_costs import WIDTHS, Share
 
-MOST_PROPOSED = WIDTHS[-1] - 1  # ids per pass
-LEAST_MATCH = 3  # minimum number of a text's last base ids that must match an earlier place
-FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # share of accepted ids by match length, before any draft
+MOST_PROPOSED = WIDTHS[-1] - 1  # maximum number of proposed ids per row of a pass
+LEAST_MATCH = 3  # minimum number of base ids at the text's end that must match an earlier place
+FIRST_SHARES = {LEAST_MATCH: 0.5, 5: 0.65, 9: 0.8, 17: 0.9}  # assumed share of accepted ids by minimum match length
 MOST_COMPARED = 32  # maximum number of an answer's last base ids that are searched for in a prediction
 
 
 class Source(Protocol):
-    """Proposes base ids for one request. `append` tells it all base ids that the request emits, proposed or not.
+    """Proposes base ids for one request. `append` must be called with all base ids that the request emits.
 
-    width: ids per draft if pass costs do not decide, None for a number that follows what was accepted. most: maximum
-    number of ids per draft.
+    width: ids per draft if pass costs do not decide, None for `Drafter.own_width`. most: maximum number of ids per
+    draft.
     """
 
     width: int | None
@@ -39,35 +39,38 @@ class Source(Protocol):
         ...
 
     def share(self) -> float:
-        """Returns how likely an id proposed now is accepted if all before it are; 0 if there is nothing to propose."""
+        """Returns the probability that a proposed id is accepted if all earlier ones are, 0 with nothing to propose."""
         ...
 
     def seconds(self) -> float:
-        """Returns the seconds to propose one id; 0 for hardly any time, infinite if unknown."""
+        """Returns the seconds to propose one id: 0 for a negligible time, infinite if unknown."""
         ...
 
     def propose(self, most: int) -> Sequence[int] | Uint32s | Iterator[int]:
-        """Returns up to `most` base ids that may come next; an iterator if it saves time to take fewer of them."""
+        """Returns up to `most` base ids that may come next, as an iterator if computing each id takes time."""
         ...
 
     def note(self, proposed: int, accepted: int) -> None:
-        """Learns from the last draft: how many ids were proposed, and how many of these were accepted."""
+        """Notes how many ids of the last draft were proposed, and how many of these were accepted."""
         ...
 
 
 class Head(Source, Protocol):
-    """A source that uses the output of the model's passes, and proposes ids, hypertokens included, not base ids."""
+    """A source that reads the output of the model's passes. It proposes ids, which may be hypertokens, not base ids."""
 
     def see(self, h: Any, last: int | None, cache: Any) -> None:
-        """Keeps the body's output h [1, 1, D] that the id `last` is chosen from. h: None if unknown.
+        """Stores the body's output h [1, 1, D] from which the id `last` is chosen. h: None if unknown.
 
-        last: None while the id is still being computed. cache: the request's, which has not read `last`.
+        last: None while the id is still being computed. cache: the request's cache, which has not read `last`.
         """
         ...
 
 
 class LookupSource:
-    """Prompt lookup as a source. base_ids: what the request has so far."""
+    """Prompt lookup: proposes what followed an earlier place of the text that matches the text's end.
+
+    base_ids: the request's text so far.
+    """
 
     width: int | None = None
     most = MOST_PROPOSED
@@ -97,10 +100,11 @@ class LookupSource:
 
 
 class PredictionSource:
-    """Proposes the caller's prediction of the answer. base_ids: of the predicted text.
+    """Proposes the caller's prediction of the answer. base_ids: the predicted text.
 
-    Where the answer differs, the source goes on behind the longest match of the answer's last ids in the prediction; of
-    several such places it takes the next one, because an edited text goes on behind what was changed.
+    After a base id that differs from the prediction, the source looks for the answer's last ids in the prediction and
+    goes on after the longest match. Of several such matches it takes the first after its current place, because an
+    edited text usually goes on after the edit.
     """
 
     width: int | None = None
@@ -109,7 +113,7 @@ class PredictionSource:
     def __init__(self, base_ids: Sequence[int] | Uint32s) -> None:
         self._ids, self._acceptance = as_ids(base_ids), Acceptance()
         self._place = 0  # index in the prediction of the answer's next id
-        self._match = self._asked_match = LEAST_MATCH  # number of matching ids before the place, 0 if it is unknown
+        self._match = self._asked_match = LEAST_MATCH  # number of matching ids before the place, 0: place unknown
         self._last: deque[int] = deque(maxlen=MOST_COMPARED)  # the answer's last ids, the latest first
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
@@ -121,7 +125,7 @@ class PredictionSource:
             self._find_place()
 
     def _find_place(self) -> None:
-        """Finds the place behind the longest match of the answer's last ids, if at least `LEAST_MATCH` ids match."""
+        """Moves to the place after the longest match of the answer's last ids, if at least `LEAST_MATCH` ids match."""
         ids, match = self._ids, 1
         places = np.flatnonzero(ids == self._last[0]) + 1
         for one in islice(self._last, 1, None):
@@ -150,13 +154,13 @@ class PredictionSource:
 
 
 def text_sources(base_ids: Sequence[int] | Uint32s, prediction: Sequence[int] | Uint32s = ()) -> list[Source]:
-    """Returns the sources that need no model. base_ids: the request's text; prediction: empty for none."""
+    """Returns the sources that need no model. base_ids: the request's text. prediction: base ids, empty for none."""
     predicted = [PredictionSource(prediction)] if len(prediction) else []
     return [*predicted, LookupSource(base_ids)]
 
 
 class Acceptance:
-    """The share of proposed ids that are accepted, by the length of the match that the draft follows."""
+    """Estimates the share of proposed ids that are accepted, by the length of the match before the draft."""
 
     def __init__(self) -> None:
         shares = {length: Share(first) for length, first in FIRST_SHARES.items()}
@@ -164,11 +168,11 @@ class Acceptance:
         self._by_match = [shares[known] for known in classes]
 
     def share(self, match: int) -> float:
-        """Returns the share of proposed ids that are accepted after a match of so many base ids."""
+        """Returns the share of proposed ids that are accepted after a match of `match` base ids."""
         return self._share_after(match).value
 
     def note(self, match: int, proposed: int, accepted: int) -> None:
-        """Learns from a draft after a match of so many base ids."""
+        """Notes the outcome of a draft after a match of `match` base ids: ids proposed, and ids accepted."""
         self._share_after(match).note(proposed, accepted)
 
     def _share_after(self, match: int) -> Share:

@@ -1,8 +1,8 @@
-"""Drafts: base ids that may come next, proposed so that one pass of the model can check several of them.
+"""Drafts: ids that may come next, proposed so that one pass of the model can check several of them.
 
-A draft never changes what is emitted. The model reads proposed ids behind the last one, and each emitted id is chosen
-from the model's own logits, with the request's own penalties, constraint and random numbers, as if it had been read
-alone. A proposed id that is not the one chosen ends the draft.
+A draft never changes what is emitted. One pass reads the last emitted id and the proposed ids. Each next id is chosen
+from the model's logits with the request's penalties, constraint and random numbers, as without a draft. The first
+proposed id that differs from the chosen id ends the draft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DRAFTS = ("off", "lookup", "head", "auto")
 
 
 def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
-    """Raises `GenerationError` for a draft that is not in `DRAFTS`, and for too few or too many ids per draft."""
+    """Raises `GenerationError` unless `draft` is in `DRAFTS` and `num_draft_tokens` is from 1 to `MOST_PROPOSED`."""
     if draft not in DRAFTS:
         raise GenerationError(f"draft (--draft) must be one of {', '.join(DRAFTS)}, got {draft!r:.80}")
     if type(num_draft_tokens) is not int or not 1 <= num_draft_tokens <= MOST_PROPOSED:
@@ -32,7 +32,7 @@ def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
 
 
 class Offer(NamedTuple):
-    """A source that has ids to propose. share, seconds: what its methods of these names return now."""
+    """A source that has ids to propose. share, seconds: results of the source's methods `share` and `seconds`."""
 
     source: Source
     share: float
@@ -40,12 +40,12 @@ class Offer(NamedTuple):
 
 
 class Drafter:
-    """Proposes ids for one request, and counts what became of them.
+    """Proposes ids for one request, and counts them.
 
-    costs: the pass costs that decide how many ids are proposed. If None, the source's `width` decides or, without one,
-    `own_width`, which doubles after a draft that was accepted whole, and shrinks after a refusal, because the model has
-    then left the text that is looked up. head: one more source, the model's draft head. proposed: number of proposed
-    ids, a hypertoken counts as one. proposed_tokens: their base tokens.
+    costs: the pass costs that decide how many ids are proposed. If None, the source's `width` decides or, if that is
+    None, `own_width`: it doubles after a draft that was accepted whole, and shrinks after a refusal, because the answer
+    then no longer follows the proposed text. head: one more source, the model's draft head. proposed: number of
+    proposed ids, a hypertoken counts as one. proposed_tokens: base tokens of the proposed ids.
     """
 
     def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None, head: Head | None = None) -> None:
@@ -53,11 +53,11 @@ class Drafter:
         self.costs, self.own_width = costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self._asked_tokens = 0  # base tokens of the last draft
-        self._left, self._left_until = 0.0, 0  # a share that was not worth a pass, and when to weigh it again
+        self._left, self._left_until = 0.0, 0  # arguments of the last `leave`
         self.proposed = self.proposed_tokens = 0
 
     def append(self, base_ids: Sequence[int]) -> None:
-        """Tells the sources of base ids that were emitted."""
+        """Gives emitted base ids to all sources."""
         for source in self._sources:
             source.append(base_ids)
 
@@ -67,19 +67,19 @@ class Drafter:
             self._head.see(h, last, cache)
 
     def has_news(self) -> bool:
-        """Returns whether something can be proposed that was not just found not to be worth its pass.
+        """Returns whether a source has ids to propose that `leave` has not ruled out for now.
 
-        This saves weighing it again: between two passes of a small model even that takes time that counts.
+        If not, the caller need not weigh costs again, which takes noticeable time between two passes of a small model.
         """
         share = max(source.share() for source in self._sources) if self._sources else 0.0
         return share > self._left or (share > 0 and (self.costs is None or self.costs.passes >= self._left_until))
 
     def leave(self, share: float, until: int) -> None:
-        """Notes that ids of this share are not worth a pass. until: value of `PassCosts.passes` to weigh them again."""
+        """Rules out ids of this share or less, because they do not pay, until `PassCosts.passes` reaches `until`."""
         self._left, self._left_until = share, until
 
     def offers(self) -> tuple[Offer | None, Offer | None]:
-        """Returns the offer most likely to be accepted, and the most likely one that takes no time; None for none."""
+        """Returns the offer with the highest share, and the best offer that takes no time; None where there is none."""
         surest = at_once = None
         for source in self._sources:
             share = source.share()
@@ -94,8 +94,8 @@ class Drafter:
     def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> list[int]:
         """Returns up to `most` ids of a source that may come after the id `last`, which was emitted but not yet read.
 
-        book: the request's codebook, which compresses the source's base ids like any text; None for a plain model.
-        Hypertokens that the draft itself would install may be among the ids.
+        book: the request's codebook, None for a plain model. A copy of `book` compresses the source's base ids, so the
+        result may include hypertokens whose entries earlier ids of the draft install.
         """
         self._asked = source
         found = source.propose(most if book is None or source is self._head else most * book.params.merge_size)
@@ -115,12 +115,12 @@ class Drafter:
         return ids
 
     def note_pass(self, proposed: int) -> None:
-        """Counts the ids of the last draft, which a pass reads."""
+        """Counts the ids of the last draft as proposed. Called when a pass reads them."""
         self.proposed += proposed
         self.proposed_tokens += self._asked_tokens
 
     def note_end(self, proposed: int, accepted: int) -> None:
-        """Learns from a draft that was accepted whole or ended with a refused id."""
+        """Notes that the last draft is over: how many ids were proposed, and how many of these were accepted."""
         if self._asked is None:
             return
         self._asked.note(proposed, accepted)
@@ -129,9 +129,9 @@ class Drafter:
 
 
 def _push_readable(book: Codebook, ids: list[int]) -> list[int]:
-    """Pushes and returns the ids before the first one that the codebook cannot read.
+    """Pushes ids up to the first one that the codebook cannot read, and returns the pushed ids.
 
-    An id cannot be read if one before it evicts its entry.
+    A hypertoken cannot be read if an earlier id in `ids` has evicted the hypertoken's entry.
     """
     for n, one in enumerate(ids):
         try:
@@ -149,15 +149,15 @@ def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int],
     for base_id in base_ids:
         taken.append(base_id)
         ids = book.compress(taken).tolist()
-        if len(ids) > width:  # the last of the wanted ids cannot grow any more
+        if len(ids) > width:  # further base ids cannot change the first `width` ids
             break
     return ids[:width]
 
 
 class Draft:
-    """Proposed ids that a pass of the model reads behind a request's last id. taken: how many were chosen so far.
+    """Proposed ids that a pass of the model reads after a request's last id. taken: how many were chosen so far.
 
-    drafter: the request's; it is told how many ids the pass reads and, at the end, how many were accepted.
+    drafter: the request's drafter; it gets the number of proposed ids at once, that of accepted ids from `end`.
     """
 
     def __init__(self, drafter: Drafter, ids: Sequence[int]) -> None:
@@ -165,18 +165,18 @@ class Draft:
         drafter.note_pass(len(self.ids))
 
     def proposes(self, chosen: int) -> bool:
-        """Returns whether an id is the next one that was proposed."""
+        """Returns whether the id `chosen` is the next proposed id."""
         return self.taken < len(self.ids) and self.ids[self.taken] == chosen
 
     def take(self, chosen: int) -> bool:
-        """Moves on by the id that was chosen, if it is the next proposed one; returns whether it is."""
+        """If the id `chosen` is the next proposed id, counts it as taken. Returns whether it is."""
         if not self.proposes(chosen):
             return False
         self.taken += 1
         return True
 
     def end(self) -> None:
-        """Tells the drafter that the draft is over: all ids were accepted, or the next one was refused."""
+        """Reports to the drafter how many ids were accepted. Called when all were, or the next one was refused."""
         self._drafter.note_end(len(self.ids), self.taken)
 
 
@@ -186,13 +186,13 @@ class Draft:
 def choose_drafts(
     drafters: Sequence[Drafter | None], limits: Sequence[int], held: int
 ) -> list[tuple[Source | None, int]]:
-    """Returns for each row of a pass which source proposes, and how many ids; None and 0 for no draft.
+    """Returns for each row of a pass the source that proposes, and the number of ids; None and 0 for no draft.
 
-    In each row the source most likely to be accepted proposes or, if this gives more ids per second in all, the most
-    likely one that takes no time.
+    Each row takes its source with the highest share. But if the pass emits more ids per second when each row takes its
+    best source among those that take no time, these are taken.
 
-    drafters: per row, None for a request without. limits: maximum number of proposed ids per row. held: ids per row
-    that the cache holds.
+    drafters: one per row, None for a request without a drafter. limits: maximum number of proposed ids per row. held:
+    ids per row that the cache holds.
     """
     costs, found = _costs_of(drafters), _offers_to_weigh(drafters, limits)
     offers, width = (None, 0) if not found else (found[0], None) if costs is None else _weigh(costs, found, held)
@@ -214,7 +214,7 @@ def choose_drafts(
 
 
 def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
-    """Returns the offers to take, and the ids per row: those of a trial that is due, else those that gain most."""
+    """Returns the offers to take and the number of ids per row: of a trial if one is due, else of the highest gain."""
     if len(found) == 1:
         return found[0], costs.choose_ids(found[0].shares, held, found[0].most, found[0].seconds)
     for offers in found:
@@ -225,12 +225,12 @@ def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offe
 
 
 def have_news(drafters: Sequence[Drafter | None]) -> bool:
-    """Returns whether any row of a pass has something to propose that is to be weighed, see `Drafter.has_news`."""
+    """Returns whether `Drafter.has_news` is true for any row of a pass."""
     return any(drafter is not None and drafter.has_news() for drafter in drafters)
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
-    """Predicts whether ids will be proposed after the next step: yes if they would be now."""
+    """Predicts whether ids will be proposed after the next step: yes if ids would be proposed now."""
     costs = _costs_of(drafters)
     return any(
         costs is None or costs.pays(offers.shares, held, offers.most, offers.seconds)
@@ -239,9 +239,9 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
 
 
 class _Offers(NamedTuple):
-    """What may be proposed to the rows of a pass. rows: per row an offer or None. shares: of the offers, 0 for None.
+    """Offers for the rows of a pass. rows: per row an offer or None. shares: share of each row's offer, 0 for None.
 
-    seconds: how long it takes to propose one id to each row, one row after the other. most: maximum ids of any row.
+    seconds: time to propose one id to every row, one row after the other. most: maximum number of ids of any row.
     """
 
     rows: list[Offer | None]
@@ -251,7 +251,7 @@ class _Offers(NamedTuple):
 
 
 def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
-    """Returns the rows' most likely offers, if any, and, if those take time, also the most likely that take none."""
+    """Returns the rows' offers with the highest shares, if any; if these take time, also the best that take no time."""
     found = [
         drafter.offers() if drafter is not None and limit > 0 else (None, None)
         for drafter, limit in zip(drafters, limits, strict=True)

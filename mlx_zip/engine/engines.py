@@ -1,6 +1,6 @@
-"""`Engines`: a main model and others to compare it with, opened on demand. Importing this module imports no MLX.
+"""`Engines`: a main model and other models to compare with it, opened on demand. Importing this module imports no MLX.
 
-Engines take turns: answers of two of them never run at once on one machine.
+Engines take turns: answers of two engines never run at the same time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NAMED = "a model that you named"
 
 @dataclass(frozen=True)
 class OtherModel:
-    """A model to compare the main one with. open: returns its engine.
+    """A model to compare with the main model. open: opens this model and returns its engine.
 
-    kind: "control" (the main model's partner in `named.PARTNERS`), "model" (one that the user named or is offered)
-    or "off" (the main model with its hypertokens switched off). label: what the model is, in words. quality: its
-    quality figures in words, None if none are known.
+    kind: "control" for the main model's partner in `named.PARTNERS`, "model" for a model that the user named or is
+    offered, "off" for the main model with its hypertokens switched off. label: description of this model for the user.
+    quality: this model's quality figures as text, None if unknown.
     """
 
     name: str
@@ -46,10 +46,10 @@ def other_models(
     open_model: Callable[[str], Engine] | None = None,
     offered: Mapping[str, str] = {},
 ) -> list[OtherModel]:
-    """Returns the models that the main one can be compared with.
+    """Returns the models that `main` can be compared with.
 
-    named: a model that the user named, None for none. open_model: opens a model by its name; by default without kept
-    sessions. offered: further models, name -> what the model is, in words.
+    named: name of a model that the user asked for, or None. open_model: opens a model by name; the default opens an
+    engine that keeps no sessions. offered: descriptions of further models, by name.
     """
     name, opened, found = main.info.name, open_model or _open_by_name, list[OtherModel]()
     kinds = {PARTNERS[name]: "control"} if name in PARTNERS else {}
@@ -74,10 +74,10 @@ def _open_by_name(name: str) -> Engine:
 
 
 class Engines:
-    """A main engine, and at most one of the others at a time; for any thread.
+    """Keeps a main engine open, and at most one of the other models at a time. May be used from any thread.
 
-    Answers of two engines never run at once. For that, use `main` in place of the engine given: it takes turns with the
-    others. The engine given is not closed here.
+    Answers of two engines never run at the same time. For this to hold, use the attribute `main` instead of the engine
+    passed as `main`. `close` does not close the main engine.
     """
 
     def __init__(self, main: Engine, others: Sequence[OtherModel] = ()) -> None:
@@ -85,19 +85,19 @@ class Engines:
         self.main = cast(Engine, InTurn(main, self._turns))
         self.others = {other.name: other for other in others}
         self._changed = threading.Condition()
-        self._name, self._engine, self._users = "", None, 0  # the other model that is open, and how many use it
+        self._name, self._engine, self._users = "", None, 0  # the other open model, and the number of its users
         self._moving = False  # whether another model is being opened or closed
         self._closed = False
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Names of the models that are open."""
+        """Names of the open models."""
         with self._changed:
             return (self.main.info.name, *([self._name] if self._engine is not None else []))
 
     @contextmanager
     def use(self, name: str) -> Iterator[Engine]:
-        """Yields the engine of a model, which stays open until the block ends. Waits and raises as `acquire` does."""
+        """Context manager: yields the engine of a model, open until the block ends. Waits and raises as `acquire`."""
         engine = self.acquire(name)
         try:
             yield engine
@@ -105,11 +105,11 @@ class Engines:
             self.release(engine)
 
     def acquire(self, name: str) -> Engine:
-        """Returns the engine of a model, opened if it is not open; give it back with `release`.
+        """Returns the engine of the model `name`, and opens the model if needed. Call `release` after use.
 
-        Only one model besides the main one is open at a time. If a different one is open, waits until nobody uses it,
-        and closes it. Raises `EngineError` for an unknown name, `EngineStoppedError` after `close`, and what opening
-        the model raises; the main model and the others stay usable then.
+        Only one model besides the main model is open at a time. If a different one is open, waits until nobody uses
+        that model, and closes it. Raises `EngineError` if the name is unknown, `EngineStoppedError` after `close`, and
+        what opening the model raises; after an error all other models remain usable.
         """
         if name == self.main.info.name:
             return self.main
@@ -130,7 +130,7 @@ class Engines:
         return self._open_instead(other)
 
     def release(self, engine: Engine) -> None:
-        """Gives back an engine that `acquire` returned. The model stays open until another one is asked for."""
+        """Ends the use of an engine that `acquire` returned. The model stays open until another model is acquired."""
         if engine is self.main:
             return
         with self._changed:
@@ -138,7 +138,7 @@ class Engines:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Closes the other model that is open, which cancels its answers, and refuses further ones."""
+        """Closes the other open model, if any, which cancels its answers. `acquire` then raises for other models."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._moving)
@@ -162,7 +162,7 @@ class Engines:
         return self._engine is not None and self._name == name and self._engine.alive
 
     def _open_instead(self, other: OtherModel) -> Engine:
-        """Opens a model in place of the one that is open, and returns its engine, with one user."""
+        """Closes the other model that is open, if any, opens `other`, and returns its engine, with one user."""
         try:
             if self._engine is not None:
                 self._engine.close()
@@ -196,7 +196,7 @@ log = logging.getLogger(__name__)
 
 
 class _Ticket(Ticket):
-    """A request's ticket. inner: the engine's ticket, None while held. cancelled: whether the request is to end."""
+    """A request's ticket. inner: ticket from the engine, None while held. cancelled: whether the request is to end."""
 
     def __init__(self) -> None:
         self.inner: Ticket | None = None
@@ -204,7 +204,7 @@ class _Ticket(Ticket):
 
 
 class _Request:
-    """A request for an engine. deaf: whether `deliver` has raised, after which it gets no more events."""
+    """A request for an engine. deaf: whether `deliver` has raised; if so, `deliver` is not called any more."""
 
     def __init__(self, engine: Engine, submission: Submission, deliver: Deliver) -> None:
         self.engine, self.submission, self.deliver, self.ticket = engine, submission, deliver, _Ticket()
@@ -212,16 +212,16 @@ class _Request:
 
 
 class _Turns:
-    """Decides which engine's answers run. Requests start in the order they came; those of one engine may overlap."""
+    """Decides which engine's answers run. Requests start in order of arrival; requests of one engine may overlap."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a receiver may cancel in the middle of `Held`
-        self._engine: Engine | None = None  # whose answers run
+        self._lock = threading.RLock()  # reentrant: a receiver of `Held` may cancel the request
+        self._engine: Engine | None = None  # the engine whose answers run
         self._running = 0
         self._held: deque[_Request] = deque()
 
     def submit(self, request: _Request) -> Ticket:
-        """Runs a request now or later. Raises what the engine raises, and `EngineBusyError` if too many are held."""
+        """Runs or holds a request. Raises what the engine raises, and `EngineBusyError` if too many are held."""
         with self._lock:
             if goes := not self._held and self._engine in (None, request.engine):
                 self._note_begun(request)
@@ -239,7 +239,7 @@ class _Turns:
         return request.ticket
 
     def cancel(self, ticket: _Ticket, engine: Engine) -> None:
-        """Ends a request soon, also one that is held."""
+        """Ends a request soon, whether running or held."""
         with self._lock:
             ticket.cancelled = True
             held = next((one for one in self._held if one.ticket is ticket), None)
@@ -251,12 +251,12 @@ class _Turns:
             engine.cancel(ticket.inner)
 
     def _note_begun(self, request: _Request) -> None:
-        """Notes that a request runs; called with the lock held."""
+        """Counts a request as running. The caller holds the lock."""
         self._engine = request.engine
         self._running += 1
 
     def _submit_begun(self, request: _Request) -> None:
-        """Submits a request that has begun. Raises what the engine raises."""
+        """Submits a request that is counted as running to its engine. Raises what the engine raises."""
         try:
             request.ticket.inner = request.engine.submit(request.submission, partial(self._deliver, request))
         except BaseException:
@@ -266,13 +266,13 @@ class _Turns:
             request.engine.cancel(request.ticket.inner)
 
     def _deliver(self, request: _Request, event: Event) -> None:
-        """Delivers an event; after the last one, others may run."""
+        """Delivers an event. After a request's last event, submits held requests that may now run."""
         self._deliver_or_cancel(request, event)
         if isinstance(event, Finished | Failed):
             self._note_ended()
 
     def _deliver_or_cancel(self, request: _Request, event: Event) -> None:
-        """Delivers an event. A receiver that raises gets no more events, and its request is cancelled."""
+        """Delivers an event. If the receiver raises, cancels the request and delivers no more events."""
         if request.deaf:
             return
         try:
@@ -283,7 +283,7 @@ class _Turns:
             self.cancel(request.ticket, request.engine)
 
     def _note_ended(self) -> None:
-        """Notes that a request has ended, and lets held ones in."""
+        """Counts a request as ended. If none is left running, submits the next held requests, all of one engine."""
         with self._lock:
             self._running -= 1
             if self._running:
@@ -296,7 +296,7 @@ class _Turns:
             self._submit_held(request)
 
     def _submit_held(self, request: _Request) -> None:
-        """Submits a request that was held; an error is delivered."""
+        """Submits a request that was held. Delivers an error as `Failed`."""
         try:
             self._submit_begun(request)
         except Exception as error:
@@ -304,9 +304,10 @@ class _Turns:
 
 
 class InTurn:
-    """An engine that takes turns with others. A request that waits gets a `Held` event. Other attributes are `inner`'s.
+    """The engine `inner`, taking turns with other engines. All attributes not defined here are those of `inner`.
 
-    If the engine refuses a request that had to wait, the error is delivered as `Failed`.
+    A request that must wait for another engine gets a `Held` event. If `inner` then refuses the request, the error is
+    delivered as `Failed`.
     """
 
     def __init__(self, inner: Engine, turns: _Turns) -> None:

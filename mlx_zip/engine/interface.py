@@ -1,7 +1,7 @@
 """The engine's interface: all that a front (server, chat, app, harness) knows of a model. Imports no MLX, no PyTorch.
 
-A front submits base ids with limits and sampling options, and gets events: emitted ids with their expansions,
-log-probabilities and counts. Text is the front's work: `mlx_zip.text` turns base ids into text and finds stop strings.
+A front submits base ids with limits and sampling options, and receives events such as `Emitted` and `Finished`. The
+front turns base ids into text and finds stop strings (`mlx_zip.text`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mlx_zip.errors import EngineError, MlxZipError
 
 
 class Constraint(Protocol):
-    """Restricts what an answer may consist of, for example to a grammar. Its state follows the answer's base ids.
+    """Restricts the base ids of an answer, for example to a grammar. `push` advances a constraint's state.
 
-    The engine calls a constraint in its own thread. Each request needs a constraint of its own.
+    Each request needs a constraint of its own. The engine calls all methods in the engine's thread.
     """
 
     def mask(self) -> np.ndarray:
-        """Returns which base ids may come next, [V] bool; True for the eos ids if the answer may end here."""
+        """Returns a bool array [V]: which base ids may come next. eos ids are True if the answer may end here."""
         ...
 
     def accepts(self, base_ids: Sequence[int]) -> bool:
-        """Returns whether all these base ids may come next, one after the other. The state does not change."""
+        """Returns whether the answer may go on with all of `base_ids`, in this order. Does not change the state."""
         ...
 
     def push(self, base_ids: Sequence[int]) -> None:
-        """Advances the state by emitted base ids. Raises `GenerationError` for ids that are not accepted."""
+        """Advances the state by emitted base ids. Raises `GenerationError` if the constraint does not accept them."""
         ...
 
 
@@ -41,15 +41,15 @@ class Constraint(Protocol):
 class Submission:
     """One request to an engine.
 
-    base_ids: the whole prompt; the engine finds by itself how much of it a kept session holds. max_tokens: base tokens
-    of the answer, -1 for no limit but the context's. eos_ids: base ids that end the answer, also inside a hypertoken;
-    empty to end at the limit only. sampling: fields of `mlx_zip.sampling.options.Sampling` by name. top_logprobs:
-    None for no log-probabilities, else how many of the most likely ids to report per step, next to the chosen one.
-    constraint: restricts the answer. pack: pack that a new codebook begins with, a path or a `Pack`; None for the
-    model's own. keep: whether the engine keeps the request's state as a session, for later requests that begin with the
-    same base ids. show: whether events tell where entries were learned (`Emitted.origin`) and count the answer so far
-    (`Counted`). prediction: base ids that the answer will probably begin with. They are proposed as drafts if the
-    engine looks for drafts in the text (`RunOptions.draft`), and never change the answer.
+    base_ids: the whole prompt, including what a kept session may already hold. max_tokens: maximum number of base
+    tokens in the answer, -1 if only the context limits the answer. eos_ids: base ids that end the answer, also inside a
+    hypertoken; if empty, only a limit ends the answer. sampling: fields of `mlx_zip.sampling.options.Sampling` by name.
+    top_logprobs: number of most likely ids to report per step; with 0 only the chosen id's log-probability is reported,
+    with None no log-probabilities. constraint: restricts the answer. pack: pack whose entries a new codebook begins
+    with, a path or a `Pack`; None for the model's own. keep: whether the engine keeps the request's cache as a session,
+    for later requests that begin with the same base ids. show: whether the engine sets `Emitted.origin` and sends
+    `Counted` events. prediction: base ids that the answer will probably begin with. The engine proposes them as drafts
+    if `RunOptions.draft` is "lookup" or "auto". A prediction never changes the answer.
     """
 
     base_ids: Sequence[int]
@@ -66,7 +66,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Likely:
-    """An id that could have been emitted: its base ids and its natural log-probability."""
+    """One of the most likely ids at a position: its base ids and its natural log-probability."""
 
     base_ids: tuple[int, ...]
     logprob: float
@@ -74,8 +74,8 @@ class Likely:
 
 @dataclass(frozen=True)
 class PromptId:
-    """One id of a compressed prompt. base_ids: what it expands to. logprob: natural log-probability of the id given all
-    ids before it, None for the first one. likely: the most likely ids at its position, most likely first.
+    """One id of a compressed prompt. base_ids: expansion of the id. logprob: natural log-probability of the id given
+    all earlier ids, None for the prompt's first id. likely: the most likely ids at this position, most likely first.
     """
 
     base_ids: tuple[int, ...]
@@ -85,9 +85,9 @@ class PromptId:
 
 @dataclass(frozen=True)
 class Differing:
-    """Where a prompt first differs from the kept session that has most in common with it.
+    """The first difference between a prompt and the kept session that has the longest common prefix with the prompt.
 
-    at: number of base tokens before the difference. kept, now: the next few base ids of the session, and of the prompt.
+    at: number of base tokens before the difference. kept: the session's next few base ids. now: those of the prompt.
     """
 
     at: int
@@ -97,9 +97,9 @@ class Differing:
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is about to be read. prompt_tokens: its base tokens. cached_tokens: how many of these a session
-    already holds. prompt_ids: ids left to read. differing: None if the prompt continues a whole session, or shares its
-    beginning with no session.
+    """Sent before a prompt is read. prompt_tokens: base tokens of the prompt. cached_tokens: base tokens of the prompt
+    that a session already holds. prompt_ids: number of ids left to read. differing: where the prompt differs from a
+    session; None if the prompt continues a whole session, or no session begins as the prompt does.
     """
 
     prompt_tokens: int
@@ -110,7 +110,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Held:
-    """The request waits until running answers of another engine, named `engine`, end. Comes before `Started`."""
+    """Sent before `Started` if the request must wait for the running answers of another engine, named `engine`."""
 
     engine: str
 
@@ -119,7 +119,7 @@ class Held:
 class Progress:
     """Progress of prefill. read: ids read so far. total: ids to read.
 
-    Also comes in the middle of an answer, when LongRoPE changes its factors and the context is read again.
+    Also sent during an answer when LongRoPE switches to its long factors, because the context is then read again.
     """
 
     read: int
@@ -138,13 +138,13 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Emitted:
-    """One emitted id. base_ids: what it expands to, without what follows an eos or the limit.
+    """One emitted id. base_ids: expansion of the id, cut after an eos id or at the limit.
 
-    logprob: natural log-probability of the id, None unless asked for. likely: the most likely ids of the step, most
-    likely first. learned: base ids of each entry that was installed in the codebook since the last `Emitted`, usually
-    by this id. origin: with `Submission.show`, where a hypertoken's entry was learned, None for a base id. last:
-    whether the answer ends with this id, at an eos or a limit. from_draft: whether a draft had proposed the id, which
-    then took no pass of its own.
+    logprob: natural log-probability of the id, None if `Submission.top_logprobs` is None. likely: the most likely ids
+    of the step, most likely first. learned: base ids of each codebook entry installed since the previous `Emitted`.
+    origin: where a hypertoken's entry was learned; None for a base id, or without `Submission.show`. last: whether the
+    answer ends with this id, at an eos id or a limit. from_draft: whether a draft proposed the id; such an id takes no
+    pass of its own.
     """
 
     id: int
@@ -163,9 +163,10 @@ class Counts:
 
     cached_tokens: base tokens of the prompt that were not read, because a session held them. hypertokens: steps that
     emitted a hypertoken. entries, codebook_size: used and available slots of the codebook. kv_bytes_saved: bytes of KV
-    cache saved, compared with the base model on the same text. proposed, accepted: draft ids, and how many of them were
-    emitted; each accepted id saved a pass of the model. proposed_tokens, accepted_tokens: base tokens of these ids.
-    queued_s, first_id_s, total_s: from submission until the request began, until its first id, and until now.
+    cache saved, compared with the base model on the same text. proposed: ids that drafts proposed. accepted: proposed
+    ids that were emitted; each saved a pass of the model. proposed_tokens, accepted_tokens: base tokens of the proposed
+    and of the accepted ids. queued_s: from submission until the request began. first_id_s: from submission until the
+    first emitted id. total_s: from submission until now.
     """
 
     prompt_tokens: int = 0
@@ -187,7 +188,7 @@ class Counts:
 
     @property
     def passes(self) -> int:
-        """Passes of the model that the emitted ids took: one each, but none for an accepted draft id."""
+        """Number of passes of the model for the emitted ids: one per id, but none for an accepted draft id."""
         return self.steps - self.accepted
 
     @property
@@ -198,7 +199,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Counted:
-    """The figures of an answer so far; with `Submission.show` only, about ten times per second."""
+    """The figures of an answer so far. Sent about ten times per second if `Submission.show` is set."""
 
     counts: Counts
 
@@ -223,10 +224,11 @@ Event = Held | Started | Progress | Emitted | Counted | Finished | Failed
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Facts about an engine's model. name: the name that it was opened by. vocab_size: number of base ids. context:
-    positions, None without a limit. merge_size, codebook_size: 0 for a model without hypertokens. fingerprint: of
-    weights and tokenizer. max_prompt_tokens: upper bound on the base tokens of a prompt, however well it compresses;
-    None without a limit. max_requests: how many requests can run and wait at one time, None without a limit.
+    """Facts about an engine's model. name: name that the model was opened by. vocab_size: number of base ids. context:
+    maximum number of positions, None without a limit. merge_size, codebook_size: codec parameters, 0 for a model
+    without hypertokens. fingerprint: hash of weights and tokenizer. max_prompt_tokens: upper bound on the base tokens
+    of a prompt, however well the prompt compresses; None without a limit. max_requests: maximum number of requests that
+    run or wait at one time, None without a limit.
     """
 
     name: str
@@ -241,8 +243,8 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A kept session. base_tokens, ids: how many it holds. bytes: in memory, 0 if it is on disk only. used: time of its
-    last use, seconds since 1970.
+    """A kept session. base_tokens, ids: how many of each the session holds. bytes: memory that the session takes, 0 if
+    the session is on disk only. used: time of the last use in seconds since 1970.
     """
 
     name: str
@@ -255,9 +257,10 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class Figures:
-    """An engine's counts since it started. Current values: running, waiting, sessions, and *_bytes except the peak.
+    """An engine's counts since its start. running, waiting, sessions and *_bytes (except the peak) are current values.
 
-    proposed, accepted: as in `Counts`. passes: passes of the model for emitted ids, counted once per request in a pass.
+    proposed, accepted: as in `Counts`. passes: passes of the model for emitted ids; a pass over a batch counts once per
+    request.
     """
 
     requests: int = 0
@@ -282,9 +285,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Upper bound on a model's speed by memory bandwidth: steps per second, measured bandwidth, and bytes per step.
-
-    bytes_per_step counts the weights only; a step also reads KV caches and hyper rows, so the bound is never reached.
+    """Upper bound on a model's speed, set by the memory bandwidth. steps_per_s: the bound. bytes_per_s: the measured
+    bandwidth. bytes_per_step: bytes of weights that a step reads. A step also reads KV caches and hyper rows, so no
+    step reaches the bound.
     """
 
     steps_per_s: float
@@ -293,18 +296,18 @@ class Ceiling:
 
 
 class Ticket:
-    """Names one submitted request; compared by identity."""
+    """Identifies one submitted request. Tickets are compared by identity."""
 
 
 Deliver = Callable[[Event], None]
 
 
 class Engine(ABC):
-    """A model that serves requests, any number at a time. All methods may be called from any thread.
+    """Serves requests with one model, any number at a time. All methods may be called from any thread.
 
-    tokenizer: has the attributes of `mlx_zip.text.tokenizers.Tokenizer`. info: facts about the model. The `with`
-    statement closes the engine at its end. Methods on answers and sessions raise `EngineStoppedError` once the engine
-    is closed or a fault has ended it.
+    tokenizer: has the attributes of `mlx_zip.text.tokenizers.Tokenizer`. info: facts about the model. Context manager:
+    closes the engine at the end. `note_answer` and the methods on sessions raise `EngineStoppedError` after `close` and
+    after a fault that ended the engine's thread.
     """
 
     tokenizer: Any
@@ -312,85 +315,85 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
-        """Takes a request and returns at once. `deliver` is called with each event, in order, in the engine's thread.
+        """Queues a request and returns at once. Calls `deliver` with each event, in order, in the engine's thread.
 
-        The last event is one `Finished` or one `Failed`. `deliver` must return soon and must not raise. Raises, before
-        anything runs: `GenerationError` for a request that cannot be met, `PromptTooLongError` for a prompt beyond the
-        context or the engine's bound, `EngineBusyError` if too many requests wait, `EngineStoppedError`.
+        The last event is `Finished` or `Failed`. `deliver` must return soon and must not raise. Raises before anything
+        runs: `GenerationError` if the request cannot be met, `PromptTooLongError` if the prompt exceeds the context or
+        the engine's bound, `EngineBusyError` if too many requests wait, `EngineStoppedError` if the engine has stopped.
         """
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request soon, with `Finished("cancelled", ...)`; does nothing if it has ended.
+        """Ends a request soon, with `Finished("cancelled", ...)`; does nothing if the request has already ended.
 
-        The request's state is kept if `Submission.keep` is set.
+        If `Submission.keep` is set, the request's session is kept.
         """
 
     @abstractmethod
     def check_pack(self, pack: Any) -> None:
-        """Raises `GenerationError`, with the reason, if no request of this engine can begin with a pack.
+        """Raises `GenerationError`, with the reason, if requests of this engine cannot begin with `pack`.
 
         pack: as in `Submission`.
         """
 
     @abstractmethod
     def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
-        """Returns the number of ids of a prompt, compressed from `pack` on. Raises as `check_pack` does.
+        """Returns how many ids a prompt is compressed to, with a codebook that begins with `pack` (see `Submission`).
 
-        pack: as in `Submission`.
+        Raises `GenerationError` if requests of this engine cannot begin with `pack`.
         """
 
     @abstractmethod
     def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
-        """Yields the ids of a compressed prompt, with their log-probabilities; running requests go on meanwhile.
+        """Yields each id of a compressed prompt with its log-probability, while running requests go on.
 
         top_logprobs: number of most likely ids to report per position. pack: as in `Submission`. Raises what `submit`
-        raises, also `GenerationError` if the model is split over several machines.
+        raises, and `GenerationError` if the model is split over several machines.
         """
 
     @abstractmethod
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         """Stores an answer's base ids under `key` (for example the answer's text) with the request's session.
 
-        Does nothing if the request has ended and no session of it is kept.
+        Does nothing if the request has ended and its session was not kept.
         """
 
     @abstractmethod
     def answers(self) -> Mapping[str, Sequence[int]]:
-        """Returns the noted answers of all kept sessions, by key; for `mlx_zip.text.prompts.Chat.ids`."""
+        """Returns the base ids of all kept sessions' noted answers, by key, for `mlx_zip.text.prompts.Chat.ids`."""
 
     @abstractmethod
     def sessions(self) -> list[SessionInfo]:
-        """Returns the kept sessions, the last used first."""
+        """Returns the kept sessions, the most recently used first."""
 
     @abstractmethod
     def save_session(self, name: str, file: Path) -> None:
-        """Writes a session to a safetensors file. Raises `EngineError` for an unknown name or a failed write."""
+        """Writes a session to a safetensors file. Raises `EngineError` if the name is unknown or writing fails."""
 
     @abstractmethod
     def load_session(self, file: Path) -> SessionInfo:
-        """Adds the session in a file. Raises `EngineError` for a file that is damaged or of another model."""
+        """Reads a session from a file and keeps it. Raises `EngineError` if the file is damaged or of another model."""
 
     @abstractmethod
     def drop_session(self, name: str) -> None:
-        """Forgets a session, in memory and on disk. Raises `EngineError` for an unknown name."""
+        """Deletes a session from memory and disk. Raises `EngineError` if the name is unknown."""
 
     @abstractmethod
     def purge_sessions(self) -> int:
-        """Forgets all sessions, in memory and on disk, and returns how many there were."""
+        """Deletes all sessions from memory and disk, and returns how many there were."""
 
     def without_hypertokens(self, name: str) -> Engine:
-        """Returns an engine on the same weights in memory that reads and emits base ids only.
+        """Returns a new engine that shares this engine's weights and reads and emits base ids only.
 
-        name: of the new engine, which must be closed before this one. Raises `EngineError` if the model cannot be run
-        without its hypertokens.
+        name: name of the new engine, which must be closed before this engine. Raises `EngineError` if the model cannot
+        be run without its hypertokens.
         """
         raise EngineError(f"{self.info.name} cannot be run without its hypertokens")
 
     def unwire(self) -> bool:
         """Unwires an idle model's memory on a Mac until the next request, so that the system can page it out.
 
-        Returns False and does nothing while requests run, else True, also where nothing is wired.
+        Returns False, without unwiring, if requests run. Otherwise returns True, even if no memory was wired.
         """
         return True
 
@@ -401,22 +404,23 @@ class Engine(ABC):
     def ceiling(self) -> Ceiling | None:
         """Returns the upper bound on the model's speed on this machine, None if unknown.
 
-        The first call measures for up to a second. Call it before the first request: running ones would distort it.
+        The first call measures the memory bandwidth for up to a second. Make this call before the first request,
+        because running requests distort the result.
         """
         return None
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether the engine can still serve: False after `close`, and after a fault that ended its thread."""
+        """Whether the engine can serve requests: False after `close`, and after a fault that ended its thread."""
 
     @abstractmethod
     def on_death(self, call: Callable[[BaseException], None]) -> None:
-        """Calls `call` with the exception if a fault ends the engine's thread; at once if one has already ended it."""
+        """Calls `call` with the exception once a fault ends the engine's thread, or at once if a fault already has."""
 
     @abstractmethod
     def close(self, drain_s: float = 0.0) -> None:
-        """Refuses new requests, lets the open ones go on for up to `drain_s` seconds, cancels the rest, and ends."""
+        """Refuses new requests, waits up to `drain_s` seconds for open ones, cancels the rest, and ends the thread."""
 
     def __enter__(self) -> Engine:
         return self
@@ -426,7 +430,7 @@ class Engine(ABC):
 
 
 def events(engine: Engine, submission: Submission) -> Iterator[Event]:
-    """Submits a request and yields its events; leaving the loop early cancels it. Raises what `submit` raises."""
+    """Submits a request and yields its events. Stopping early cancels the request. Raises what `submit` raises."""
     arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
     ticket = engine.submit(submission, arrived.put)
     try:

@@ -1,4 +1,4 @@
-"""Options of an engine: `RunOptions`, how its model is run; `ServeOptions`, bounds on requests and memory."""
+"""Options of an engine: `RunOptions` says how the model is run, `ServeOptions` bounds requests and memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ DRAFT_TOKENS = 3  # ids that a draft model proposes per pass, as in mlx-lm
 class RunOptions:
     """How a model is run. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
 
-    prefill_step_size: prompt ids read per round of the scheduler. alone_step_size: prompt ids per round while a request
-    is alone, None for `prefill_step_size`. max_kv_size: maximum ids in the KV cache of a plain model's request, None
-    for no bound. ahead: whether a step begins before the host has read its input id; None: on a GPU only. draft: where
-    proposed ids come from, one of `mlx_zip.engine.drafts.DRAFTS`. num_draft_tokens: ids that a draft model proposes per
-    pass, unless draft is "auto". draft_exact: whether an id is chosen again, from a pass over one id, where rounding in
-    a pass over several ids may have changed the choice; then only requests that are alone get drafts.
+    prefill_step_size: prompt ids read per round of the scheduler. alone_step_size: prompt ids read per round if only
+    one request runs and none waits, None for `prefill_step_size`. max_kv_size: maximum number of ids in the KV cache of
+    a plain model's request, None for no bound. ahead: whether a step begins before the host has read its input id;
+    None: on a GPU only. draft: where proposed ids come from, one of `mlx_zip.engine.drafts.DRAFTS`. num_draft_tokens:
+    ids that a draft model proposes per pass; not used if `draft` is "auto". draft_exact: whether an id is chosen again
+    from a pass over one id if rounding in a pass over several ids may have changed the choice; a request then gets
+    drafts only if no other request shares its steps.
     """
 
     kv_bits: int | None = None
@@ -36,10 +37,10 @@ class RunOptions:
 class ServeOptions:
     """Bounds of an engine.
 
-    max_running: requests that run at one time. max_waiting: requests that may wait. max_prompt_tokens: base tokens of a
-    prompt, None for no bound but the context. max_kv_bytes: bytes of all running requests' KV caches, None for half of
-    the memory if its size is known. run: how the model is run. keep_wired_s: seconds for which an idle engine keeps its
-    memory wired on a Mac.
+    max_running: maximum number of requests that run at one time. max_waiting: maximum number of requests that wait.
+    max_prompt_tokens: maximum base tokens of a prompt, None if only the context limits a prompt. max_kv_bytes: maximum
+    bytes of the KV caches of all running requests, None for the engine's default, on MLX half of the memory. run: how
+    the model is run. keep_wired_s: seconds for which an idle engine keeps its memory wired on a Mac.
     """
 
     max_running: int = 8

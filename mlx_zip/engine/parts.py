@@ -1,6 +1,7 @@
-"""Protocols that the scheduler uses, for a loaded model and its requests; MLX and PyTorch each implement them.
+"""Protocols through which the scheduler uses a loaded model. MLX and PyTorch each have an implementation.
 
-A cache is what one request owns: its KV cache and its codebook. Only the classes behind these protocols look inside.
+A cache is what one request owns: its KV cache and its codebook. Only implementations of these protocols look inside a
+cache.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class State(Protocol):
 
 
 class Group(Protocol):
-    """Requests that take their steps together. requests: the current ones. length: ids in the longest cache.
+    """Requests that take their steps together. requests: requests now in the group. length: ids in the longest cache.
 
-    The parts of a step are called in this order: `begin`, `read`, `settle`, `launch`, `finish`; see
-    `mlx_zip.engine.mlx.group`. A step that merges groups leaves out `begin`.
+    The scheduler calls the parts of a step in this order: `begin`, `read`, `settle`, `launch`, `finish`; see
+    `mlx_zip.engine.mlx.group`. In a step that merges groups, the scheduler does not call `begin`.
     """
 
     requests: list[Any]
@@ -51,7 +52,7 @@ class Group(Protocol):
     def switching(self) -> list[int]: ...
 
     def split(self, rows: Sequence[int]) -> Sequence[Any]:
-        """Removes rows and returns their requests; a `Reading` then continues each of them."""
+        """Removes rows from the group and returns their requests. Each then gets a new `Reading`."""
         ...
 
     def join(self, others: Sequence[Any]) -> None: ...
@@ -60,9 +61,9 @@ class Group(Protocol):
 
 
 class Reading(Protocol):
-    """Prefill of one request, whose cache reads its `next_ids`. left: number of ids not yet read.
+    """Prefill of one request: its cache reads the request's `next_ids`. left: number of ids not yet read.
 
-    key: readings with equal keys can be read in one call; None for one that must be read alone.
+    key: readings with equal keys can be read in one call; None if this reading must be read alone.
     """
 
     request: Any
@@ -74,19 +75,20 @@ class Reading(Protocol):
     def key(self) -> Hashable | None: ...
 
     def read(self, at_most: int, others: Sequence[Any] = ()) -> tuple[int, Any]:
-        """Reads up to `at_most` ids or, if there are others, all ids of all of these readings.
+        """Reads up to `at_most` ids of this reading; if `others` is not empty, all ids of this reading and of `others`.
 
-        Returns the number of ids read, and the group of the requests once all their ids are read, None before.
+        Returns the number of ids read and, once all ids are read, the group of the requests, None before.
         """
         ...
 
 
 class Served(Protocol):
-    """A loaded model. hyper: whether it has hypertokens. batches: whether groups of requests may be merged.
+    """A loaded model. hyper: whether the model has hypertokens. batches: whether groups of requests may be merged.
 
-    machines: those that the model is split over, None if it is whole. context, by_base, vocab_size: see `ModelFacts`.
-    canonical: whether canonical decoding is on. long_context: positions beyond which LongRoPE uses its long factors,
-    None for models without. kv_bytes_per_id: bytes of the KV caches per id and row. weight_bytes: of all weights.
+    machines: the group of machines that the model is split over, None on one machine. context, by_base, vocab_size: see
+    `ModelFacts`. canonical: whether canonical decoding is on. long_context: number of positions above which LongRoPE
+    uses its long factors, None for models without LongRoPE. kv_bytes_per_id: bytes of KV cache per id of one request.
+    weight_bytes: bytes of all weights.
     """
 
     options: RunOptions
@@ -106,15 +108,15 @@ class Served(Protocol):
     def weight_bytes(self) -> int: ...
 
     def new_cache(self, start: Any) -> Any:
-        """Returns the cache of a new request. start: pack that its codebook begins with, None for the model's own."""
+        """Returns an empty cache for a request. start: pack that the codebook begins with, None for the model's own."""
         ...
 
     def state_of(self, cache: Any) -> State | None:
-        """Returns the codebooks of a cache, None for a cache without."""
+        """Returns the codebooks of a cache, None for a plain model's cache."""
         ...
 
     def make_draws(self, options: Sampling, state: Any) -> Any:
-        """Returns a request's sampler. state: random state to continue from if the options have no seed."""
+        """Returns a request's sampler. state: random state to continue from if `options` has no seed."""
         ...
 
     def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
@@ -122,9 +124,9 @@ class Served(Protocol):
         ...
 
     def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s) -> Drafter | None:
-        """Returns the drafter that proposes ids for a request, None if nothing is to be proposed.
+        """Returns the drafter that proposes ids for a request, None if drafts are off.
 
-        text: returns the request's base ids so far. prediction: as in `Submission`.
+        text: function that returns the request's base ids so far. prediction: as in `Submission`.
         """
         ...
 
@@ -133,7 +135,7 @@ class Served(Protocol):
         ...
 
     def forget_text(self) -> None:
-        """Empties the draft model's cache, which holds a request's text outside the sessions."""
+        """Empties the draft model's cache, which holds the text of a request."""
         ...
 
     def free_unused(self) -> None:
@@ -141,12 +143,12 @@ class Served(Protocol):
         ...
 
     def settle(self) -> None:
-        """Does the last work of the engine's thread, such as saving pass costs; called before the thread ends."""
+        """Saves what only the engine's thread can save, such as pass costs. Called before the thread ends."""
         ...
 
 
 class ServedByEngine(Served, Protocol):
-    """A loaded model that an engine serves. facts: for the checks of submissions. info: for fronts."""
+    """A loaded model that an engine serves. facts: what checks of submissions need. info: what fronts need."""
 
     facts: ModelFacts
     info: EngineInfo

@@ -1,8 +1,8 @@
-"""`PassCosts`: what passes of a model over several ids cost, and how many proposed ids are worth their pass.
+"""`PassCosts`: what passes of a model over several ids cost, and how many proposed ids save time.
 
-On one machine a pass over eight ids costs hardly more than a pass over one, on another six times as much. So nothing is
-assumed: all passes are timed, and now and then, when drafts are likely to be accepted, ids are proposed in a trial, to
-measure what such a pass costs.
+On one machine a pass over eight ids costs hardly more than a pass over one id, on another six times as much. So passes
+are timed. From time to time, when a draft is likely to be accepted, ids are proposed in a trial, only to measure what a
+pass over that many ids costs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids per row of a pass: the last emitted id, and the proposed ones
-LEAST_GAIN = 1.02  # minimum ids per second relative to passes over one id; with less, nothing is proposed
-TRIED = (2, 4, 8)  # widths of trials; a wider one is tried only after a pass of it was timed once
+LEAST_GAIN = 1.02  # minimum gain: ids per second with proposed ids, divided by ids per second of passes over one id
+TRIED = (2, 4, 8)  # widths of trials; a wider one is tried only after a pass of that width was timed once
 SURE = 0.8  # minimum share of accepted ids for a trial
-TRY_EVERY = 64  # minimum passes between two trials, and passes per half pass that a trial is expected to lose
+TRY_EVERY = 64  # minimum passes between two trials; also passes to wait per half pass that a trial may lose
 TRY_AGAIN_EVERY = 512  # passes between two trials once the costs are known
-COMPARE_EVERY = 256  # passes after which one over one id, to which the others are compared, is timed again
-WEIGH_EVERY = 8  # passes after which a draft that was not worth its pass is weighed again
-KEPT = 15  # last times kept per width
-KNOWN_AFTER = 2  # timed passes of a width, from which on its cost is known
+COMPARE_EVERY = 256  # passes after which a pass over one id, to which others are compared, is timed again
+WEIGH_EVERY = 8  # passes after which a draft that did not pay is weighed again
+KEPT = 15  # number of latest times kept per width
+KNOWN_AFTER = 2  # number of timed passes after which the cost of a width is known
 SHORTEST = 8  # all contexts up to 2 ** 8 ids share their times
-PRIOR, MEMORY = 4, 64  # ids that an initial share counts as, and ids after which all counts are halved
-FADES = 0.9  # share of what was learned of a draft head that each new request keeps
+PRIOR, MEMORY = 4, 64  # number of ids that an initial share counts as, and at which all counts are halved
+FADES = 0.9  # factor by which each new request reduces what was learned about a draft head
 HEAD_SHARE = 0.85  # assumed share of accepted ids of a draft head before any draft, high enough for a trial
 
 
@@ -44,23 +44,23 @@ class Share:
         return self._accepted / (self._accepted + self._refused)
 
     def note(self, proposed: int, accepted: int) -> None:
-        """Learns from a draft. Ids after its first refused one say nothing."""
+        """Updates the estimate after a draft. Ids after the first refused id do not count."""
         self._accepted += accepted
         self._refused += accepted < proposed
         if self._accepted + self._refused > MEMORY:
             self._accepted, self._refused = self._accepted / 2, self._refused / 2
 
     def fade(self) -> None:
-        """Moves the estimate towards that before any draft, so that a source once given up is tried again some day."""
+        """Moves the estimate towards the initial one, so that a source that did not pay is tried again later."""
         accepted, refused = self._first
         self._accepted = accepted + FADES * (self._accepted - accepted)
         self._refused = refused + FADES * (self._refused - refused)
 
 
 class HeadRecord:
-    """Figures of a model's draft head over all requests. times: of the last drafts, seconds per proposed id.
+    """Figures of a model's draft head over all requests. times: seconds per proposed id in the latest drafts.
 
-    accepted: the share of its ids that are accepted; fades with each new request.
+    accepted: the share of the head's ids that are accepted; fades with each new request.
     """
 
     def __init__(self) -> None:
@@ -76,16 +76,17 @@ class Figure(NamedTuple):
 
 
 class PassCosts:
-    """The cost of passes by width (ids per row), and in powers of two by number of rows and by length of the context.
+    """The cost of passes by width (ids per row), number of rows and length of the context.
 
-    All rows of a pass have the same width; each row is one request. In all methods, shares has per row the probability
-    that a proposed id is accepted if all before it were, 0 for a row with nothing to propose.
+    Rows and lengths are rounded up to powers of two. All rows of a pass have the same width; each row is one request.
+    In all methods, `shares` has per row the probability that a proposed id is accepted if all proposed before it were,
+    0 for a row with nothing to propose.
 
-    The cost of a pass over several ids is kept relative to recent passes over one id, so a machine whose speed varies
-    changes nothing; where all passes are over several ids, one over one id is run now and then. The lower median of the
-    last times counts, because a slow reader of the answer and other work can delay single passes. The first pass of a
-    width may include an allocation or the compilation of a kernel, so a width that was timed once is tried again; until
-    then, a known cost at another length takes precedence.
+    The cost of a pass over several ids is stored relative to recent passes over one id, so that changes of the
+    machine's speed do not matter. For this, a pass over one id is run from time to time. The lower median of the latest
+    times counts, because a slow reader of the answer or other work can delay single passes. The first pass of a width
+    may include an allocation or the compilation of a kernel, so a width that was timed once is tried again; until then,
+    a known cost at another length takes precedence.
 
     passes: number of passes noted in this process.
     """
@@ -95,15 +96,16 @@ class PassCosts:
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
         self._known: dict[tuple[int, int], _Known] = {}  # results of `_find_known`, until costs change
         self._weighed: tuple[Any, int] = None, 0  # last input and result of `best_ids`, until costs change
-        self.passes, self._tried = 0, -TRY_AGAIN_EVERY  # so a first trial that is cheap comes at once
+        self.passes, self._tried = 0, -TRY_AGAIN_EVERY  # so that a cheap first trial is due at once
         self.head = HeadRecord()
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
-        """Notes the seconds of a pass over `ids` ids per row on a cache of `held` ids per row, for widths in `WIDTHS`.
+        """Notes the seconds of a pass over `ids` ids per row on a cache of `held` ids per row.
 
-        A pass over several ids is not noted until one over one id, with as many rows and about that length, was. known:
-        True for a figure of an earlier run, which alone makes the cost known and does not count in `passes`.
+        Ignores widths that are not in `WIDTHS`. Also ignores a pass over several ids unless a pass over one id, with as
+        many rows and about that length, was noted before. known: True for a figure of an earlier run, which alone makes
+        the cost known and does not count in `passes`.
         """
         self.passes += not known
         if ids not in WIDTHS:
@@ -130,16 +132,16 @@ class PassCosts:
         return self.passes - one.at >= COMPARE_EVERY
 
     def _needs_comparison(self, rows: int, held: int) -> bool:
-        """Returns whether a pass over one id has to come before one over several."""
+        """Returns whether a pass over one id must be timed before a pass over several ids."""
         one = self._times.get(_kind(rows, held), {}).get(1)
         return one is None or self._is_old(one)
 
     def weigh_again_at(self, held: int, rows: int) -> int:
-        """Returns the value of `passes` from which on a draft that is not worth its pass now is to be weighed again."""
+        """Returns the value of `passes` at which a draft that does not pay now is to be weighed again."""
         return self.passes + (1 if self._needs_comparison(rows, held) else WEIGH_EVERY)
 
     def figures(self) -> dict[Figure, float]:
-        """Returns the seconds of passes, for all widths whose cost is known."""
+        """Returns the seconds per pass for all widths whose cost is known."""
         return {
             Figure(width, 1 << length, 1 << rows): times.median * (1.0 if width == 1 else widths[1].median)
             for (rows, length), widths in list(self._times.items())  # another thread may note a pass meanwhile
@@ -148,14 +150,14 @@ class PassCosts:
         }
 
     def note_figure(self, figure: Figure, seconds: float) -> None:
-        """Notes a figure of an earlier run. It counts as one pass, so newer times soon take its place."""
+        """Notes a figure of an earlier run. The figure counts as one timed pass, so newer times soon outweigh it."""
         self.note(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
-        """Returns the cost of a pass of each timed width, relative to a pass over one id, on a cache of `held` ids.
+        """Returns the cost of a pass by width, divided by that of a pass over one id, on a cache of `held` ids per row.
 
-        A width whose cost is unknown at this length has the cost at the nearest length where it is known or, if there
-        is none, where it was timed.
+        If a width's cost is unknown at this length, the result has the cost at the nearest length at which it is known
+        or, if there is none, at which the width was timed. Widths that were never timed are missing.
         """
         return self._find_known(held, rows).ratios
 
@@ -185,7 +187,7 @@ class PassCosts:
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
     def _ratios_with_proposing(self, held: int, rows: int, seconds: float) -> dict[int, float]:
-        """Returns `ratios`, with the time to propose the ids included. seconds: to propose one id to each row."""
+        """Returns `ratios` including the time to propose ids. seconds: time to propose one id to every row."""
         ratios = self.ratios(held, rows)
         if not seconds or not ratios:
             return ratios
@@ -193,14 +195,14 @@ class PassCosts:
         return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
     def choose_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids to propose per row: those of a trial that is due, else the result of `best_ids`.
+        """Returns how many ids to propose per row: for a trial if one is due, else the result of `best_ids`.
 
-        most: maximum number of ids. seconds: how long it takes to propose one id to each row.
+        most: maximum number of ids per row. seconds: time to propose one id to every row.
         """
         return self.take_trial(shares, held, most, seconds) or self.best_ids(shares, held, most, seconds)
 
     def take_trial(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids to propose in a trial, 0 if none is due. The trial counts as done.
+        """Returns how many ids to propose per row in a trial, 0 if no trial is due. Counts the trial as done.
 
         Arguments as in `choose_ids`.
         """
@@ -211,9 +213,9 @@ class PassCosts:
         return width - 1
 
     def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many proposed ids give the most emitted ids per second, as far as costs are known.
+        """Returns how many proposed ids per row give the most emitted ids per second, as far as costs are known.
 
-        0 if no number gains enough, or a pass over one id is due. Arguments as in `choose_ids`.
+        Returns 0 if no number gains enough, or a pass over one id must be timed first. Arguments as in `choose_ids`.
         """
         if self._needs_comparison(len(shares), held):
             return 0
@@ -226,22 +228,22 @@ class PassCosts:
         return self._weighed[1]
 
     def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
-        """Returns the emitted ids per second with `ids` proposed ids, relative to passes over one id."""
+        """Returns ids per second emitted with `ids` proposed ids per row, divided by those of passes over one id."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
-        """Returns whether proposed ids are expected to be worth their pass, or a trial is due."""
+        """Returns whether proposed ids are expected to save time, or a trial is due. Arguments as in `choose_ids`."""
         ids = self.best_ids(shares, held, most, seconds)
         return ids > 0 or self._find_trial(shares, held, most, seconds) is not None
 
     def _find_trial(self, shares: Sequence[float], held: int, most: int, seconds: float) -> int | None:
-        """Returns the width of the trial that is due now, None if none is.
+        """Returns the width of the trial that is due now, None if no trial is due.
 
-        It is a width whose cost is unknown; if all are known and nothing gains, the one of `TRIED` that loses least;
-        for a source whose `seconds` are infinite, 2. After a trial that was not timed, because the source proposed
-        fewer ids than asked for, the wait for the next one doubles. The first trial comes at once unless it may lose
-        more than half a pass; that one, and all later ones, must wait for passes in proportion to the expected loss.
+        The width is 2 if `seconds` is infinite, else one whose cost is unknown; if all costs are known and no width
+        gains, the width in `TRIED` that loses least. After a trial that was not timed because the source proposed too
+        few ids, the wait for the next trial doubles. The first trial is due at once if it is expected to lose at most
+        half a pass. Before all other trials, the number of passes to wait is proportional to the expected loss.
         """
         waited = self.passes - self._tried
         if waited < TRY_EVERY or most < 1 or sum(shares) < SURE * len(shares):
@@ -269,8 +271,8 @@ class PassCosts:
 class _Known(NamedTuple):
     """Costs of passes with one number of rows and one length of caches, both as powers of two.
 
-    ratios: as in `PassCosts.ratios`. unknown: the widths that are to be tried, those that were never timed first.
-    one: the times of passes over one id, None if none was timed.
+    ratios: as in `PassCosts.ratios`. unknown: widths to be tried; widths that were never timed come first. one: the
+    times of passes over one id, None if none was timed.
     """
 
     ratios: dict[int, float]
@@ -278,17 +280,17 @@ class _Known(NamedTuple):
     one: _Times | None
 
     def share_of_pass(self, seconds: float) -> float:
-        """Returns a time relative to a pass over one id, at most 1: proposing an id that takes as long never gains."""
+        """Returns `seconds` divided by the time of a pass over one id, at most 1 (proposing an id then never gains)."""
         return min(1.0, seconds / self.one.median)
 
 
 class PassClock:
-    """Times the passes of one group of requests. ids, rows: of the pass that runs; ids 0: it is not to be timed."""
+    """Times the passes of a group. ids, rows: ids per row and rows of the running pass; ids is 0 to skip this pass."""
 
     def __init__(self) -> None:
         self.ids = self.rows = 0
         self._read_s = 0.0  # when the previous ids were read, which is the start of the running pass
-        self._ahead = False  # whether the running pass had already begun by then
+        self._ahead = False  # whether the running pass had already begun at that time
 
     def leave_out(self, seconds: float) -> None:
         """Excludes time spent on something else, such as proposing ids, from the running pass."""
@@ -297,9 +299,10 @@ class PassClock:
     def note_read(self, costs: PassCosts | None, held: int, ahead: bool = False, goes_on: bool = False) -> None:
         """Notes the time of the pass that gave the ids just read. costs: gets the time, None to note nothing.
 
-        held: ids per row that the cache holds. ahead: whether the next pass has already begun. If this differs from the
-        last call, the time is not noted: on a CPU the ids arrive hardly before the pass begun ahead is over. goes_on:
-        whether more ids will be chosen from this pass, which takes the host some time: the last of them notes it.
+        held: ids per row that the cache holds. ahead: whether the next pass has already begun. The time is not noted if
+        `ahead` differs from the previous call, because on a CPU ids may arrive only when the pass begun ahead is nearly
+        over. goes_on: whether more ids will be chosen from this pass; if so, only the call after the last of them notes
+        the time.
         """
         if goes_on:
             return
@@ -310,10 +313,10 @@ class PassClock:
 
 
 class _Times:
-    """Costs of the last passes of one width, number of rows and length. median: their lower median.
+    """Costs of the latest passes of one width, number of rows and length. median: lower median of these costs.
 
-    known: whether enough passes were timed. lately: the lower median of the last five. at: number of the last one among
-    `PassCosts.passes`.
+    known: whether enough passes were timed. lately: lower median of the last five costs. at: value of
+    `PassCosts.passes` when the last cost was noted.
     """
 
     def __init__(self) -> None:
@@ -330,7 +333,7 @@ class _Times:
         self._last.clear()
 
     def note(self, cost: float, at: int, known: bool) -> bool:
-        """Notes the cost of a pass; returns whether `median` or `known` changed. known: whether this one is enough."""
+        """Notes the cost of a pass. Returns whether `median` or `known` changed. known: True to set `known` at once."""
         before, self.at = (self.median, self.known), at
         self._last.append(cost)
         self.median = sorted(self._last)[(len(self._last) - 1) // 2]
@@ -339,7 +342,7 @@ class _Times:
 
 
 def expected_ids(shares: Sequence[float], proposed: int) -> float:
-    """Returns how many ids a pass emits per row on average if proposed ids are accepted with these probabilities."""
+    """Returns the mean number of ids that a pass emits per row. shares: per row, probability that an id is accepted."""
     ids = 0.0
     for share in shares:
         ids += proposed + 1.0 if share >= 1 else (1 - share ** (proposed + 1)) / (1 - share)
@@ -347,7 +350,7 @@ def expected_ids(shares: Sequence[float], proposed: int) -> float:
 
 
 def _best_width(shares: Sequence[float], ratios: dict[int, float], most: int) -> int:
-    """Returns the width with the most ids per second, 1 if no other gains enough or width 2 was never timed."""
+    """Returns the width with the most ids per second; 1 if no other width gains enough, or width 2 was never timed."""
     best, gain = 1, LEAST_GAIN
     if 2 not in ratios:
         return best
@@ -358,7 +361,7 @@ def _best_width(shares: Sequence[float], ratios: dict[int, float], most: int) ->
 
 
 def _ratio_at(ratios: dict[int, float], width: int) -> float:
-    """Returns the ratio of a width; one that is not known lies on the line through the two widest that are known."""
+    """Returns the ratio of a width, extrapolated linearly from the two widest known widths if it is unknown."""
     if width in ratios:
         return ratios[width]
     narrow, wide = sorted(ratios)[-2:]

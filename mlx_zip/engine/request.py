@@ -1,4 +1,4 @@
-"""`Request`: one request from its submission to its last event: its limits, its counts and its events."""
+"""`Request`: the limits, counts and events of one request, from its submission to its last event."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.sampling.penalties import PenaltyTerms
 
 log = logging.getLogger(__name__)
-COUNT_S = 0.1  # between two `Counted` events of one request
+COUNT_S = 0.1  # minimum seconds between two `Counted` events of one request
 
 
 class Handle(Ticket):
-    """The ticket of one request. cancelled: whether the request is to end. answers: noted before its session was kept.
-
-    session: name of the request's session, None until it has one. ended: whether the request's last event was delivered
-    and its session kept.
+    """The ticket of one request. cancelled: whether the request is to end. session: name of the request's session, None
+    if there is none yet. answers: answers that were noted while there was no session, base ids by key. ended: whether
+    the last event was delivered and the session stored, if it is kept.
     """
 
     def __init__(self) -> None:
@@ -54,10 +53,10 @@ class Handle(Ticket):
 
 @dataclass
 class Chosen:
-    """A chosen id. logprob: as in `Emitted`. likely: (id, log-probability) of the most likely ids, best first.
+    """A chosen id. logprob, from_draft: as in `Emitted`. likely: (id, log-probability) pairs, most likely first.
 
     failed: whether the request failed on the first of several machines. logprobs [W]: the log-probabilities that the id
-    was chosen from, for a request with `Inline.logprobs`. from_draft: as in `Emitted`.
+    was chosen from, None without `Inline.logprobs`.
     """
 
     id: int
@@ -70,12 +69,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Inline:
-    """Options that only a request in its caller's thread can have.
+    """Options of a request that runs in its caller's thread, not in an engine's.
 
-    draws: its sampler, None for one made from its options. processors: logits processors, called with (ids that were
-    read [n], logits [1, W]) after the penalties. logprobs: whether the log-probabilities of each choice are kept.
-    reads_last: whether the cache also reads the last emitted id, because the caller goes on using the cache. ids: the
-    ids of the prompt, None to compress its base ids.
+    draws: sampler, None to make one from the sampling options. processors: logits processors, called after the
+    penalties with (ids read so far [n], logits [1, W]). logprobs: whether the log-probabilities of each choice are
+    kept. reads_last: whether the cache also reads the last emitted id, because the caller goes on using the cache. ids:
+    the ids of the prompt, hypertokens included; None to compress the prompt's base ids.
     """
 
     draws: Any = None
@@ -86,14 +85,15 @@ class Inline:
 
 
 class Request:
-    """One request. It is created in the caller's thread; `begin` and all other members are used in the engine's thread.
+    """One request. The caller's thread creates it; only the engine's thread uses `begin` and all other members.
 
-    cache: the request's own, None while the request is a row of a batch. reason: why it ends, None while it goes on.
-    error: the exception that made it fail. whole: False if an error left its cache in an unknown state. draws: its
-    sampler. penalties: its logits processors, without canonical decoding. outgrown: whether it must end because the KV
-    caches have outgrown their bound. ended: whether its last event was delivered. keep: whether its session is kept,
-    False after a purge. next_ids: ids that its next `Reading` reads. max_steps: maximum number of emitted ids. logprobs
-    [W]: log-probabilities that its last id was chosen from, with `Inline.logprobs`.
+    cache: cache of this request alone, None while the request is a row of a batch. reason: finish reason, None while
+    the request goes on. error: exception that made the request fail. whole: False if an error left the cache in an
+    unknown state. draws: sampler. penalties: logits processors, without canonical decoding. outgrown: whether the
+    request must end because all KV caches together exceed their bound. ended: whether the last event was delivered.
+    keep: whether the request leaves a session; False after a purge. next_ids: ids that the next `Reading` reads.
+    max_steps: maximum number of emitted ids. logprobs [W]: log-probabilities that the last id was chosen from, None
+    without `Inline.logprobs`.
     """
 
     def __init__(self, checked: Checked, deliver: Deliver, inline: Inline | None = None) -> None:
@@ -126,10 +126,10 @@ class Request:
     # ---- from submission to the first id
 
     def begin(self, served: Served, found: Checkout, differing: Differing | None = None) -> None:
-        """Starts the request on a cache that holds the beginning of its prompt or nothing, and delivers `Started`.
+        """Starts the request and delivers `Started`. found: a cache that holds the beginning of the prompt or nothing.
 
-        differing: where the prompt differs from the session that has most in common with it. Raises
-        `PromptTooLongError` if no position of the context is left for an answer.
+        differing: as in `Started`. Raises `PromptTooLongError` if the prompt leaves no position of the context for an
+        answer.
         """
         self.cache, self.cached_tokens = found.cache, found.base_tokens
         self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(found.cache), 0
@@ -155,7 +155,7 @@ class Request:
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
-        """Returns how many base tokens of the prompt fit, if the context has room for `room` of the `prompt_ids`."""
+        """Returns how many base tokens of the prompt fit into the context if `room` of the `prompt_ids` fit."""
         ids = self.prompt_ids[: max(0, room)]
         return self.cached_tokens + len(ids) if self.book is None else tokens_of(self.book.copy(), ids)
 
@@ -188,7 +188,7 @@ class Request:
         return self._firsts
 
     def note_read(self, ids: Sequence[int]) -> None:
-        """Records ids that a plain model's cache has read. With hypertokens does nothing: the codebook logs its ids."""
+        """Records ids that a plain model's cache has read. With hypertokens does nothing: the codebook logs all ids."""
         if self._state is None:
             self._read.extend(map(int, ids))
 
@@ -198,26 +198,26 @@ class Request:
 
     @property
     def read_ids(self) -> Sequence[int] | np.ndarray:
-        """The ids that the request's cache has read: with a codebook those since the request began."""
+        """Ids that the cache has read; with a codebook only ids read since the request began."""
         return self._read if self.book is None else self.book.ids[self._begun_at :]
 
     @property
     def takes_next_step(self) -> bool:
-        """Whether the request takes part in the next step: it goes on, or its cache is to read its last id."""
+        """Whether the request takes part in the next step: it goes on, or the cache must still read the last id."""
         return self.error is None and (self.reason is None or self.inline.reads_last)
 
     @property
     def takes_best_id(self) -> bool:
-        """Whether the next id is simply the likeliest one: greedy, with nothing that changes or reports logits."""
+        """Whether the next id is the one with the highest logit: greedy, and nothing changes or reports logits."""
         asked = self.submission.constraint is not None or self.submission.top_logprobs is not None
         return self.draws.greedy and not (asked or self.penalties or self.canonical is not None)
 
     def expand(self, token: int) -> tuple[int, ...]:
-        """Returns the base ids of an id that was just chosen. Raises `CodecError` if the codebook cannot read it."""
+        """Returns the base ids of an id that may come next. Raises `CodecError` if the codebook cannot read the id."""
         return (token,) if self.book is None else base_ids_of_next(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        """Returns an id's expansion up to an eos or the limit, and why the answer ends there, None if it goes on."""
+        """Returns `expansion`, cut after an eos id or at the limit, and the finish reason, None if there is none."""
         for n, base_id in enumerate(expansion, start=1):
             if base_id in self.submission.eos_ids:
                 return expansion[:n], "stop"
@@ -252,9 +252,9 @@ class Request:
             self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
 
     def most_proposed(self, last: int, most: int) -> int:
-        """Returns how many ids, up to `most`, may be proposed after `last`, the last id taken.
+        """Returns how many ids, at most `most`, may be proposed after `last`, the id chosen last.
 
-        The answer's limits and the position where LongRoPE's factors change bound the number.
+        The answer's limits bound the number, and so does the position at which LongRoPE switches factors.
         """
         if self.drafter is None or self.reason is not None:
             return 0
@@ -277,12 +277,12 @@ class Request:
 
     @property
     def emitted_base_tokens(self) -> int:
-        """Number of base ids of the id that was taken but not yet delivered, 0 if there is none."""
+        """Number of base ids of the chosen id that is not yet delivered, 0 if there is none."""
         return 0 if self._emitted is None else len(self._emitted.base_ids)
 
     @property
     def emitted_from_draft(self) -> bool:
-        """Whether a draft had proposed the id that was taken but not yet delivered."""
+        """Whether a draft proposed the chosen id that is not yet delivered."""
         return self._emitted is not None and self._emitted.from_draft
 
     @property
@@ -290,14 +290,14 @@ class Request:
         return 0 if self.drafter is None else self.drafter.proposed
 
     def newly_proposed(self) -> int:
-        """Returns how many ids were proposed since the last call."""
+        """Returns how many ids drafts have proposed since the last call."""
         before, self._proposed_before = self._proposed_before, self._proposed
         return self._proposed - before
 
     # ---- events
 
     def send(self, event: Event) -> None:
-        """Delivers an event. A receiver that raises gets no more events, and its request is cancelled."""
+        """Delivers an event. If the receiver raises, cancels the request and delivers no more events."""
         if self._deaf:
             return
         try:
@@ -307,9 +307,10 @@ class Request:
             self._deaf = self.handle.cancelled = True
 
     def send_emitted(self) -> None:
-        """Delivers the id that was taken last, with the entries installed since the delivery before.
+        """Delivers the last chosen id, if not yet delivered, with the entries installed since the previous delivery.
 
-        At LongRoPE's switch of factors the cache reads an id only after its delivery: its entry comes one event later.
+        When LongRoPE switches factors, the cache reads an id only after its delivery. An entry that this id installs
+        comes with the next event.
         """
         emitted, self._emitted = self._emitted, None
         if emitted is None:
@@ -362,17 +363,17 @@ class Request:
         return self._read if self.book is None else self.book.base_ids(0).tolist()
 
     def release(self) -> None:
-        """Drops the references to everything that takes memory."""
+        """Drops the references to objects that take much memory, such as the cache."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
         self._entries = self.drafter = None
 
 
 def propose_together(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
-    """Returns a draft per request, None for no draft; one pass is to read all drafts.
+    """Returns per request a draft or None. One pass of the model will read all these drafts.
 
-    last, most: per request, the last id taken, and the maximum number of ids to propose after it. A request whose
-    source raises gets the exception as its `error`, and no draft.
+    last: per request, the id chosen last. most: per request, the maximum number of ids to propose. If a request's
+    source raises, the exception becomes the request's `error`, and the request gets no draft.
     """
     limits = [request.most_proposed(*one) for request, *one in zip(requests, last, most, strict=True)]
     drafts = choose_drafts([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
@@ -389,7 +390,7 @@ def propose_together(requests: Sequence[Request], last: Sequence[int], most: Seq
 
 
 def without_frames(error: MlxZipError) -> MlxZipError:
-    """Removes the tracebacks from an error and its causes and returns it: their frames would keep arrays in memory."""
+    """Removes the tracebacks from an error and its causes, because they keep arrays in memory. Returns the error."""
     log.debug("a request failed", exc_info=error)
     waiting, seen = list[BaseException | None]([error]), set[int]()
     while waiting:
@@ -402,7 +403,7 @@ def without_frames(error: MlxZipError) -> MlxZipError:
 
 
 def as_our_error(error: BaseException) -> MlxZipError:
-    """Returns an `MlxZipError` itself, any other exception wrapped in an `EngineError`."""
+    """Returns `error` itself if it is an `MlxZipError`, otherwise an `EngineError` caused by `error`."""
     if isinstance(error, MlxZipError):
         return error
     ours = EngineError(f"the request failed: {type(error).__name__}: {first_message_line(error)}")
@@ -418,22 +419,22 @@ _PACK = Origin("pack", _FROM_PACK)
 
 
 class _NewEntries:
-    """Lists the new entries of a codebook that never evicts. book: the codebook before the answer's first id."""
+    """Lists new entries of a codebook that never evicts. book: the request's codebook before the answer's first id."""
 
     def __init__(self, book: Codebook) -> None:
         self._n = len(book)
 
     def installed(self, book: Codebook) -> tuple[_Entry, ...]:
-        """Returns the entries that are new since the last call. book: the request's codebook now."""
+        """Returns the entries installed since the last call. book: the request's codebook now."""
         before, self._n = self._n, len(book)
         return tuple(book.entry(slot) for slot in range(before, self._n))
 
 
 class Origins:
-    """Replays a request's ids with a codebook of its own, to know where each entry was learned.
+    """Replays a request's ids in a second codebook to find out where each entry was learned.
 
-    book: the request's codebook, which has read the prompt and nothing more. Its whole log of ids is replayed, so the
-    origins are also right for a resumed or rewound session, and for reused slots.
+    book: the request's codebook, which has read the prompt and nothing more. The whole log of `book` is replayed, so
+    the origins are also right if the request continues a session, and if slots are reused.
     """
 
     def __init__(self, book: Codebook) -> None:
@@ -449,7 +450,7 @@ class Origins:
     def origin_of(self, book: Codebook, one: int, length: int) -> Origin | None:
         """Returns where the entry of the next id was learned, None for a base id.
 
-        book: the request's codebook, which has not read that id. one: the id. length: number of its base ids.
+        book: the request's codebook, which has not read that id. one: the id. length: number of base ids of `one`.
         """
         self._follow(book)
         slot = one - self._first_id
@@ -466,7 +467,7 @@ class Origins:
         return tuple(learned)
 
     def _follow(self, book: Codebook) -> None:
-        """Replays the ids that the request's codebook has read since the last call: none, one or several."""
+        """Replays the ids that the request's codebook has read since the last call."""
         more = book.mark() - self._book.mark()
         if more < 1:
             return
@@ -477,5 +478,5 @@ class Origins:
 
 
 def follow_entries(book: Codebook, origins: bool) -> _NewEntries | Origins:
-    """Returns an object that lists the entries an answer installs. origins: whether to know where they were learned."""
+    """Returns an object that lists the entries that an answer installs; with `origins` also where they were learned."""
     return Origins(book) if origins or book.params.policy != "freeze" else _NewEntries(book)

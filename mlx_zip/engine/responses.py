@@ -20,14 +20,14 @@ class GenerationResponse:
     """One emitted id, and the figures up to and including it.
 
     text: the next piece of text, possibly empty. token: the emitted id. base_ids: the base ids of `token`, without
-    those after an eos, a stop string or the limit. logprobs [W]: the log-probabilities that `token` was chosen from;
-    None if an engine made the response.
-    prompt_tokens, generation_tokens: base tokens of the prompt and of the output so far. prompt_ids, steps: ids of the
-    prompt and of the output so far. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second.
-    bytes: UTF-8 bytes of text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length".
+    those after an eos id, a stop string or the limit. logprobs [W]: the log-probabilities that `token` was chosen from;
+    None in responses from an engine.
+    prompt_tokens, generation_tokens: base tokens of the prompt, and of the output so far. prompt_ids, steps: ids of the
+    prompt, and of the output so far. hypertokens: hypertokens emitted so far. *_tps: base tokens per second. bytes:
+    UTF-8 bytes of text so far. peak_memory: in GB. finish_reason: "stop" or "length" in the last response, else None.
     cached_tokens: base tokens of a conversation that the prompt cache already held, not counted in prompt_tokens.
-    from_draft: whether a draft had proposed `token`, which then took no pass of its own. accepted: emitted ids so far
-    that a draft had proposed.
+    from_draft: whether a draft proposed `token`; such an id takes no pass of its own. accepted: ids emitted so far that
+    a draft proposed.
     """
 
     text: str
@@ -55,7 +55,7 @@ class GenerationResponse:
 
     @property
     def base_tokens_per_pass(self) -> float:
-        """Base tokens per pass of the model; an accepted draft id takes no pass of its own."""
+        """Base tokens per pass of the model. An id from a draft takes no pass of its own."""
         return self.generation_tokens / max(1, self.steps - self.accepted)
 
     @property
@@ -83,7 +83,7 @@ class GenerationResponse:
 
 
 def footer(response: GenerationResponse) -> str:
-    """Returns mlx-lm's three lines of figures, in base tokens, a line on hypertokens and, if any, one on drafts."""
+    """Returns mlx-lm's three lines of figures, in base tokens, one on hypertokens and, with drafts, one on drafts."""
     last = response
     drafts = (
         f"\nDrafts: {last.accepted} of {last.steps} ids proposed and accepted, "
@@ -103,10 +103,10 @@ def footer(response: GenerationResponse) -> str:
 
 
 class Answer:
-    """Turns the events of one request into responses. Times count from construction, or from the last `start`.
+    """Turns the events of one request into responses. The clock starts at construction and restarts with `start`.
 
     vocab_size: number of base ids. stops: texts that end the answer. cached_tokens: see `GenerationResponse`. memory:
-    returns the peak memory in bytes.
+    function that returns the peak memory in bytes.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Answer:
         self._begun_s = time.perf_counter()
 
     def take(self, event: Event, logprobs: Any = None) -> GenerationResponse | None:
-        """Returns the response to an event, None if it has none. Raises the error of a request that failed.
+        """Returns the response for an event, None if the event needs no response. Raises the error of a `Failed` event.
 
         logprobs [W]: the log-probabilities that an emitted id was chosen from.
         """
@@ -185,11 +185,11 @@ def answers(
     max_tokens: int,
     stop: str | Sequence[str] | None,
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Submits prompts of base ids to an engine and yields (index of the prompt, response) per emitted id, as they come.
+    """Submits prompts of base ids to an engine and yields (index of the prompt, response) for each id when it arrives.
 
-    If the engine ends an answer without marking an id as the last, a last response without a new id has the finish
-    reason. samplings: sampling options per prompt. pack, max_tokens: as in `Submission`. stop: texts that end an
-    answer. Raises a request's error, and what `Engine.submit` raises; the other requests are cancelled then.
+    If an answer ends but no id was marked as its last, one more response, without a new id, has the finish reason.
+    samplings: sampling options per prompt. pack, max_tokens: as in `Submission`. stop: texts that end an answer. Raises
+    what `Engine.submit` raises, and the error of a request that fails; then cancels all other requests.
     """
     ends = frozenset(engine.tokenizer.eos_token_ids)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -204,7 +204,7 @@ def answers(
             tickets[at] = engine.submit(submission, partial(_put_event, arrived, at))
         while running:
             at, event = arrived.get()
-            if at not in running:  # its text has ended, and its request was cancelled below
+            if at not in running:  # the text has ended, and the request was cancelled below
                 continue
             if (response := running[at].take(event)) is not None:
                 yield at, response

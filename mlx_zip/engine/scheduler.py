@@ -1,8 +1,8 @@
 """`Scheduler`: decides which requests wait, have their prompts read, take steps and end. Used in one thread only.
 
-A prompt is read in chunks: of 2,048 ids (mlx-lm's number) while its request is alone, of 512 while others run or wait.
-A request that arrives during a chunk waits for its end. `--prefill-step-size` sets both numbers. Requests take their
-steps as one batch if reading the padding costs less than reading the weights a second time.
+A prompt is read in chunks: of 2,048 ids (mlx-lm's number) while no other request runs or waits, otherwise of 512 ids.
+`--prefill-step-size` sets both numbers. A request that arrives while a chunk is read waits until that chunk ends.
+Requests take their steps as one batch if reading the padding costs less than reading the weights a second time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLEAR_EVERY = 256  # rounds between two releases of cached buffers, as in mlx-lm
 class Totals:
     """Counts since the engine started, as in `Figures`.
 
-    seconds: moving average of the seconds that a request runs, 0 before the first has ended.
+    seconds: moving average of the seconds that a request takes, 0 before the first request has ended.
     """
 
     requests: int = 0
@@ -48,10 +48,10 @@ class Totals:
 class Scheduler:
     """Runs requests on one model.
 
-    store: kept sessions. max_running: maximum number of requests that have their prompts read or take steps.
-    max_kv_bytes: maximum bytes of the KV caches of all of them, None for no bound. ended: called with each request that
-    has ended. make_reading: returns the `Reading` of a request that has a cache. raises: whether `work` raises an error
-    instead of failing the requests that it concerns.
+    store: the kept sessions. max_running: maximum number of running requests, in prefill or taking steps. max_kv_bytes:
+    maximum bytes of the KV caches of all running requests, None for no bound. ended: called with each request after its
+    end. make_reading: returns the `Reading` of a request that has a cache. raises: whether `work` raises errors; if
+    False, an error ends the requests in which it occurred.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def work(self) -> None:
-        """Does one round: ends cancelled requests, lets waiting ones begin, reads prompts, and takes one step."""
+        """Does one round: ends cancelled requests, starts waiting requests, reads prompts, and takes one step."""
         self._end_cancelled_waiting()
         self._admit()
         self.read_prompts()
@@ -100,7 +100,7 @@ class Scheduler:
             self.served.free_unused()
 
     def purge(self) -> int:
-        """Deletes all kept sessions and returns their number. Requests that have not ended will leave none.
+        """Deletes all kept sessions and returns their number. Requests that have not ended will leave no session.
 
         Raises what the store's `purge` raises.
         """
@@ -119,7 +119,7 @@ class Scheduler:
             request.handle.cancelled = True
 
     def fail_all(self, error: BaseException) -> None:
-        """Ends every request with this error and frees all memory. No session is kept: a step may be half done."""
+        """Ends every request with `error` and frees its memory. Keeps no session, because a step may be half done."""
         requests = [*self.waiting, *self.running]
         self.waiting.clear()
         self.readings.clear()
@@ -139,22 +139,21 @@ class Scheduler:
             self._end_request(request)
 
     def _admit(self) -> None:
-        """Lets waiting requests begin, in their order, while there is room."""
+        """Starts waiting requests in order of arrival while there is room."""
         while self.waiting and len(running := self.running) < self.max_running and self._has_room(running):
             request = self.waiting.popleft()
             self._fail_if_it_raises([request], partial(self._begin_request, request))
             if request.ended:
-                return  # its memory may be free only after the next step
+                return  # the request's memory may be free only after the next step
 
     def _has_room(self, running: Sequence[Request]) -> bool:
-        """Returns whether the KV caches have room for the next waiting request."""
         if self.max_kv_bytes is None or not running:
             return True
         needed = sum(max(request.checked.kv_bytes, self._kv_bytes_of(request.held_ids)) for request in running)
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
     def _begin_request(self, request: Request) -> None:
-        """Gives a request a session's cache that holds the beginning of its prompt, or a new one; adds its reading."""
+        """Starts a request on a session's cache that holds the beginning of its prompt, or on a new cache."""
         checked = request.checked
         differing = self.store.find_difference(checked.base_ids, checked.pack_key)
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
@@ -171,9 +170,9 @@ class Scheduler:
     # ---- prompts
 
     def read_prompts(self) -> None:
-        """Reads chunks of prompts in turn: at least one, and together up to `prefill_step_size` ids.
+        """Reads chunks of prompts in turn: at least one chunk, and in all up to `prefill_step_size` ids.
 
-        A request that is alone is read `alone_step_size` ids at a time: fewer and larger matrix products.
+        If no other request runs or waits, a chunk has `alone_step_size` ids, for fewer and larger matrix products.
         """
         options = self.served.options
         alone = len(self.readings) == 1 and not self.groups and not self.waiting
@@ -193,10 +192,10 @@ class Scheduler:
                 self.readings.append(reading)
 
     def _take_short_prompts(self, reading: Reading, at_most: int) -> list[Reading]:
-        """Removes and returns other readings of short prompts, to be read in one call with this one.
+        """Removes from `readings`, and returns, readings of short prompts to be read in one call with `reading`.
 
-        Together they have up to `at_most` ids, padding included. At most a fifth of these is padding: on a CPU it costs
-        as much as real ids.
+        The call has up to `at_most` ids, padding included. At most a fifth of them is padding, because on a CPU padding
+        costs as much as real ids.
         """
         found: list[Reading] = []
         longest = total = reading.left
@@ -212,7 +211,7 @@ class Scheduler:
     # ---- steps
 
     def _take_step(self) -> None:
-        """Has every group take one step, and delivers the ids that the step before has chosen."""
+        """Has every group take one step, and delivers the ids that the previous step chose."""
         before = [request for group in self.groups for request in group.requests]
         if not self._merges_now():
             self._run_for_groups(lambda group: group.begin())
@@ -227,7 +226,7 @@ class Scheduler:
         self._run_for_groups(lambda group: group.finish())
 
     def _deliver_emitted(self, request: Request) -> None:
-        """Delivers the id that a request has just taken, if there is one, and counts it."""
+        """Delivers and counts a request's chosen id that is not yet delivered, if there is one."""
         if request.ended:
             return
         self.totals.proposed += request.newly_proposed()
@@ -240,7 +239,7 @@ class Scheduler:
             request.send_emitted()
 
     def _run_for_groups(self, part: Callable[[Group], Any]) -> list[Any]:
-        """Runs one part of a step for every group and returns the results. All requests of a group that raises fail."""
+        """Runs one part of a step for every group and returns the results. If a group raises, all its requests fail."""
         out = []
         for group in list(self.groups):
             requests = list(group.requests)
@@ -249,7 +248,7 @@ class Scheduler:
         return [one for one in out if one is not None]
 
     def _merges_now(self) -> bool:
-        """Returns whether this step merges groups, so that its ids must be read before it begins."""
+        """Returns whether this step merges groups; if so, the host must read the chosen ids before the step begins."""
         return len(self.groups) > 1 and self.served.batches and any(o for _, *o in self._mergeable(self.groups))
 
     def _regroup(self) -> None:
@@ -276,10 +275,10 @@ class Scheduler:
                     self.groups = [group for group in self.groups if group not in others and group.requests]
 
     def _mergeable(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """Returns lists of groups to merge, each with the group of the most rows first.
+        """Returns lists of groups to merge; in each list the group with the most rows comes first.
 
-        Merging saves reading the weights once more per step, but adds padding to be read: a group joins another one if
-        its padding there takes no more bytes than the weights.
+        Merging two groups saves one read of the weights per step, but adds padding to the shorter group's KV caches. So
+        groups are merged if this padding takes no more bytes than the weights.
         """
         if len(groups) < 2:
             return [list(groups)] if groups else []
@@ -299,7 +298,7 @@ class Scheduler:
         return ids * self.served.kv_bytes_per_id
 
     def _end_outgrown(self) -> None:
-        """Ends the request that began last, as if at its limit, if the KV caches have outgrown their bound."""
+        """If the KV caches exceed their bound, ends the request that began last, as if it had reached its limit."""
         if self.max_kv_bytes is None or not (
             requests := [request for group in self.groups for request in group.requests]
         ):
@@ -312,7 +311,7 @@ class Scheduler:
     def _fail_if_it_raises(
         self, requests: Sequence[Request], call: Callable[[], Any], otherwise: Any = None, group: Any = None
     ) -> Any:
-        """Returns what `call` returns, True for None. If it raises, fails the requests and returns `otherwise`."""
+        """Returns the result of `call`, True for None. If `call` raises, fails `requests` and returns `otherwise`."""
         try:
             result = call()
             return True if result is None else result
@@ -327,7 +326,7 @@ class Scheduler:
                 group.drop()
             for request in requests:
                 if group is not None or not isinstance(error, MlxZipError):
-                    request.whole = False  # what its cache holds is unknown now
+                    request.whole = False  # what the cache holds is unknown now
                 request.error = request.error or error
                 self._end_request(request)
             return otherwise
@@ -366,7 +365,7 @@ class Scheduler:
                 self.served.free(cache)
 
     def _put_in_store(self, request: Request, cache: Any) -> None:
-        """Puts a cache into the store as the request's session, or releases the session. cache: None for no cache."""
+        """Stores `cache` as the request's session. If it is None or not to be kept, only releases the session used."""
         handle = request.handle
         if cache is None or not request.whole or not request.keep or not request.held_ids:
             if handle.session is not None:

@@ -1,4 +1,4 @@
-"""Texts that evaluations give to a model, and the scores they get back. Imports neither MLX nor PyTorch."""
+"""Texts that evaluations give to a model, and the scores that the model returns. Imports neither MLX nor PyTorch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.packs.pack import Pack
 
-LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
-Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices of a row's ids, and ids that cannot follow there
+LOGITS = 1 << 25  # maximum number of logits per model call: 128 MB in float32
+Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices in a row and, for each, an id that cannot follow there
 
 
 @dataclass(frozen=True)
 class Compressed:
     """A text as a model reads it: ids uint32 [n], and spans int64 [n], the number of base ids that each id stands for.
 
-    pack: pack that its codebook began with, None for the model's own. breaks: the index of each part's last id, except
-    the last part's. Parts are compressed separately, so these ids do not depend on what follows them.
+    pack: pack that the codebook began with, None for the model's own. breaks: the index of the last id of each part but
+    the last. Parts are compressed separately, so the id at a break does not depend on the next part.
     """
 
     ids: Uint32s
@@ -31,16 +31,15 @@ class Compressed:
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """For each id the number of base ids that it and all ids before it stand for, int64 [n]."""
+        """For each id the number of base ids up to the end of that id, int64 [n]."""
         return np.cumsum(self.spans)
 
 
 def compress_parts(params: CodecParams | None, *parts: Uint32s, pack: Pack | None = None) -> Compressed:
-    """Compresses consecutive parts of a text with one codebook; no id stands for base ids of two parts.
+    """Compresses consecutive parts of a text with one codebook. No id stands for base ids of two parts.
 
-    Each part is compressed by `Codebook.compress`: as in generation, no entry is used before an id has created it.
-    params: the codec, with the entries that the codebook begins with; None for a model without hypertokens. pack: see
-    `Compressed`.
+    As in generation, no entry is used before an id has created that entry (`Codebook.compress`). params: the codec,
+    with the entries that the codebook begins with; None for a model without hypertokens. pack: see `Compressed`.
     """
     if params is None:
         ids = np.concatenate(parts)
@@ -55,11 +54,10 @@ def compress_parts(params: CodecParams | None, *parts: Uint32s, pack: Pack | Non
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's predictions of the second to the last of a row's n ids, each given all ids before it; arrays [n - 1].
+    """A model's predictions for a row of n ids: arrays [n - 1], for each id but the first, given all earlier ids.
 
-    logprobs: natural logarithm of the id's probability. greedy: whether the id was the likeliest one. hyper_mass:
-    probability of all hypertokens together. likely_ids, likely_logprobs [n - 1, k]: the k likeliest ids, likeliest
-    first.
+    logprobs: natural log-probability of the id. greedy: whether the id was the likeliest one. hyper_mass: probability
+    of all hypertokens together. likely_ids, likely_logprobs [n - 1, k]: the k likeliest ids, likeliest first.
     """
 
     logprobs: NDArray[np.float64]

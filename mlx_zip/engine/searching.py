@@ -1,10 +1,11 @@
 """Chooses ids that constraints accept, hypertokens included.
 
-A constraint's mask closes base ids, and every entry that begins with a closed base id. Each row gets a score per id,
-and the host looks through the scores from the highest down. A hypertoken is shown to the constraint whole. If the
-constraint refuses it, the next highest score counts. So a step waits for the device once, however many hypertokens are
-refused. With a temperature alone, each accepted id is drawn with its share of the accepted ids' probability. Top-p,
-top-k, min-p and XTC still count refused ids where they cut. After `REFUSALS` refusals only base ids are open.
+A constraint's mask forbids ("closes") base ids, and all hypertokens that begin with a closed base id. All other ids are
+open. The device computes a score per id for each row, and the host goes through the scores from the highest down. The
+constraint must accept a hypertoken as a whole; otherwise the id with the next highest score is tried. So a step waits
+for the device once, however many hypertokens are refused. If temperature is the only sampling option, each accepted id
+is drawn in proportion to its probability. Top-p, top-k, min-p and XTC are applied before any id is refused. After
+`REFUSALS` refusals in one step only base ids are open.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ NOTHING = "the constraint allows no token that the model could emit here"
 
 
 class Search(ABC):
-    """The search for one row's next id; subclasses compute its scores on the device.
+    """The search for one row's next id. Subclasses compute the scores on the device.
 
-    logits [1, W]: what the id is chosen from; after the search, closed and refused ids are at -inf. excluded: ids that
-    canonical decoding excludes. token: the id that was found, None before. scores [1, W]: what `look` looks through.
-    Raises what the constraint raises.
+    logits [1, W]: logits that the id is chosen from; after the search, closed and refused ids are at -inf. excluded:
+    ids that canonical decoding excludes. token: the id that was found, None before. scores [1, W]: the scores that
+    `look` goes through. Raises what the constraint raises.
     """
 
     scores: Any
@@ -44,9 +45,9 @@ class Search(ABC):
 
     @abstractmethod
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
-        """Returns logits [1, W], closed and excluded ids at -inf, and scores [1, W] float32, whose highest is the draw.
+        """Returns logits [1, W] with closed and excluded ids at -inf, and scores [1, W] float32, not yet evaluated.
 
-        open_ [W] bool: False for closed ids. Both results may still be unevaluated.
+        The id with the highest score is the one drawn. open_ [W] bool: False for closed ids.
         """
 
     @abstractmethod
@@ -55,12 +56,12 @@ class Search(ABC):
 
     @abstractmethod
     def on_host(self, scores: Any) -> np.ndarray:
-        """Returns scores [1, W] as an array [W] that the caller may write to; waits until they are computed."""
+        """Waits until scores [1, W] are computed and returns them as an array [W] that the caller may write to."""
 
     def begin(self) -> bool:
-        """Builds the scores to look through, which are not yet computed, and returns True.
+        """Builds the scores for `look` without evaluating them, and returns True.
 
-        Raises `GenerationError` if nothing is open.
+        Raises `GenerationError` if no id is open.
         """
         if not self._open.any():
             raise GenerationError(NOTHING)
@@ -68,9 +69,9 @@ class Search(ABC):
         return True
 
     def look(self) -> bool:
-        """Looks through the scores; returns whether no id was found, so that the search must begin again.
+        """Goes through the scores from the highest down. Returns True if no id was found and `begin` must run again.
 
-        Raises `GenerationError` if the constraint allows nothing.
+        Raises `GenerationError` if the constraint allows no id.
         """
         scores, before = self.on_host(self.scores), self._refused
         while scores[token := int(scores.argmax())] > -math.inf:
@@ -81,16 +82,16 @@ class Search(ABC):
         if self._refused == before:
             if not self._excluded:
                 raise GenerationError(NOTHING)
-            self._excluded = []  # what is left is what canonical decoding excludes
+            self._excluded = []  # the constraint allows only ids that canonical decoding excludes
         return True
 
     def _is_accepted(self, token: int) -> bool:
-        """Returns whether the constraint accepts an open id. An open base id always is: the mask allows it."""
+        """Returns whether the constraint accepts an open id: always for a base id, which the mask allows."""
         expansion = self.request.expand(token)
         return len(expansion) == 1 or self._constraint.accepts(self.request.cut_at_end(expansion)[0])
 
     def _refuse_id(self, token: int, scores: np.ndarray) -> None:
-        """Closes a hypertoken; after `REFUSALS` of them, closes all."""
+        """Closes a refused hypertoken; after `REFUSALS` refusals, closes all hypertokens."""
         self._refused += 1
         closed = token if self._refused < REFUSALS else self._entries
         self._open[closed] = False
@@ -102,9 +103,9 @@ class Search(ABC):
 
 
 def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
-    """Finds the ids of several rows. A row whose own work raises gets the exception as its request's `error`.
+    """Finds the next ids of several rows. If a row's search raises, the exception becomes its request's `error`.
 
-    compute: called with the scores of all rows that are still searched, to evaluate them together.
+    compute: evaluates the scores of all rows whose search is not over, together.
     """
     left = list(searches)
     while left:
@@ -125,7 +126,8 @@ def _run_part(one: Search, part: Callable[[], bool]) -> bool:
 def _open_columns(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:
     """Returns which columns [W] bool are open.
 
-    mask: which base ids may come next; ids beyond its end may not. first_ids [N]: each entry's first base id.
+    mask: which base ids may come next; base ids beyond the end of `mask` may not. first_ids [N]: each entry's first
+    base id.
     """
     found = np.zeros(width, bool)
     found[: min(len(mask), vocab_size)] = mask[:vocab_size]

@@ -21,17 +21,17 @@ from mlx_zip.packs.pack import Pack, as_pack
 from mlx_zip.sampling.options import Sampling
 
 PACKS_KEPT = 16
-UNLIMITED_IDS = 2048  # answer ids that KV cache room is reserved for if a request has no limit
+UNLIMITED_IDS = 2048  # number of answer ids that KV cache is reserved for if a request has no limit
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """The facts about a model that checks of submissions need.
 
-    vocab_size: number of base ids. width: columns of the logits, None if unknown. context: positions, None without a
-    limit. by_base: whether positions count base tokens. params: the codec, None for a model without hypertokens.
-    tokenizer: fingerprint of the tokenizer. check_start: raises for start entries whose rows are of another model.
-    kv_bytes_per_id: bytes that one id takes in the KV caches.
+    vocab_size: number of base ids. width: columns of the logits, None if unknown. context: maximum number of positions,
+    None without a limit. by_base: whether positions count base tokens. params: the codec, None for a model without
+    hypertokens. tokenizer: fingerprint of the tokenizer. check_start: function that raises `ModelError` if a pack's
+    rows were tuned for another model. kv_bytes_per_id: bytes that one id takes in the KV caches.
     """
 
     vocab_size: int
@@ -45,9 +45,10 @@ class ModelFacts:
 
 
 def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], None]:
-    """Returns a function, for any thread, that raises `ModelError` for rows that were tuned for another model.
+    """Returns a function, for any thread, that raises `ModelError` if a pack's rows were tuned for another model.
 
-    model: fingerprint of the weights. sides_are_one: whether an entry's input row is its output row. width: of rows.
+    model: fingerprint of the weights. sides_are_one: whether an entry has one row for input and output. width: numbers
+    per row.
     """
 
     def check(start: Any) -> None:
@@ -58,7 +59,7 @@ def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], 
 
 
 def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
-    """Returns the facts about a model for fronts. name: that it was opened by. model: fingerprint of the weights."""
+    """Returns a model's facts for fronts. name: what the model was opened by. model: fingerprint of the weights."""
     both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
     sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
     return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, most_base_tokens(facts))
@@ -69,8 +70,8 @@ class Checked:
     """A submission that passed all checks.
 
     base_ids: the prompt. start: pack that the codebook begins with, None for the model's own. pack_key: fingerprint of
-    this pack, which sessions are found by, "" for the model's own. kv_bytes: bytes that the request may need in the KV
-    caches. prediction: base ids that the answer will probably begin with.
+    `start` under which sessions are looked up, "" for the model's own pack. kv_bytes: bytes of KV cache to reserve for
+    the request. prediction: base ids that the answer will probably begin with.
     """
 
     submission: Submission
@@ -85,7 +86,7 @@ class Checked:
 class Checks:
     """Checks submissions for one model. May be used from any thread.
 
-    max_prompt_tokens: base tokens of a prompt, None for no bound. max_kv_bytes: bytes of all KV caches, None for none.
+    max_prompt_tokens: maximum base tokens of a prompt. max_kv_bytes: maximum bytes of all KV caches. None: no bound.
     """
 
     def __init__(self, facts: ModelFacts, max_prompt_tokens: int | None, max_kv_bytes: int | None) -> None:
@@ -95,7 +96,8 @@ class Checks:
     def check(self, submission: Submission) -> Checked:
         """Returns the checked submission.
 
-        Raises `GenerationError` naming what is wrong, `PromptTooLongError` for a prompt beyond a bound.
+        Raises `GenerationError`, with the reason, if the request cannot be met, `PromptTooLongError` if the prompt is
+        too long.
         """
         sampling = Sampling.from_options(submission.sampling)
         sampling.check_width(self.facts.width)
@@ -109,11 +111,11 @@ class Checks:
         return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes, prediction)
 
     def check_pack(self, pack: Any) -> None:
-        """Raises `GenerationError` for a pack that no request can begin with."""
+        """Raises `GenerationError` if requests cannot begin with `pack`."""
         self._packs.find(pack)
 
     def prompt_size(self, base_ids: Sequence[int], pack: Any) -> int:
-        """Returns how many ids a prompt is read as. Raises `GenerationError`."""
+        """Returns how many ids a prompt is compressed to, beginning with `pack`. Raises as `check_pack` does."""
         return self._count_ids(as_ids(base_ids), self._packs.find(pack)[0])
 
     def _count_ids(self, base_ids: Uint32s, start: Any) -> int:
@@ -121,7 +123,7 @@ class Checks:
         return len(base_ids) if params is None else len(compress(params.with_start(start), base_ids)[0])
 
     def _checked_prompt(self, ids: Sequence[int]) -> Uint32s:
-        """Returns the prompt's base ids. Raises `GenerationError` for an empty prompt and for what is no base id."""
+        """Returns the prompt as an array. Raises `GenerationError` if it is empty or too long, or an id is invalid."""
         base_ids = self._as_base_ids(ids, "prompt")
         if not len(base_ids):
             raise GenerationError("the prompt is empty; give at least one id")
@@ -131,14 +133,14 @@ class Checks:
         return base_ids
 
     def _checked_prediction(self, ids: Sequence[int]) -> Uint32s:
-        """Returns a prediction's base ids. Raises `GenerationError` for what is no base id, and for too many."""
+        """Returns a prediction as an array. Raises `GenerationError` if it is too long or has an invalid base id."""
         base_ids, most = self._as_base_ids(ids, "prediction"), most_base_tokens(self.facts)
         if most is not None and len(base_ids) > most:
             raise prediction_error(most)
         return base_ids
 
     def _as_base_ids(self, ids: Sequence[int], what: str) -> Uint32s:
-        """Returns base ids. Raises `GenerationError` for what is none. what: "prompt" or "prediction"."""
+        """Returns ids as an array. Raises `GenerationError` for an invalid base id. what: "prompt" or "prediction"."""
         try:
             base_ids = as_ids(ids)
         except (CodecError, TypeError, ValueError) as error:
@@ -159,7 +161,10 @@ class Checks:
             raise context_error(len(base_ids), tokens_of(Codebook(params), ids[: context - 1]), context)
 
     def _check_room(self, prompt: int, max_tokens: int) -> int:
-        """Returns the KV cache bytes that a request may need, 0 without a bound. Raises `GenerationError` beyond it."""
+        """Returns the bytes of KV cache to reserve for a request, 0 if KV caches have no bound. prompt: base tokens.
+
+        Raises `GenerationError` if the request may need more than the bound.
+        """
         per_id, bound, context = self.facts.kv_bytes_per_id, self.max_kv_bytes, self.facts.context
         if bound is None:
             return 0
@@ -175,7 +180,7 @@ class Checks:
 
 
 def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "prompt") -> None:
-    """Raises `GenerationError` for the first id that is not a base id. what: whose ids they are."""
+    """Raises `GenerationError` if an id is not a base id. what: what the ids belong to, for the message."""
     values = np.asarray(ids, object if isinstance(ids, list) else None)
     wrong = np.flatnonzero((values < 0) | (values >= vocab_size))
     if len(wrong):
@@ -190,20 +195,20 @@ def most_base_tokens(facts: ModelFacts) -> int | None:
 
 
 def prediction_error(most: int) -> GenerationError:
-    """Returns the error for a prediction longer than any answer. most: base tokens of the longest one."""
+    """Returns the error for a prediction longer than any answer. most: maximum base tokens of an answer."""
     return GenerationError(f"prediction: it has more than the {most} base tokens that an answer can have; shorten it")
 
 
 def context_error(tokens: int, most: int, context: int) -> PromptTooLongError:
     """Returns the error for a prompt that leaves no position for an answer.
 
-    tokens: base tokens of the prompt. most: how many of them fit. context: the model's positions.
+    tokens: base tokens of the prompt. most: how many base tokens fit. context: the model's maximum number of positions.
     """
     return PromptTooLongError.of(tokens, most, f"the model's context has {context} positions")
 
 
 def tokens_of(book: Codebook, ids: Uint32s) -> int:
-    """Pushes ids to a codebook, and returns how many base tokens it holds then."""
+    """Pushes ids to a codebook and returns how many base tokens the codebook then holds."""
     book.push(ids)
     return book.base_length
 
@@ -217,7 +222,7 @@ def _check_limits(submission: Submission, width: int | None) -> None:
 
 
 def check_max_tokens(value: Any, name: str = "max_tokens") -> None:
-    """Raises `GenerationError` for an invalid limit on tokens. name: of the value, for the message."""
+    """Raises `GenerationError` if `value` is an invalid limit on tokens. name: the option's name, for the message."""
     if not _is_integer(value) or value == 0 or value < -1:
         raise GenerationError(f"{name} must be an integer of at least 1, or -1 for no limit, got {value!r:.80}")
 
@@ -227,7 +232,7 @@ def _is_integer(value: Any) -> bool:
 
 
 class _Packs:
-    """The packs that requests named most recently. Each is read and checked again only if its file has changed."""
+    """Caches the packs that requests used most recently. A pack is read and checked again only if its file changes."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts, self._lock = facts, threading.Lock()
@@ -235,9 +240,9 @@ class _Packs:
         self._checked: OrderedDict[str, Any] = OrderedDict()  # fingerprint -> start
 
     def find(self, pack: Any) -> tuple[Any, str]:
-        """Returns the pack that a codebook begins with, and its fingerprint; (None, "") for None.
+        """Returns a pack, read and checked, and its fingerprint; (None, "") if `pack` is None.
 
-        Raises `GenerationError` for a pack that cannot be read, or is not for this model.
+        Raises `GenerationError` if the pack cannot be read or is not for this model.
         """
         if pack is None:
             return None, ""
@@ -253,7 +258,7 @@ class _Packs:
             raise GenerationError(f"pack: {error}") from error
 
     def _read_pack(self, pack: Any) -> Pack:
-        """Returns the pack, read from its file only if that was not read before or has changed. Raises `DataError`."""
+        """Returns the pack. Reads a file only if it is new or has changed. Raises `DataError` if it cannot be read."""
         if isinstance(pack, Pack) or not isinstance(pack, str | os.PathLike):
             return as_pack(pack)
         path = expand_home(pack)
@@ -264,7 +269,7 @@ class _Packs:
         return _get_or_make(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
 
     def _checked_start(self, pack: Pack) -> Any:
-        """Returns the pack after checking it against tokenizer, codec and model, once per pack."""
+        """Returns the pack. Checks each pack once, against tokenizer, codec and model."""
 
         def checked() -> Any:
             pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")
@@ -277,7 +282,7 @@ class _Packs:
 
 
 def _get_or_make(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Returns the value of `key`, made if missing; evicts the least recently used one if there are too many."""
+    """Returns the value of `key`, made if missing. Evicts the least recently used value if there are too many."""
     if key not in kept:
         kept[key] = make()
         if len(kept) > PACKS_KEPT:

@@ -1,6 +1,6 @@
-"""`ThreadedEngine`: an engine with one thread of its own, which loads the model and does everything with it.
+"""`ThreadedEngine`: an engine whose own thread loads the model and is the only one to use it.
 
-It depends on neither MLX nor PyTorch, only on the protocols of `mlx_zip.engine.parts`.
+This module depends on neither MLX nor PyTorch, only on the protocols of `mlx_zip.engine.parts`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Load = Callable[[], Any]
 MakeStore = Callable[[Any], Any]
 log = logging.getLogger(__name__)
 LEAST_RETRY_S = 1.0
-TEND_S = 0.05  # an idle engine continues the writing of sessions after this time
+TEND_S = 0.05  # seconds after which an idle engine goes on writing sessions
 
 
 class ThreadedEngine(Engine):
-    """An engine whose thread loads a model and does everything with it; other threads give and get Python data.
+    """An engine whose own thread loads the model and is the only one to use it. Other threads exchange Python data.
 
-    load: loads the model, in the engine's thread. make_store: returns the session store of a loaded model; None to keep
-    no sessions. A subclass implements what depends on the library, such as the reading of prompts.
+    load: loads the model; called in the engine's thread. make_store: returns the session store of a loaded model; None
+    to keep no sessions. A subclass implements what depends on MLX or PyTorch, such as reading prompts.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ThreadedEngine(Engine):
         return request.handle
 
     def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
-        """Returns the request of a submission that can be met. Raises what `submit` raises for one that cannot."""
+        """Checks a submission and returns its request. Raises what `submit` raises if the request cannot be met."""
         return Request(self._checks.check(submission), deliver)
 
     def _add(self, request: Request) -> None:
@@ -244,7 +244,7 @@ class ThreadedEngine(Engine):
 
     @abstractmethod
     def _make_served(self, load: Load, name: str) -> ServedByEngine:
-        """Loads the model, sets `tokenizer`, and returns the loaded model. name: of the model."""
+        """Loads the model `name`, sets `tokenizer`, and returns the loaded model."""
 
     def _make_scheduler(self, served: Any, max_kv_bytes: int | None) -> Scheduler:
         """Returns the scheduler. served: from `_make_served`. max_kv_bytes: from `_max_kv_bytes`."""
@@ -257,13 +257,14 @@ class ThreadedEngine(Engine):
 
     @abstractmethod
     def _score_in_parts(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
-        """Yields the scores of a row of ids in chunks, between which running requests take steps.
+        """Yields the scores of the ids of `row` in chunks. Running requests take steps between two chunks.
 
-        Used in the engine's thread only. top: number of likeliest ids to report per position. Raises `GenerationError`.
+        Used in the engine's thread only. top: number of likeliest ids to report per position. Raises `GenerationError`
+        if the model is split over several machines.
         """
 
     def _max_kv_bytes(self, served: Served) -> int | None:
-        """Returns the bound on the bytes of all KV caches, None for none."""
+        """Returns the maximum bytes of all KV caches together, None for no bound."""
         return self._options.max_kv_bytes
 
     @abstractmethod
@@ -271,12 +272,12 @@ class ThreadedEngine(Engine):
         """Returns `memory_bytes` and `peak_memory_bytes` of `Figures`. Called from any thread."""
 
     def _prepare_device(self) -> None:
-        """Prepares the device for requests; called before they run."""
+        """Prepares the device for requests. Called before requests run."""
 
     def _free_when_idle(self) -> float | None:
-        """Releases what only running requests need, if the engine has been idle long enough; called while it is idle.
+        """Releases what only running requests need once the engine has been idle long enough. Called while it is idle.
 
-        Returns the seconds after which to call it again, None if nothing is left to release.
+        Returns the seconds after which to call this method again, None if nothing is left to release.
         """
         return None
 
@@ -302,7 +303,7 @@ class ThreadedEngine(Engine):
             scheduler.served.free_unused()
 
     def _tend_when_idle(self) -> float | None:
-        """Does the work of an idle engine; returns the seconds after which to call it again, None for never."""
+        """Does an idle engine's work, such as writing sessions. Returns seconds until the next call, None for never."""
         due = self._free_when_idle()
         return TEND_S if self._store.continue_writing() else due
 
@@ -335,7 +336,7 @@ class ThreadedEngine(Engine):
                 log.exception("a function given to on_death failed")
 
     def _fail_open_requests(self, error: EngineStoppedError) -> None:
-        """Refuses all further calls and fails the requests that are left."""
+        """Refuses all further calls and fails all open requests with `error`."""
         self._inbox.shut()
         if self._scheduler is not None:
             self._scheduler.fail_all(error)
@@ -348,7 +349,7 @@ class ThreadedEngine(Engine):
         self._running = 0
 
     def _close_store(self) -> None:
-        """Has the store write what is not on disk yet. An error is logged: the engine ends anyway."""
+        """Closes the store, which writes unsaved sessions. Errors are only logged, because the engine ends anyway."""
         try:
             self._store.close()
         except Exception:
@@ -356,7 +357,6 @@ class ThreadedEngine(Engine):
 
 
 def _with_bounds_of(info: EngineInfo, options: ServeOptions) -> EngineInfo:
-    """Returns `info` with the bounds that an engine's options set."""
     bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
     most = options.max_running + options.max_waiting
     return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
@@ -372,9 +372,9 @@ def _compress_prompt(params: CodecParams | None, base_ids: Uint32s, pack: Pack |
 
 
 def _scores_as_prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Scored]) -> Iterator[PromptId]:
-    """Yields the ids of a row, each with its score.
+    """Yields each id of `row` with its score.
 
-    params: as in `_compress_prompt`. parts: the scores of its second to its last id.
+    params: as in `_compress_prompt`. parts: scores of the second to the last id of `row`, in order.
     """
     book = None if params is None else Codebook(params.with_start(row.pack))
 
@@ -401,7 +401,7 @@ _Call = Callable[[], Any]
 
 
 class _Inbox:
-    """Calls of other threads for one thread, the owner. `post` and `ask` raise `EngineStoppedError` after `shut`."""
+    """Calls of other threads, run by one thread, the owner. `post`, `ask` raise `EngineStoppedError` after `shut`."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
@@ -414,18 +414,18 @@ class _Inbox:
         self._owner = threading.get_ident()
 
     def post(self, call: _Call) -> None:
-        """Has the owner make a call soon; an exception of the call is logged."""
+        """Has the owner run `call` soon. An exception that `call` raises is logged."""
         self._put_call(call, None)
 
     def _put_call(self, call: _Call, future: Future[Any] | None) -> None:
-        """Adds a call. future: gets its result, None if nobody waits for it."""
+        """Queues a call for the owner. future: gets the result of `call`, None if no thread waits for the result."""
         with self._lock:
             if self._shut:
                 raise EngineStoppedError("the engine has stopped")
             self._calls.put((call, future))
 
     def ask(self, call: _Call) -> Any:
-        """Has the owner make a call, and returns its result or raises its exception."""
+        """Has the owner run `call`, waits, and returns the result or raises the exception of `call`."""
         if threading.get_ident() == self._owner:
             return call()
         future: Future[Any] = Future()
@@ -439,7 +439,7 @@ class _Inbox:
                 self._calls.put((lambda: None, None))
 
     def take(self, wait_s: float | None) -> None:
-        """Makes all queued calls; waits for the first one up to `wait_s` seconds, None for ever."""
+        """Runs all queued calls. If none is queued, waits for one up to `wait_s` seconds, or for ever if None."""
         try:
             entry = self._calls.get(timeout=wait_s) if wait_s != 0 else self._calls.get_nowait()
             while True:
@@ -449,7 +449,7 @@ class _Inbox:
             return
 
     def shut(self) -> None:
-        """Refuses the queued calls and all later ones."""
+        """Refuses all queued and later calls with `EngineStoppedError`."""
         with self._lock:
             self._shut = True
         while True:
@@ -462,7 +462,7 @@ class _Inbox:
 
 
 def _run_call(call: _Call, future: Future[Any] | None) -> None:
-    """Makes a call. An exception goes to the waiting thread, or to the log; any other `BaseException` is raised too."""
+    """Runs a call. Its exception goes to `future`, else to the log. Raises it again if it is not an `Exception`."""
     try:
         result = call()
     except BaseException as error:

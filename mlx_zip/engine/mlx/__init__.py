@@ -1,1 +1,1 @@
-"""The engine on MLX: the model that it serves, groups that take steps, `stream_generate` in the caller's thread."""
+"""The engine on MLX: loaded models, groups of requests that take steps, and `stream_generate` without a thread."""

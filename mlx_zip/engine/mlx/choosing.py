@@ -19,13 +19,13 @@ from mlx_zip.sampling.penalties import PenaltyTerms
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen ids y [B], perhaps still being computed.
+    """Chosen ids y [B], perhaps not yet evaluated.
 
-    packed [B, 2 + 2K] int32: id, its log-probability, the K most likely ids, and their log-probabilities; None if no
-    row asked for these. Floats are stored as their bits, so that one transfer brings everything. top: per row, how many
-    likely ids it asked for, None for no log-probabilities. failed [B]: 1 for requests that failed on the first of
-    several machines, None for one machine. logprobs [B, W]: the log-probabilities that the ids were chosen from, None
-    if no row keeps them.
+    packed [B, 2 + 2K] int32: chosen id, its log-probability, the K most likely ids, and their log-probabilities; None
+    if no row reports log-probabilities. Floats are stored as their bits, so that one transfer to the host is enough.
+    top: per row, the number of likely ids to report, None for no log-probabilities. failed [B]: 1 for requests that
+    failed on the first of several machines; None if there is one machine. logprobs [B, W]: the log-probabilities that
+    the ids were chosen from, None if no row keeps them.
     """
 
     y: mx.array
@@ -52,7 +52,7 @@ class Choice:
         return chosen
 
     def _read(self) -> list[Chosen]:
-        """Returns the chosen ids with `logprob` and `likely`, for `read` to fill in the rest."""
+        """Returns the chosen ids with `logprob` and `likely`; `read` sets the other fields."""
         if self.packed is None:
             ids: Any = self.y.tolist()
             return [Chosen(one) for one in ids]
@@ -76,11 +76,12 @@ def choose(
     pad_id: int,
     machines: mx.distributed.Group | None = None,
 ) -> Choice:
-    """Returns the choice of ids from logits [B, W], one row per request.
+    """Chooses one id per row of logits [B, W], one row per request.
 
-    end: first of the last columns that are all -inf, None if there are none. pad_id: an id that canonical decoding
-    never excludes. machines: those that the model is split over, of which the first chooses for all. A row whose own
-    work raises gets the exception as its `error`, and an arbitrary id.
+    end: index of the column from which on all columns are -inf, None if there is none. pad_id: an id that canonical
+    decoding never excludes. machines: group of machines that the model is split over; the first machine chooses for
+    all. If a row's processors, constraint or sampler raise, the exception becomes the request's `error`, and the row's
+    id is arbitrary.
     """
     forced: dict[int, mx.array] = {}
     logits = _process_logits(requests, logits, forced, end, pad_id)
@@ -95,7 +96,7 @@ def choose(
 
 
 def _draw_ids(requests: Sequence[Request], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
-    """Returns ids [B]: those in `forced`, else what each row's sampler draws. One sampler of all rows draws at once."""
+    """Returns ids [B]: a row's id in `forced`, else its sampler's draw. A sampler shared by all rows is called once."""
     shared = requests[0].draws
     if (
         not forced
@@ -122,7 +123,7 @@ def _draw_ids(requests: Sequence[Request], logprobs: mx.array, forced: dict[int,
 def _process_logits(
     requests: Sequence[Request], logits: mx.array, forced: dict[int, mx.array], end: int | None, pad_id: int
 ) -> mx.array:
-    """Returns logits [B, W] after every row's own processors. forced: gets the ids of rows that a constraint chose."""
+    """Returns logits [B, W] after each row's processors. Adds the id of each row with a constraint to `forced`."""
     if not any(request.penalties or request.submission.constraint is not None for request in requests):
         return _exclude_uncanonical(requests, logits, end, pad_id)
     rows: list[mx.array] = []
@@ -147,7 +148,7 @@ def _process_logits(
 
 def _process_row(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
     """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
-    reads = any(not isinstance(one, PenaltyTerms) for one in request.penalties)  # these look at the codebook's log
+    reads = any(not isinstance(one, PenaltyTerms) for one in request.penalties)  # `PenaltyTerms` read the codebook
     tokens: Any = mx.array(np.asarray(request.read_ids, np.int32)) if reads else None
     for processor in request.penalties:
         logits = processor(tokens, logits)
@@ -158,7 +159,7 @@ def _process_row(request: Request, logits: mx.array, end: int | None) -> mx.arra
 
 
 def _exclude_uncanonical(requests: Sequence[Request], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
-    """Returns logits [B, W] after canonical decoding, where rows have it."""
+    """Returns logits [B, W] after canonical decoding of the rows that use it."""
     if all(request.canonical is None for request in requests):
         return logits
     excluded = [[] if request.canonical is None else request.canonical.excluded() for request in requests]
@@ -168,7 +169,7 @@ def _exclude_uncanonical(requests: Sequence[Request], logits: mx.array, end: int
 
 
 def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:
-    """Returns what `Choice.packed` holds for ids y [B] chosen from logprobs [B, W]."""
+    """Returns `Choice.packed` for ids y [B] chosen from logprobs [B, W]. top: as in `Choice`."""
     if all(one is None for one in top):
         return None
     ids, width = y.astype(mx.int32)[:, None], max(one or 0 for one in top)
@@ -178,7 +179,7 @@ def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -
     return mx.concatenate([ids, floats[0].view(mx.int32), likely, floats[1].view(mx.int32)], axis=1)
 
 
-# ---- under a constraint; `mlx_zip.engine.searching` has the rules
+# ---- choosing under a constraint, as described in `mlx_zip.engine.searching`
 
 
 class Search(searching.Search):

@@ -1,4 +1,4 @@
-"""`DraftModelSource`: proposes what a second, smaller model would write (speculative decoding)."""
+"""`DraftModelSource`: proposes the greedy continuation by a second, smaller model (speculative decoding)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.loading import load
 from mlx_zip.models.rows.zip_state import find_zip_state
 
-CHUNK = 512  # ids of a text that are read per pass
-FIRST_PASS = 16  # ids that the first pass of a draft reads at most
-TIMED = 15  # drafts whose times are kept
-MOST_PADDING = 1024  # rows by which embeddings of one vocabulary may differ, because models pad them differently
+CHUNK = 512  # ids of a text read per pass
+FIRST_PASS = 16  # maximum number of ids that the first pass of a draft reads
+TIMED = 15  # number of latest drafts whose times are kept
+MOST_PADDING = 1024  # rows by which models' embeddings may differ for one vocabulary, because of padding
 
 
 def load_draft_model(name: str | Path, tokenizer: Any, trust_remote_code: bool = False) -> Any:
-    """Loads a model, plain or with hypertokens, that is to draft for the model of this tokenizer.
+    """Loads a model, plain or with hypertokens, that drafts for the model that `tokenizer` belongs to.
 
-    Raises `GenerationError` if its vocabulary is another one, and what `mlx_zip.load` raises.
+    Raises `GenerationError` if the two models have different vocabularies, and what `mlx_zip.load` raises.
     """
     model, own = load(name, trust_remote_code=trust_remote_code)
-    if own.get_vocab() != tokenizer.get_vocab():  # special ids may differ: those of a base model and its chat model do
+    if own.get_vocab() != tokenizer.get_vocab():  # eos ids may differ, as between a base model and its chat model
         raise GenerationError(
             f"draft_model (--draft-model): {name} has another vocabulary than the model that it would draft for; "
             "choose one with the same tokenizer"
@@ -49,10 +49,10 @@ def load_draft_model(name: str | Path, tokenizer: Any, trust_remote_code: bool =
 
 
 class DraftModel:
-    """A model that drafts for another one, and the times of its drafts over all requests.
+    """A model that drafts for another model, and the times of its drafts over all requests.
 
-    most: maximum base tokens of a text that it can read. vocab_size: number of its base ids. Raises `GenerationError`
-    for a model whose caches cannot be trimmed: it could not forget refused ids.
+    most: maximum base tokens of a text that the draft model can read. vocab_size: number of its base ids. Raises
+    `GenerationError` if the model's caches cannot be trimmed, because refused ids must be removed from them.
     """
 
     def __init__(self, loaded: object) -> None:
@@ -74,7 +74,7 @@ class DraftModel:
             )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises `GenerationError` if a model with `vocab_size` base ids cannot have the same vocabulary."""
+        """Raises `GenerationError` if a model with `vocab_size` base ids must have another vocabulary than this one."""
         if MOST_PADDING < abs(self.vocab_size - vocab_size) < math.inf:
             raise GenerationError(
                 f"draft_model (--draft-model): it has a vocabulary of {self.vocab_size} ids, the model that it would "
@@ -82,17 +82,18 @@ class DraftModel:
             )
 
     def seconds(self) -> float:
-        """Returns the seconds to propose one id, infinite as long as no draft was timed."""
+        """Returns the median seconds per proposed id, infinite until a draft was timed."""
         return median(self._times) if self._times else math.inf
 
     def note_time(self, proposed: int, seconds: float) -> None:
-        """Notes how long a draft took. proposed: number of its ids."""
+        """Notes how many seconds a draft of `proposed` ids took."""
         self._times.append(seconds / proposed)
 
     def reader_for(self, source: object) -> _Reader:
-        """Returns the reader of a source's text.
+        """Returns a reader for the text of a source.
 
-        Once the last source is gone, its reader and cache are used again: texts often begin as the last one did.
+        Reuses the shared reader, with its cache, if the source that had it before is gone: texts often begin as the
+        previous one did. Otherwise returns a new reader.
         """
         if self._owner() is not None:
             return _Reader(self.model)
@@ -100,12 +101,12 @@ class DraftModel:
         return self._reader
 
     def forget_text(self) -> None:
-        """Discards the cache and the text that it holds."""
+        """Discards the shared reader, with its cache and the text in it."""
         self._reader = _Reader(self.model)
 
 
 class DraftModelSource:
-    """A draft model as a source of one request.
+    """Proposes base ids for one request with a draft model.
 
     base_ids: the request's text so far. width: ids per draft if pass costs do not decide. vocab_size: number of base
     ids of the request's model.
@@ -118,7 +119,7 @@ class DraftModelSource:
         self.width: int | None = width
         self._text, self._readable = array("I"), True
         self._reader: _Reader | None = None  # made with the first draft
-        self._accepted = Share(SURE)  # so high before any draft that `PassCosts` tries what one costs
+        self._accepted = Share(SURE)  # high enough for `PassCosts` to try a first draft
         self._took_s = 0.0
         self.append(base_ids)
 
@@ -134,7 +135,7 @@ class DraftModelSource:
         return self._model.seconds()
 
     def propose(self, most: int) -> Iterator[int]:
-        """Yields up to `most` base ids that may come next; most of them take a pass of the draft model.
+        """Yields up to `most` base ids that may come next. The draft model takes one pass per id that it emits.
 
         Raises `EngineError` if the draft model fails.
         """
@@ -158,18 +159,18 @@ class DraftModelSource:
 
 
 class _Reader:
-    """The draft model with a cache, and the base ids that the cache holds. kv: the KV caches in it."""
+    """A draft model with a cache that holds a text. kv: the KV caches in the cache."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._cache = model, make_prompt_cache(model)
         self._state = find_zip_state(self._cache)
-        self._plain_ids = array("I")  # those that a plain model has read: a codebook logs its own
+        self._plain_ids = array("I")  # ids that a plain model's cache holds; a codebook logs its ids itself
         self.kv = list(flatten_cache_lists(self._cache if self._state is None else self._cache[:-1]))
 
     def catch_up(self, text: Uint32s) -> Uint32s:
-        """Trims the cache to what it has in common with a text of base ids, and reads the rest of the text.
+        """Trims the cache to its common prefix with a text of base ids, and reads the rest of the text but its end.
 
-        The last ids of the text are not read but returned, at least one.
+        Returns the ids that are left to read: at least 1, at most `FIRST_PASS`.
         """
         book = None if self._state is None else self._state.books[0]
         held = np.array(self._plain_ids, np.uint32) if book is None else book.base_ids()
@@ -183,9 +184,9 @@ class _Reader:
         return ids[end:]
 
     def _keep(self, base_tokens: int) -> int:
-        """Trims the cache to the ids within the first `base_tokens` base tokens; returns how many base tokens it holds.
+        """Trims the cache to the ids within the first `base_tokens` base tokens. Returns how many base tokens are left.
 
-        All layers end at the same id then, even after an interrupt.
+        After that all layers end at the same id, even if an interrupt had stopped a pass.
         """
         if self._state is None:
             for entry in self.kv:
@@ -198,7 +199,7 @@ class _Reader:
         return book.base_length
 
     def write(self, ids: Uint32s, most: int) -> Iterator[int]:
-        """Reads ids, at least one, and yields the base ids of the model's greedy continuation.
+        """Reads ids, at least one, and yields the base ids of the draft model's greedy continuation.
 
         most: maximum number of base ids that the caller takes.
         """
@@ -206,7 +207,7 @@ class _Reader:
         return self._write_plain(chosen, most) if self._state is None else self._write_hypertokens(chosen)
 
     def _write_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
-        """Yields base ids; the device runs the pass over one while the host takes it. chosen [1]: the first one."""
+        """Yields base ids. The device runs the pass over an id while the caller takes it. chosen [1]: the first id."""
         for left in range(most, 0, -1):
             after = self._run(chosen) if left > 1 else chosen
             mx.async_eval(after)
@@ -217,24 +218,23 @@ class _Reader:
             chosen = after
 
     def _write_hypertokens(self, chosen: mx.array) -> Iterator[int]:
-        """Yields the base ids of each id, which the model reads when more are asked for. chosen [1]: the first id."""
+        """Yields the base ids of each id. Reads an id only when the caller wants more. chosen [1]: the first id."""
         assert self._state is not None
         while True:
             yield from base_ids_of_next(self._state.books[0], _read_id(chosen))
             chosen = self._run(chosen)
 
     def _read(self, ids: Uint32s) -> mx.array:
-        """Reads ids [n] and notes them; returns the likeliest id [1] after them, not yet computed."""
+        """Reads ids [n], records them for a plain model, and returns the likeliest next id [1], not yet evaluated."""
         chosen = self._run(mx.array(ids))
         if self._state is None:
             self._plain_ids.extend(ids.tolist())
         return chosen
 
     def _run(self, ids: mx.array) -> mx.array:
-        """Reads ids [n]; returns the likeliest id [1] after them, not yet computed."""
+        """Reads ids [n] and returns the likeliest next id [1], not yet evaluated."""
         return mx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
 
 
 def _read_id(chosen: mx.array) -> int:
-    """Waits for an id [1] and returns it."""
     return int(np.array(chosen)[0])

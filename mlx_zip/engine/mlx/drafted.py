@@ -1,4 +1,4 @@
-"""`DraftedPass`: a pass over each request's last id and proposed ids, whose logits are used column by column."""
+"""`DraftedPass`: one pass over each request's last id and its proposed ids, used to choose several ids in turn."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
 
 class DraftedPass:
-    """A pass over each request's last id and the ids proposed behind it, and the logits after each of these ids.
+    """One pass over each request's last id and the ids proposed after it, with the logits after each of these ids.
 
-    Codebooks and KV caches are trimmed right after the pass; the keys and values stay in memory behind the end of the
-    KV caches. An id enters a codebook when it is chosen, and the end of the KV caches moves over the chosen ids. For a
-    request alone it moves at once, so between two ids its cache is as without a draft, and may be trimmed, copied or
-    saved. For a batch it moves in `close`, because all rows share one end.
+    The columns of a row are the last id and the proposed ids. Right after the pass, codebooks and KV caches are trimmed
+    to their state before it; keys and values of the pass stay in memory beyond the end (offset) of the KV caches. When
+    an id is chosen, it is added to the codebook, and the end of the KV caches moves past it. In a batch the end moves
+    only in `close`, because all rows share one end. For a single request it moves at once. So between two ids its cache
+    is as without a draft, and may be trimmed, copied or saved.
 
-    rows: those that take the next column; a row whose next id was not the proposed one waits for the next pass.
+    rows: the rows that choose their next id from this pass. A row leaves `rows` when the chosen id is not the proposed
+    one; such a row waits for the next pass.
     """
 
     def __init__(
@@ -52,10 +54,10 @@ class DraftedPass:
             self._add_to_cache(row, one)
 
     def _read(self, served: Served, ids: mx.array) -> mx.array:
-        """Returns logits [B, L, W] of ids [B, L], and keeps the body's output. The cache then ends where it did before.
+        """Returns logits [B, L, W] of ids [B, L], and stores the body's output. Leaves the cache's end where it was.
 
-        The pass uses copies of the codebooks: what follows the requests' own codebooks, such as canonical decoding,
-        must not see them rewound.
+        The pass uses copies of the codebooks, because objects that follow the requests' own codebooks, such as
+        canonical decoding, must not see them rewound.
         """
         state = self._state
         if state is None:
@@ -83,26 +85,26 @@ class DraftedPass:
 
     @property
     def logits(self) -> mx.array:
-        """The logits [rows, W] after the last id of each of `rows`."""
+        """The logits [rows, W] from which the rows in `rows` choose their next ids."""
         return self._at_columns(self._logits)
 
     @property
     def h(self) -> mx.array | None:
-        """The body's output [1, 1, D] that the `logits` of a request alone come from, None if unknown."""
+        """The body's output [1, 1, D] that `logits` come from; None if unknown, and in a batch."""
         taken = self._taken
         return None if self._h is None or len(taken) > 1 else self._h[:, taken[0] : taken[0] + 1]
 
     def _at_columns(self, values: mx.array) -> mx.array:
-        """Returns, of values [B, L, W], those of each of `rows` at its present column, [rows, W]."""
+        """Returns from values [B, L, W] those of the rows in `rows`, each at its present column, [rows, W]."""
         taken = self._taken
         if len(taken) == 1:
             return values[:, taken[0]]
         return values[mx.array(self.rows), mx.array([taken[row] for row in self.rows])]
 
     def choose_best(self) -> Choice | None:
-        """Returns the choice of the likeliest ids without work of the device, possible from the second column on.
+        """Chooses the likeliest ids without new work for the device, because one argmax has covered all columns.
 
-        None in the first column, or if a request looks at more than the likeliest id.
+        Returns None in the first column, or if a row needs more than the likeliest id (`Request.takes_best_id`).
         """
         taken = self._taken
         if not any(taken) or not all(self._requests[row].takes_best_id for row in self.rows):
@@ -114,14 +116,14 @@ class DraftedPass:
         return Choice(mx.array(ids, mx.uint32), None, (None,) * len(ids), logprobs=logprobs)
 
     def proposes(self, row: int, chosen: int) -> bool:
-        """Returns whether an id is the next one that was proposed to a row."""
+        """Returns whether the id `chosen` is the next one that was proposed for a row."""
         draft = self._drafts[row]
         return draft is not None and draft.proposes(chosen)
 
     def follow(self, chosen: Sequence[int]) -> list[int]:
-        """Adds the ids chosen for `rows` to the cache where they are the proposed ones, and returns these rows.
+        """Adds the ids chosen for `rows` to the cache if they are the proposed ones. Ends the drafts of other rows.
 
-        Ends the drafts of the other rows.
+        Returns the rows whose ids were added, which are the new `rows`.
         """
         rows, self.rows = self.rows, []
         for row, one in zip(rows, chosen, strict=True):
@@ -136,7 +138,7 @@ class DraftedPass:
         return self.rows
 
     def _add_to_cache(self, row: int, one: int) -> None:
-        """Adds an id of the pass to a row's codebook and, for a request alone, moves the end of its KV caches."""
+        """Adds an id of the pass to a row's codebook and, unless this is a batch, moves the end of the KV caches."""
         if len(self._drafts) > 1:
             if self._state is not None:
                 self._state.push_to_row(row, one)
@@ -149,17 +151,17 @@ class DraftedPass:
             entry.offset += 1
 
     def close(self) -> None:
-        """Moves the end of a batch's KV caches over the chosen ids. No further column can be taken after that."""
+        """Moves the end of a batch's KV caches past the chosen ids. After that no more ids can be chosen."""
         if len(self._drafts) > 1:
             keep_columns(self._cache, [1 + taken for taken in self._taken])
 
 
 def draft_room(served: Served, cache: Sequence[Any]) -> int:
-    """Returns the maximum number of ids that may be proposed to a model on this cache.
+    """Returns the maximum number of ids per row that may be proposed on this cache.
 
-    0 on several machines, for caches that cannot be trimmed exactly (windows, recurrent states) or have several parts
-    per layer, and for batches with `draft_exact`. If KV caches are to be quantized, it keeps the pass short enough that
-    this happens after the same id as without a draft.
+    Returns 0 on several machines, if caches cannot be trimmed exactly (windows, recurrent states) or have several parts
+    per layer, and for batches with `draft_exact`. Before KV caches are quantized, the number is such that quantization
+    comes after the same id as without a draft.
     """
     kinds = set(map(type, cache)) - {ZipState}
     trimmed = {KVCache, QuantizedKVCache} if served.options.draft_exact else {KVCache, QuantizedKVCache, BatchKVCache}

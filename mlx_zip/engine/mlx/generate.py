@@ -1,7 +1,7 @@
 """Generation: `load`, `stream_generate`, `generate`, `batch_generate`, for zip2zip models and plain mlx-lm ones.
 
-The requests run in the caller's thread, on the scheduler that also serves engines, and their events become responses.
-Limits, counts and penalties are in base tokens. For a plain model every id is one base token.
+Requests run in the caller's thread, with the scheduler that engines use too, and their events become responses. Limits,
+counts and penalties are in base tokens. For a plain model every id is one base token.
 """
 
 from __future__ import annotations
@@ -98,31 +98,34 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Generates text and yields one response per emitted id.
 
-    prompt: text, a conversation (chat messages or `Chat`), or base ids. max_tokens: base tokens, -1 for no limit but
-    the context's. stop: text, or several, that ends the output and is not part of it. prompt_cache: from
-    `model.make_cache()` or mlx-lm's `make_prompt_cache(model)`; it is updated in place, from the first response on. A
-    prompt of text or base ids continues what the cache holds; text then gets no special tokens. A conversation is
-    always given whole: the cache is trimmed to its common prefix with the conversation, and only the rest is read; an
-    answer that the model gave is read as the ids that the model emitted. pack: the pack (a path, a `Pack`, or entries
-    of base ids) that a new cache begins with in place of the model's own. With a prompt_cache that was saved and
-    loaded, give the pack that the cache began with, because the file does not hold the pack's rows. sampling: fields of
-    `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given. logits_processors:
-    they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called with (prompt ids
-    read so far, all prompt ids), also when LongRoPE's switch of factors has the context read again. max_kv_size: as in
-    `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
-    draft: where proposed ids come from, of which one pass of the model checks several. "lookup": what followed an
-    earlier place of the text that is like its end; "head": the model's draft head; "auto": either, as many ids as save
-    time; "off": nowhere. The emitted ids are the same, except where two logits differ by less than the rounding of a
-    pass over several ids. draft_exact: as in `RunOptions`; processors and samplers may be called again for one id then.
-    draft_model: a loaded model of the same vocabulary, plain or with hypertokens, that proposes num_draft_tokens ids
-    per pass, as in mlx-lm, or as many as save time if draft is "auto". It has no prompt cache: if a plain model
-    continues a prompt_cache, the draft model reads only the new part of the text.
+    prompt: text, a conversation (chat messages or `Chat`), or base ids. max_tokens: maximum base tokens of the output,
+    -1 if only the context limits the output. stop: one or several texts; the output ends before the first of them.
+    sampling: fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given.
+    logits_processors: as in mlx-lm; they get the ids that the model has read, hypertokens included.
 
-    At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
-    even if the text ends before that id.
+    prompt_cache: from `model.make_cache()` or mlx-lm's `make_prompt_cache(model)`; updated in place from the first
+    response on. A prompt of text or base ids continues what the cache holds; text then gets no special tokens. A
+    conversation must always be given whole: the cache is trimmed to the common prefix of cache and conversation, and
+    only the rest is read. Answers of the model in the conversation are read as the ids that the model emitted. At the
+    end the cache holds the prompt and every emitted id, the last one included, even if the text ends before that id.
 
-    Raises `GenerationError` before anything runs when the request cannot be met, `DataError` for a pack that cannot be
-    read or is of another tokenizer.
+    pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in place of the model's own.
+    With a prompt_cache that was saved and loaded, give the pack that the cache began with, because the file does not
+    hold the pack's rows. prompt_progress_callback: called with (number of prompt ids read so far, number of all prompt
+    ids), also if LongRoPE's switch of factors has the context read again. max_kv_size: as in `bounded_cache`, for a new
+    cache. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
+
+    draft: source of proposed ids, of which one pass of the model checks several. "lookup": ids that followed an earlier
+    place of the text that matches the text's end; "head": the model's draft head; "auto": lookup or draft head, with as
+    many ids as save time; "off": no proposed ids. Drafts do not change the emitted ids, unless two logits differ by
+    less than the rounding of a pass over several ids. draft_exact: as in `RunOptions`; if True, processors and samplers
+    may be called more than once for one id. draft_model: a loaded model of the same vocabulary, plain or with
+    hypertokens, that proposes ids: num_draft_tokens per pass, as in mlx-lm, or as many as save time if draft is "auto".
+    The draft model has no prompt cache: if a plain model continues a prompt_cache, the draft model reads only the new
+    part of the text.
+
+    Raises before anything runs: `GenerationError` if the request cannot be met, `DataError` if the pack cannot be read
+    or is of another tokenizer.
     """
     options = Sampling.from_options(sampling, signature(stream_generate).parameters)
     _check_functions(
@@ -169,7 +172,7 @@ def _stream_on_cache(
     facts: object,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[GenerationResponse]:
-    """Yields the responses of one request, and at the end notes on its cache what was read.
+    """Yields the responses of one request. At the end records on the request's cache what the cache has read.
 
     facts: data of the request that must be equal on all machines.
     """
@@ -199,10 +202,10 @@ def emit(
     progress: Callable[[int, int], None] | None = None,
     run: RunOptions | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
-    """Has a model read ids [n], hypertokens included, and yields the ids it emits with their log-probabilities [W].
+    """Has a model read ids [n], hypertokens included, and yields (id, log-probabilities [W]) per emitted id.
 
-    For measurements: `stream_generate` without its text. It ends only at the end of the context. Options are those of
-    `stream_generate`.
+    For measurements: like `stream_generate`, but without text, and it ends only when the context is full. processors,
+    progress: as `logits_processors` and `prompt_progress_callback` there.
     """
     served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
     inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
@@ -216,7 +219,7 @@ def emit(
 
 
 def _base_ids_of(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
-    """Returns the base ids of ids [n] that a cache is to read. Raises `CodecError` for one that it cannot read."""
+    """Returns the base ids of ids [n] that `cache` reads next. Raises `CodecError` if its codebook lacks an id."""
     state = find_zip_state(cache)
     if state is None:
         return ids.tolist()
@@ -229,8 +232,8 @@ def _base_ids_of(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
 class _Run:
     """Requests that run in the caller's thread.
 
-    inline: options of all of them. cache: the caller's, for a single request that continues behind its first `kept`
-    ids; None for requests with new caches of their own.
+    inline: options of all requests. cache: the caller's cache, for a single request that continues after the first
+    `kept` ids of the cache; None if each request has a new cache.
     """
 
     def __init__(self, served: Served, inline: Inline, cache: list[Any] | None = None, kept: int = 0) -> None:
@@ -242,7 +245,7 @@ class _Run:
     def add(
         self, base_ids: Sequence[int], options: Sampling, max_tokens: int, ends: Iterable[int], start: Any = None
     ) -> None:
-        """Adds a request. ends: ids that end it. start: what a new cache's codebook begins with."""
+        """Adds a request. ends: ids that end the answer. start: pack or entries that a new cache begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
         checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
         self.requests.append(Request(checked, partial(_put_event, self._arrived, row), self._inline))
@@ -250,18 +253,18 @@ class _Run:
     def agree(self, facts: object) -> None:
         """Raises `MachineError` if the model is on several machines and their facts about the requests differ."""
         if (group := self._served.machines) is not None:
-            mx.synchronize(generation_stream)  # the step that the last request had begun must be over on all machines
+            mx.synchronize(generation_stream)  # the last step of an earlier request must be over on all machines
             raise_unless_machines_agree(group, sha256(repr(facts).encode()).hexdigest(), "the request")
 
     def responses(
         self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None = None
     ) -> Iterator[tuple[int, GenerationResponse]]:
-        """Yields (number of the request, response) per emitted id until all texts have ended. answers: one each."""
+        """Yields (index of the request, response) per emitted id until all texts end. answers: one per request."""
         for answer in answers:
             answer.start()
         for row, event, logprobs in self.events(progress):
             if self.requests[row].handle.cancelled:
-                continue  # its text has ended
+                continue  # the request's text has ended
             response = answers[row].take(event, logprobs)
             if response is None:
                 continue
@@ -272,9 +275,10 @@ class _Run:
                 return
 
     def events(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, Event, Any]]:
-        """Yields (number of the request, event, log-probabilities [W] of an emitted id) until all requests have ended.
+        """Yields (index of the request, event, log-probabilities [W] of an emitted id) until all requests have ended.
 
-        The caller's cache holds every id that was yielded and nothing more, also after an interrupt.
+        At each yield, and after an interrupt, the caller's cache holds what was read of the prompt and every id that
+        was yielded, and nothing else.
         """
         served = self._served
         store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
@@ -302,9 +306,10 @@ class _Run:
         return found
 
     def _work_or_restore(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
-        """Runs `part`, a round of the scheduler or a part of a round. If it raises, restores the caller's cache.
+        """Runs `part`, a round of the scheduler or a part of a round. If `part` raises, trims the caller's cache.
 
-        The cache then is as when the last id was yielded; before the first id, it holds what was read of the prompt.
+        The cache then holds what it held when the last id was yielded or, before the first id, what was read of the
+        prompt.
         """
         state = None if self._cache is None else find_zip_state(self._cache)
         if state is not None and scheduler.groups and not scheduler.readings:
@@ -355,19 +360,19 @@ class _CallersCache(NoSessions):
         self._cache, self._ids = cache, ids
 
     def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:
-        """Returns the cache; the prompt does not repeat what it holds."""
+        """Returns the caller's cache with 0 base tokens, because the prompt does not repeat what the cache holds."""
         return Checkout(self._cache, self._ids, 0, "")
 
 
 class _Sampler:
-    """Takes the place of `Draws`: one sampler for all requests, which draws from MLX's own random state."""
+    """Takes the place of `Draws`: one sampler for all requests, which draws from MLX's global random state."""
 
     def __init__(self, sampler: Sampler, greedy: bool) -> None:
         self._sampler, self.greedy = sampler, greedy
 
     @property
     def state(self) -> mx.array:
-        """MLX's random state."""
+        """MLX's global random state."""
         states: Any = mx.random.state
         return states[0]
 
@@ -377,21 +382,21 @@ class _Sampler:
         mx.random.seed(high << 32 | low)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Returns ids [B] of log-probabilities [B, W]."""
+        """Returns ids [B] drawn from log-probabilities [B, W]."""
         return self._sampler(logprobs)
 
 
 def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:
-    """Yields the responses, and keeps the model in wired memory on a Mac meanwhile, as mlx-lm does."""
+    """Yields the responses. Until the end keeps the model in wired memory on a Mac, as mlx-lm does."""
     streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to be waited for at the end
     with wired_limit(model, streams):
         yield from responses
 
 
 def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Unpack[GenerateOptions]) -> str:
-    """Generates text and returns it whole.
+    """Generates text and returns all of it.
 
-    verbose: also print the text while it is generated, and figures at the end. options: those of `stream_generate`.
+    verbose: whether to print the text while it is generated, and figures at the end. options: as in `stream_generate`.
     """
     text, response = "", None
     if verbose:
@@ -410,8 +415,8 @@ def batch_generate(
 ) -> list[str]:
     """Generates texts for several prompts together, and returns one text per prompt.
 
-    options: those of `stream_batch`. Each prompt has a codebook of its own. With greedy decoding the texts equal those
-    of the prompts generated one by one. Raises `GenerationError` before anything runs.
+    options: as in `stream_batch`. Each prompt has a codebook of its own. With greedy decoding the texts equal those of
+    the prompts generated one by one. Raises `GenerationError`, before anything runs, if a request cannot be met.
     """
     responses = stream_batch(model, tokenizer, prompts, max_tokens, **options)
     texts = [""] * len(prompts)
@@ -434,7 +439,7 @@ def stream_batch(
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """Generates texts for several prompts together; yields (index of the prompt, response) per emitted id.
 
-    Options are as in `stream_generate`, but pack may also be a list of one pack per prompt, None for the model's own.
+    Options are as in `stream_generate`, but `pack` may also be a list with one pack per prompt, None for the model's.
     """
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise GenerationError("no prompts: give a list of at least one")
@@ -461,7 +466,7 @@ def stream_batch(
 def _stream_in_batch(
     run: _Run, answers: Sequence[Answer], seed: int | None, facts: object
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (row, response) per emitted id until all rows have ended. facts: as in `_stream_on_cache`."""
+    """Yields (index of the prompt, response) per emitted id until all texts end. facts: as in `_stream_on_cache`."""
     run.agree(facts)
     _seed_random(seed)
     yield from run.responses(answers)
@@ -471,7 +476,7 @@ def _stream_in_batch(
 
 
 def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> list[Any]:
-    """Returns a caller's prompt cache. like: a new cache. Raises `GenerationError` if it is not of this model."""
+    """Returns a caller's prompt cache. like: a new cache. Raises `GenerationError` if `given` is of another model."""
     if (
         not isinstance(given, Sequence)
         or len(given) != len(like)
@@ -487,9 +492,9 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
 
 
 def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
-    """Returns the pack or entries that a new cache begins with, or a list with those of each prompt.
+    """Returns the pack or entries that a new cache begins with; if `pack` is a list of packs, a list with one each.
 
-    Raises `DataError` for a pack of another tokenizer, and `GenerationError` if the model has no hypertokens.
+    Raises `DataError` if a pack is of another tokenizer, and `GenerationError` if the model has no hypertokens.
     """
     if isinstance(pack, list | tuple) and any(one is None or isinstance(one, PackLike) for one in pack):
         return [_checked_start(one, tokenizer, model) for one in pack]
@@ -506,13 +511,13 @@ def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
 
 
 def _codec_of(cache: Sequence[Any]) -> CodecParams | None:
-    """Returns the settings of a cache's codec, the entries that it begins with included; None for a plain model's."""
+    """Returns the codec parameters of a cache, including the entries that it began with; None for a plain model."""
     state = find_zip_state(cache)
     return None if state is None else state.books[0].params
 
 
 def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Returns stop strings as a tuple. Raises `GenerationError` for what is neither text nor a list."""
+    """Returns stop strings as a tuple. Raises `GenerationError` if `stop` is neither text nor a list."""
     if stop is None or isinstance(stop, str):
         return () if stop is None else (stop,)
     if not isinstance(stop, Iterable) or isinstance(stop, bytes):
@@ -521,7 +526,7 @@ def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _begins_ahead(model: Any) -> bool | None:
-    """Returns `RunOptions.ahead`: a plain model's steps begin before the host has read their ids, as in mlx-lm."""
+    """Returns `RunOptions.ahead`: True for a plain model, whose steps then begin as early as in mlx-lm, else None."""
     return None if has_hypertokens(model) else True
 
 
@@ -531,7 +536,7 @@ def _seed_random(seed: int | None) -> None:
 
 
 def _make_draws(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
-    """Returns the given sampler, else one made from the options. Raises `GenerationError` if both are given."""
+    """Returns `sampler`, or one made from `options` if it is None. Raises `GenerationError` if both are given."""
     if sampler is not None:
         if ignored := options.changed_sampler_options():
             raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
@@ -541,7 +546,7 @@ def _make_draws(options: Sampling, sampler: Sampler | None, served: Served) -> _
 
 
 def _check_functions(**given: Any) -> None:
-    """Raises `GenerationError` for an argument that is neither None, a function nor a list of functions."""
+    """Raises `GenerationError` unless each argument is None, a function or a list of functions."""
     for name, value in given.items():
         if value is not None and not all(map(callable, value if isinstance(value, list | tuple) else [value])):
             raise GenerationError(f"{name}: {value!r:.80} is no function")

@@ -1,11 +1,11 @@
-"""`Group`: requests that take their steps together, one alone on its own cache or several as rows of a batch.
+"""`Group`: requests that take their steps together, either a single request or several as rows of a batch.
 
-A step has parts, so that device and host work at the same time. On a GPU `begin` enqueues the step's body over ids that
-the host has not read. `read` waits for the chosen ids. `settle` removes the requests that end with them. `launch`
-enqueues the rest of the step, and with it the choice of the next ids. Then the caller delivers the ids that were read.
-`finish` chooses the next ids where a constraint must look at them one by one.
+A step has parts, so that device and host work at the same time. On a GPU `begin` enqueues the body of the step, over
+ids that the host has not read. `read` waits for the chosen ids. `settle` removes requests that have ended. `launch`
+enqueues the rest of the step and the choice of the next ids. Then the caller delivers the ids that were read. `finish`
+chooses the next ids if a request has a constraint, which must see the logits on the host.
 
-A request joins after `Reading` has read its prompt, in chunks, so that other requests take their steps in between.
+Before a request joins a group, `Reading` reads its prompt in chunks, so that other requests take steps in between.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from mlx_zip.models.two_part_step import TwoPartStep
 
 
 class Group:
-    """Requests with one cache. requests: one per row. cache: of one request, or of a batch if there are several.
+    """Requests with one cache. requests: one per row. cache: cache of the single request, or of the batch.
 
-    logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already. h [B, 1, D]:
+    logits [B, W]: logits that the next ids are chosen from, None if the ids were already chosen and read. h [B, 1, D]:
     the body's output that the logits come from, for a draft head; None if unknown.
     """
 
@@ -66,7 +66,7 @@ class Group:
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None
         self._h = h
-        self._rows = list(range(len(requests)))  # those that the next ids are chosen for; others wait for the next pass
+        self._rows = list(range(len(requests)))  # rows that choose an id next; other rows wait for the next pass
         self._clock = PassClock()
 
     # ---- one step
@@ -88,7 +88,7 @@ class Group:
         self._logits = None
 
     def _choose_exactly(self, pick: Callable[..., Choice], logits: mx.array) -> Choice:
-        """Returns the next choice from a draft's logits or, for a near-tie, from a new pass, which ends the draft."""
+        """Chooses from a draft's logits or, at a near-tie, from a new pass over one id, which ends the draft."""
         read_again = partial(read_last_again, self.served, self.cache, self.tokens[0])
         choice, again = choose_exactly(self.requests, logits, pick, read_again)
         if again:
@@ -96,7 +96,7 @@ class Group:
         return choice
 
     def begin(self) -> None:
-        """Enqueues the next step over ids that are still on the device, where that is possible."""
+        """Enqueues the body of the next step over ids that the host has not read, if the group allows that."""
         served = self.served
         if (
             not served.ahead
@@ -115,7 +115,7 @@ class Group:
                 mx.async_eval(self._begun)
 
     def read(self) -> None:
-        """Waits for the chosen ids and has each request count its own. A request that raises gets the `error`."""
+        """Waits for the chosen ids and has each request count its id. An exception becomes the request's `error`."""
         assert self._choice is not None
         chosen = self._choice.read()
         if self.served.hyper:
@@ -145,12 +145,12 @@ class Group:
         self._clock.note_read(costs, 0 if costs is None else self.length, self._begun is not None, goes_on)
 
     def wait(self) -> None:
-        """Waits until the next ids are chosen. Raises the error of the step that they come from."""
+        """Waits until the next ids are chosen. Raises the error of the step from which they are chosen."""
         if self._choice is not None:
             mx.eval(self._choice.y)
 
     def settle(self) -> list[Request]:
-        """Removes the requests that have ended or failed, and returns them, each with a cache of its own."""
+        """Removes and returns the requests that have ended or failed; each then owns a cache."""
         leaving = [request for request in self.requests if not request.takes_next_step]
         stay = [row for row, request in enumerate(self.requests) if request not in leaving]
         begun = self._begun is not None
@@ -164,7 +164,7 @@ class Group:
         return leaving
 
     def launch(self) -> None:
-        """Enqueues the pass over the chosen ids, and the choice of the next ones unless there is a constraint."""
+        """Enqueues the pass over the chosen ids and, if no request has a constraint, the choice of the next ids."""
         if self._logits is None:
             with mx.stream(generation_stream), self._submitting_parts():
                 self._logits = self._next_logits()
@@ -183,10 +183,10 @@ class Group:
         return [self.requests[row] for row in self._rows]
 
     def _next_logits(self) -> mx.array:
-        """Returns logits [rows, W] after the ids that were taken last.
+        """Returns logits [rows, W] after the ids chosen last.
 
-        While some of these ids are a draft's, the logits come from the draft's pass, for these rows only; the other
-        rows wait. After that, the next pass reads the last id of all rows.
+        If some of these ids are those that a draft proposed, the logits come from the draft's pass, for these rows
+        only, and the other rows wait. Otherwise a new pass reads the last id of all rows.
         """
         if self._draft is not None and (rows := self._draft.follow([self.tokens[row] for row in self._rows])):
             self._rows, self._h = rows, self._draft.h
@@ -205,7 +205,7 @@ class Group:
         return logits[:, -1]
 
     def _propose(self) -> list[Draft | None]:
-        """Returns per request a draft of the ids that may come next, None for no draft; [] if nobody has one."""
+        """Returns a draft or None per request; [] if there is nothing new to weigh."""
         if not self._have_news(self.tokens):
             return []
         began, room = time.perf_counter(), draft_room(self.served, self.cache)
@@ -214,9 +214,9 @@ class Group:
         return proposed
 
     def _have_news(self, last: Sequence[int | None]) -> bool:
-        """Gives draft heads the body's output, and returns whether there is something to propose that is to be weighed.
+        """Gives draft heads the body's output, and returns whether `Drafter.has_news` is true for any request.
 
-        last: the ids chosen from that output, None if not yet known.
+        last: per request, the id chosen from that output, None if not yet known.
         """
         drafters = [request.drafter for request in self.requests]
         h = self._h if len(drafters) == 1 else None
@@ -226,13 +226,13 @@ class Group:
         return have_news(drafters)
 
     def _close_draft(self) -> None:
-        """Ends a draft in the middle or at its end: the cache holds what was taken, and all rows go on together."""
+        """Ends a draft, even if not all its ids were chosen. The cache then holds the chosen ids, and no row waits."""
         if self._draft is not None:
             self._draft.close()
         self._draft, self._rows = None, list(range(len(self.requests)))
 
     def _expects_draft(self) -> bool:
-        """Returns whether the next logits may come from a draft; if so, no step is to begin before its id is read."""
+        """Returns whether the next logits may come from a draft; if so, the host must read ids before a step begins."""
         if self._draft is not None or not self._have_news([None] * len(self.requests)):
             return self._draft is not None
         drafters = [request.drafter for request in self.requests]
@@ -244,9 +244,9 @@ class Group:
             self.choose()
 
     def _install_begun(self, stay: Sequence[int]) -> None:
-        """Completes the step that `begin` began. stay: rows that go on.
+        """Completes the step that `begin` began. stay: rows of requests that go on.
 
-        If there are none, a model with hypertokens undoes the step, and a plain model's requests note the id as read.
+        If `stay` is empty, a model with hypertokens undoes the step; a plain model's requests record the id as read.
         """
         begun, self._begun = self._begun, None
         assert begun is not None
@@ -276,7 +276,7 @@ class Group:
             request.forget_last()
 
     def _submitting_parts(self) -> Any:
-        """Returns a context manager in which the device begins a step's first parts while the host builds the rest."""
+        """Returns a context manager: in its block the device begins a step while the host builds the rest of it."""
         state = find_zip_state(self.cache)
         return nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
 
@@ -285,7 +285,7 @@ class Group:
     def key(self) -> bool | None:
         """Returns whether the next step of all rows uses LongRoPE's long factors; False for models without LongRoPE.
 
-        Groups with equal keys may be merged. None: this group must not be merged now.
+        Groups with equal keys may be merged. Returns None if this group must not be merged now.
         """
         if not self.served.batches:
             return None
@@ -296,7 +296,7 @@ class Group:
         return long if same else None
 
     def switching(self) -> list[int]:
-        """Returns the rows whose next step uses other factors of LongRoPE than the last one."""
+        """Returns the rows whose next step uses other LongRoPE factors than their last step."""
         if self.served.long_context is None or self._logits is not None:  # logits: of a step that `begin` began
             return []
         long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
@@ -304,7 +304,7 @@ class Group:
         return [row for row, (request, token) in rows if request.needs_long(token) != long]
 
     def split(self, rows: Sequence[int]) -> list[Request]:
-        """Removes rows and returns their requests, each with a cache of its own, for a `Reading` of the id just taken.
+        """Removes rows and returns their requests, each with its own cache, to read the last id in a `Reading`.
 
         Called between `settle` and `launch`.
         """
@@ -319,7 +319,7 @@ class Group:
         caches = [other.cache for other in others]
         for group in (self, *others):
             group._close_draft()
-        self._h, self._clock = None, PassClock()  # the time spent here is no part of a pass
+        self._h, self._clock = None, PassClock()  # time spent here must not count as part of a pass
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -332,9 +332,9 @@ class Group:
         self.bind()
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
-        """Keeps these rows only; those that leave get a cache of their own."""
+        """Removes all rows that are not in `stay`. The request of each removed row gets its own cache."""
         self._close_draft()
-        self._h, self._clock = None, PassClock()  # the time spent here is no part of a pass
+        self._h, self._clock = None, PassClock()  # time spent here must not count as part of a pass
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:
@@ -352,14 +352,14 @@ class Group:
         self.bind()
 
     def bind(self) -> None:
-        """Makes each request use its row's codebook. A request alone owns the group's cache; in a batch none does."""
+        """Makes each request use its row's codebook. A single request also owns the group's cache."""
         state = find_zip_state(self.cache)
         for row, request in enumerate(self.requests):
             request.bind(state, row)
             request.cache = self.cache if len(self.requests) == 1 else None
 
     def drop(self) -> None:
-        """Frees the cache and forgets the requests, after the group has failed."""
+        """Frees the cache and removes all requests. Called after the group has failed."""
         self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
         self._draft, self._h, self._rows = None, None, []
@@ -371,10 +371,10 @@ class Group:
 
 
 class Reading:
-    """Has a request's cache read its `next_ids`, in chunks.
+    """Reads a request's `next_ids` into its cache, in chunks.
 
-    If LongRoPE's factors change with these ids, it first reads the whole context again, in chunks, too. The ids are
-    then those of a prompt that continues a session, or a single id in the middle of an answer.
+    If LongRoPE switches factors with these ids, the whole context is first read again, also in chunks. This happens
+    with a prompt that continues a session, and with a single id in the middle of an answer.
     """
 
     def __init__(self, served: Served, request: Request) -> None:
@@ -390,14 +390,14 @@ class Reading:
 
     @property
     def left(self) -> int:
-        """How many ids are still to be read, again or for the first time."""
+        """Number of ids still to be read, including ids to be read again."""
         return len(self._ids) - self._done + (0 if self._refill is None else self._refill.ids_left)
 
     @property
     def key(self) -> Hashable | None:
-        """Readings with equal keys can be read together; None if this one must be read alone.
+        """Key under which readings can be read in one call; None if this reading must be read alone.
 
-        Readings with a key read a whole prompt into an empty cache. Equal keys mean the same factors of LongRoPE.
+        A reading with a key reads a whole prompt into an empty cache. Equal keys mean equal LongRoPE factors.
         """
         empty = not self._done and not self._again and not self.request.held_ids
         together = (
@@ -408,11 +408,11 @@ class Reading:
         return tuple(self._factors.values()) if together else None
 
     def read(self, at_most: int, others: Sequence[Reading] = ()) -> tuple[int, Group | None]:
-        """Reads up to `at_most` ids, and the last id in a pass of its own.
+        """Reads up to `at_most` ids. The last id of all is read in a pass of its own, in addition to `at_most`.
 
-        Returns the number of ids read, and the group once all ids are read, None before. others: readings of the same
-        `key`; all prompts are read whole then, in one call, whatever `at_most` is. Raises what the model raises, and
-        what the request's own processors raise.
+        Returns the number of ids read and, once all ids are read, the group, None before. others: readings with the
+        same `key`; if there are any, all prompts are read whole in one call, whatever `at_most` is. Raises what the
+        model or the request's processors raise.
         """
         if others:
             return self._read_together([self, *others])
@@ -443,7 +443,7 @@ class Reading:
             ids[row, padding[row] :] = one._next
         caches = [request.cache for request in requests]
         for request in requests:
-            request.cache = None  # the batch takes over its codebook, so after an error the cache must not be kept
+            request.cache = None  # the batch takes over the codebook, so after an error the cache must not be kept
         with mx.stream(generation_stream):
             cache = merge_unread(served.model, caches, padding)
             if longest > 1:
@@ -460,7 +460,7 @@ class Reading:
         return ids.size, group
 
     def _read_again(self, refill: LongRopeRefill, at_most: int) -> None:
-        """Reads up to `at_most` ids of the context again. The request's cache is as before until all have been read."""
+        """Reads up to `at_most` ids of the context again. The request's cache changes only once all have been read."""
         refill.read_next(at_most)
         mx.eval([entry.state for entry in refill.filled])
         mx.clear_cache()
@@ -478,7 +478,7 @@ class Reading:
         mx.clear_cache()
 
     def _make_group(self, last: int) -> Group:
-        """Reads the last id and returns the group of this request alone, with its next id chosen."""
+        """Reads the last id and returns a group of this request only, with the next id chosen."""
         request, served = self.request, self.served
         assert request.cache is not None
         logits, h = served.read(self._ids[None, last:], request.cache)

@@ -1,4 +1,4 @@
-"""`HeadSource`: proposes what a model's draft head guesses (`mlx_zip.models.draft_head`)."""
+"""`HeadSource`: proposes ids that a model's draft head predicts (`mlx_zip.models.draft_head`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.pass_costs import HeadRecord
 from mlx_zip.models.draft_head import DEPTH, Proposer
 
-LEAST_LIKELY = 0.1  # a draft ends before the id with which the joint probability of its ids falls below this
+LEAST_LIKELY = 0.1  # minimum joint probability of the ids of a draft; a draft is cut where it falls below
 
 
 class HeadSource:
-    """A model's draft head as a source, which proposes ids, hypertokens included, not base ids.
+    """Proposes ids with a model's draft head. The ids may be hypertokens, unlike those of other sources.
 
     Call `see` with the model's last output before each draft. record: figures of the head over all requests.
     """
@@ -36,7 +36,7 @@ class HeadSource:
         self._last: int | None = None
 
     def see(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
-        """Keeps the output of the model's last pass, see `Head.see`."""
+        """Stores the output of the model's last pass, see `Head.see`."""
         self._seen, self._last = None if h is None else (h, cache), last
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
@@ -49,12 +49,12 @@ class HeadSource:
         return median_low(self._times) if self._times else math.inf
 
     def propose(self, most: int) -> list[int]:
-        """Returns up to `most` ids that may come after the last one."""
+        """Returns up to `most` ids that may come after the id last passed to `see`."""
         assert self._seen is not None
         assert self._last is not None
         ask = partial(self._head.propose, self._seen[0], self._last, self._seen[1])
         if not self._times:
-            ask(1)  # a first call may wait for kernels to be compiled, so it is not the one that is timed
+            ask(1)  # the first call may have to compile kernels, so it is not timed
         began = time.perf_counter()
         guesses, shares = ask(min(most, self.most))
         likely = takewhile(lambda share: share >= LEAST_LIKELY, accumulate(shares, mul))

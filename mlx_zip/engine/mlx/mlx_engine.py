@@ -1,6 +1,6 @@
 """`open_engine`: loads a model by its name into an engine on MLX. `MlxEngine`: runs a model in a thread of its own.
 
-MLX's streams belong to threads, so no array ever leaves the engine's thread: other threads give and get Python data.
+MLX's streams belong to threads, so no array leaves the engine's thread. Other threads exchange Python data with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mlx_zip.models.zip_model import Model
 
 __all__ = ["DEFAULT_SESSIONS", "MlxEngine", "ServeOptions", "open_engine"]
 DEFAULT_SESSIONS = SessionOptions()
-_LARGEST = 0.9  # share of the memory that can be wired above which a model causes a warning, as in mlx-lm
+_LARGEST = 0.9  # share of the memory that can be wired; a model that takes more causes a warning, as in mlx-lm
 log = logging.getLogger(__name__)
 
 
@@ -74,12 +74,14 @@ def open_engine(
 ) -> MlxEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.load` raises.
 
-    Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
-    max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps; None for
-    512, and 2048 while a request is alone. max_kv_size, draft, draft_exact, num_draft_tokens: as in `RunOptions`.
-    draft_model: a model of the same vocabulary (folder, hub id or bundled model), plain or with hypertokens, that
-    proposes ids, also if `draft` is "off". sessions: bounds of the kept sessions, None to keep none. row_cache: where
-    rows of hypertokens are kept. group, make: set only by `open_split_engine`, for a model on several machines.
+    Options up to `trust_remote_code` are those of `mlx_zip.load`. max_kv_size, kv_bits, kv_group_size,
+    quantized_kv_start, draft, num_draft_tokens, draft_exact: see `RunOptions`. max_running, max_waiting,
+    max_prompt_tokens, max_kv_bytes, keep_wired_s: see `ServeOptions`. prefill_step_size: prompt ids that are read
+    between two steps; None for 512, or 2048 if only one request runs and none waits. draft_model: a model of the same
+    vocabulary (folder, hub id or bundled model), plain or with hypertokens, that proposes ids, also if `draft` is
+    "off". sessions: options of the session store, None to keep no sessions. row_cache: where encoded hyper rows are
+    kept between requests, None for a new store. group, make: set only by `open_split_engine`, for a model on several
+    machines.
     """
     check_draft(draft, num_draft_tokens)
 
@@ -126,7 +128,7 @@ def _make_store(served: Served, options: SessionOptions) -> SessionStore:
 
 
 class MlxEngine(ThreadedEngine):
-    """An engine on MLX. load: returns model, tokenizer and draft model if any. make_store: see `open_engine`."""
+    """An engine on MLX. load: returns model, tokenizer and, if any, draft model. make_store: see `ThreadedEngine`."""
 
     _wired: WiredMemory | None = None  # created in the engine's thread
 
@@ -206,7 +208,7 @@ class WithoutHypertokens(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """A fingerprint of its own, which differs from that of the model with hypertokens."""
+        """A fingerprint that differs from that of the model with hypertokens."""
         return f"{self.model.fingerprint} base ids only"
 
     def make_cache(self) -> list[Any]:
@@ -218,13 +220,12 @@ class WithoutHypertokens(nn.Module):
         cache, model = self.make_cache() if cache is None else cache, self.model
         h = model.scaled(model.model.embed_tokens(ids))
         h = model.run_layers(h, cache, Positions(start=cache[0].offset))
-        for other in cache[1:]:  # in a batch, an offset is a lazy array, which would become a long chain of sums
+        for other in cache[1:]:  # offsets of a batch are lazy arrays; unread ones would grow into a long chain of sums
             other.offset = cache[0].offset
         return model.base_logits(h)[..., : model.layout.vocab_size]
 
 
 def _warn_if_large(name: str, weight_bytes: int) -> None:
-    """Logs a warning for a model that hardly fits into the memory that a Mac can keep wired."""
     limit = mx.device_info().get("max_recommended_working_set_size")
     if isinstance(limit, int) and weight_bytes > _LARGEST * limit:
         log.warning(
@@ -236,12 +237,12 @@ def _warn_if_large(name: str, weight_bytes: int) -> None:
 
 
 def _memory_bound() -> int | None:
-    """Returns half of the memory that MLX computes in, None where MLX does not know its size."""
+    """Returns half of the bytes of the device's memory, None if MLX does not know them."""
     size = mx.device_info().get("memory_size")
     return None if size is None else int(size) // 2
 
 
-# ---- how many steps per second the machine's memory allows: its bandwidth over the bytes that a step reads
+# ---- upper bound on steps per second: the memory's bandwidth divided by the bytes that a step reads
 
 _LIMIT_S = 0.5  # no further measurement of the bandwidth begins after this time
 _lock = threading.Lock()
@@ -249,7 +250,7 @@ _bandwidths: dict[str, float] = {}  # device -> bytes per second, measured once 
 
 
 def _measured_ceiling(model: Any) -> Ceiling:
-    """Returns the ceiling of a model on this machine. The first call measures for up to a second."""
+    """Returns a model's `Ceiling` on this machine. The first call measures the bandwidth for up to a second."""
     if isinstance(model, WithoutHypertokens):
         model = model.model
     read, found = weight_bytes_per_step(dict(named_arrays(model.parameters()))), _measured_bandwidth()
@@ -257,7 +258,7 @@ def _measured_ceiling(model: Any) -> Ceiling:
 
 
 def _measured_bandwidth() -> float:
-    """Returns how many bytes per second MLX reaches; measured by the first call, in a thread of its own."""
+    """Returns the memory bandwidth in bytes per second. The first call measures it in a thread of its own."""
     device = str(mx.default_device())
     with _lock:
         if device not in _bandwidths:
@@ -268,7 +269,7 @@ def _measured_bandwidth() -> float:
 
 
 def _measure_bandwidth(device: str) -> None:
-    """Measures the bandwidth, and frees the thread's streams and the memory."""
+    """Stores the bandwidth in `_bandwidths`; then frees the memory used and the thread's streams."""
     try:
         _bandwidths[device] = measure_memory_speed(_LIMIT_S)
     finally:

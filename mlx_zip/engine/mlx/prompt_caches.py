@@ -1,15 +1,15 @@
 """Prompt caches of callers: `CacheTurn`, one request's use of a cache; `Notes` on what a cache has read; cache files.
 
-With notes, only the new part of a conversation has to be read. The notes on a plain model's cache hold its ids, and the
-answers that were generated with it. (A zip2zip model's cache logs its ids itself, in the codebook, and its `ZipState`
-keeps the answers, also in copies.)
+With notes, only the new part of a conversation has to be read. The notes on a plain model's cache hold the cache's ids,
+and the answers that were generated with the cache. (For a zip2zip model, the codebook in the cache logs the ids, and
+the `ZipState` keeps the answers, also in copies of the cache.)
 
-The notes are kept in a dictionary next to the cache, not in it, because a cache is a list of mlx-lm's own objects: they
-have no place for notes, and mlx-lm's functions that save, load, trim and count a cache's entries would meet an unknown
-one. The dictionary refers to a cache weakly, so that notes live exactly as long as their cache: they never keep its
-keys and values in memory, and never pass to a later cache. A list allows no weak references, so the key is the cache's
-last entry. A cache without notes, for example a copy, or one that was loaded from a file, still works, but a plain
-model reads the whole conversation again, and past answers are tokenized like any other text.
+Notes are kept in a dictionary outside the cache, because a cache is a list of mlx-lm's own objects: these have no place
+for notes, and mlx-lm's functions that save, load, trim and count a cache's entries would not know an entry with notes.
+The dictionary has weak references to caches, so notes live exactly as long as their cache: they never keep its keys and
+values in memory, and never pass to a later cache. Lists cannot be weakly referenced, so the key is the cache's last
+entry. A cache without notes, for example a copy or a cache loaded from a file, still works, but a plain model then
+reads the whole conversation again, and past answers are tokenized like any other text.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from mlx_zip.text.prompts import as_chat, encode_prompt
 class Notes:
     """Notes on a cache.
 
-    ids: all base ids that a plain model's cache holds. answers: for a plain model's cache, the text of each answer, and
-    its base ids as they were emitted. reader: mark of the request that used the cache last, None before the first.
+    ids: all base ids that a plain model's cache holds. answers: for a plain model's cache, the base ids of each answer
+    as they were emitted, by the answer's text. reader: object that identifies the request that used the cache last,
+    None before the first request.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -52,18 +53,18 @@ _NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # the key is the ca
 
 
 class CacheTurn:
-    """One request's use of a prompt cache, new or used: what stays of the cache, and what is read of the prompt.
+    """One request's use of a new or used prompt cache: what the cache keeps, and what is read of the prompt.
 
-    base_ids: base ids of the prompt that are to be read. kept_ids: ids of the cache that stay. kept_tokens: their base
-    tokens. cached_tokens: base tokens of a conversation that the cache already holds. Raises `GenerationError` for an
-    invalid prompt, and for a cache that has to be trimmed and cannot be.
+    base_ids: base ids of the prompt that are to be read. kept_ids: number of ids that the cache keeps. kept_tokens:
+    number of base tokens of these ids. cached_tokens: number of base tokens of a conversation that the cache already
+    holds. Raises `GenerationError` if the prompt is invalid, or the cache must be trimmed but cannot be trimmed.
     """
 
     def __init__(self, tokenizer: Any, prompt: Any, cache: list[Any]) -> None:
         self._tokenizer, self._cache, chat = tokenizer, cache, as_chat(prompt)
         self._notes = notes_on(cache)
-        self._reader = self._notes.reader  # mark of the last request that used the cache; from `begin` on, this one's
-        self._prefill = chat is not None and chat.prefill is not None  # whether the prompt begins the answer itself
+        self._reader = self._notes.reader  # `Notes.reader` of the last request; from `begin` on, of this request
+        self._prefill = chat is not None and chat.prefill is not None  # whether the prompt has the answer's beginning
         state, begun, self._held = find_zip_state(cache), is_begun(cache), held_ids(cache)
         self.kept_ids, self.kept_tokens = self._held, self._held if state is None else state.books[0].base_length
         base_ids = encode_prompt(tokenizer, prompt, begun, answers_in(cache) if chat else None)
@@ -77,8 +78,8 @@ class CacheTurn:
     def begin(self) -> None:
         """Trims the cache to the ids that the prompt follows.
 
-        Raises `GenerationError`, with the cache unchanged, if it cannot be trimmed, or was used since this object was
-        made.
+        Raises `GenerationError`, leaving the cache unchanged, if the cache cannot be trimmed, or was used since this
+        object was made.
         """
         if held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
             raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
@@ -95,8 +96,8 @@ class CacheTurn:
 
         read: ids of the prompt and of the answer. answer: text and base ids per emitted id.
 
-        An answer is not noted if a stop string cut it, the caller left early, or the prompt began it, because then the
-        emitted ids are not exactly those of the answer.
+        The answer is not noted if a stop string cut it, the caller stopped early, or the prompt contains its beginning,
+        because the emitted ids are then not exactly those of the answer.
         """
         if self._notes.reader is not self._reader:
             return  # the cache holds another request's ids now
@@ -116,15 +117,15 @@ def notes_on(cache: Sequence[Any]) -> Notes:
 
 
 def keep_notes(cache: Sequence[Any], notes: Notes) -> None:
-    """Attaches notes to a cache again: their key is its last entry, which KV quantization may have replaced."""
+    """Attaches notes to a cache again, because KV quantization may have replaced the cache's last entry, their key."""
     _NOTES[cache[-1]] = notes
 
 
 def held_ids(cache: Sequence[Any]) -> int:
     """Returns how many ids a cache holds; a hypertoken counts as one.
 
-    A zip2zip model's cache has a log of its ids. For a plain model's cache this is the largest `offset` of its entries
-    or, if no entry has an offset (mlx-lm's `ArraysCache`), the number of ids that `notes_on` recorded for the cache.
+    For a zip2zip model this is the length of the codebook's log of ids; for a plain model the largest `offset` of the
+    cache's entries or, if no entry has an offset (mlx-lm's `ArraysCache`), the number of ids in the cache's notes.
     """
     state = find_zip_state(cache)
     if state is not None:
@@ -134,7 +135,7 @@ def held_ids(cache: Sequence[Any]) -> int:
 
 
 def is_begun(cache: Sequence[Any]) -> bool:
-    """Returns whether a cache holds anything, even where it is not known how many ids."""
+    """Returns whether a cache holds anything, even if the number of its ids is unknown."""
     return held_ids(cache) > 0 or any(
         not hasattr(entry, "offset") and not entry.empty() for entry in flatten_cache_lists(cache)
     )
@@ -147,12 +148,10 @@ def answers_in(cache: Sequence[Any]) -> dict[str, tuple[int, ...]]:
 
 
 def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, int]:
-    """Returns how much of a cache a prompt of base ids can reuse, as (ids, base tokens).
+    """Returns how much of a cache a prompt of base ids can reuse, as (number of ids, number of base tokens).
 
-    That is the longest common prefix of the cache and the prompt, but it ends where an id of the cache ends, and leaves
-    at least one base id of the prompt to be read.
-
-    Raises `GenerationError` for a cache that holds an unknown number of ids.
+    That is the longest common prefix of cache and prompt that ends where an id of the cache ends and leaves at least
+    one base id of the prompt to be read. Raises `GenerationError` if the number of ids in the cache is unknown.
     """
     if is_begun(cache) and not held_ids(cache):
         raise GenerationError(CANNOT_TRIM)
@@ -181,7 +180,7 @@ def trim_to(cache: list[Any], ids: int) -> None:
 
 
 def note_read(cache: Sequence[Any], ids: Sequence[int]) -> None:
-    """Notes the ids that a plain model's cache has read since the last note. A zip2zip model's codebook logs them."""
+    """Adds ids to the notes on a plain model's cache. For a zip2zip model does nothing: the codebook logs its ids."""
     if find_zip_state(cache) is None:
         notes_on(cache).ids.extend(map(int, ids))
 
@@ -196,7 +195,7 @@ def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Returns, for each id that a cache is known to hold, how many base tokens it and the ids before it have, int64."""
+    """Returns the number of base tokens up to the end of each id that a cache is known to hold, int64."""
     state = find_zip_state(cache)
     if state is None:
         return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
@@ -209,11 +208,11 @@ def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """A prompt cache from a file, and what the file says of its model.
+    """A prompt cache from a file, and the file's facts about its model.
 
-    cache: as `stream_generate` takes it. model: name of the model that made the cache, None if the file does not say.
-    tokenizer_config: arguments with which that model's tokenizer was loaded. positions: settings that keys depend on,
-    as `mlx_zip cache-prompt` notes them; None if the file does not say.
+    cache: `prompt_cache` for `stream_generate`. model: name of the model that made the cache, None if unknown.
+    tokenizer_config: arguments with which that model's tokenizer was loaded. positions: settings on which the keys in
+    the cache depend, as written by `mlx_zip cache-prompt`; None if unknown.
     """
 
     file: str
@@ -223,9 +222,9 @@ class SavedCache:
     positions: str | None = None
 
     def model_for(self, name: str | None) -> str:
-        """Returns the name of the model to load. name: the model asked for, None for the one that the file names.
+        """Returns the name of the model to load. name: the name asked for, None for the name in the file.
 
-        Raises `GenerationError` if they differ, or neither is known.
+        Raises `GenerationError` if the two names differ, or neither is known.
         """
         if not name and self.model is None:
             raise GenerationError(f"--prompt-cache-file {self.file} does not name its model; give it with --model")
@@ -234,7 +233,7 @@ class SavedCache:
         return name or self.model or ""
 
     def check_positions(self, positions: str) -> None:
-        """Raises `GenerationError` if the loaded model's positions are set otherwise than when the cache was made."""
+        """Raises `GenerationError` if the loaded model's `positions` differ from those that the cache was made with."""
         if self.positions not in (None, positions):
             raise GenerationError(
                 f"--prompt-cache-file {self.file} was made with another position mode, rotary setting or attention "
@@ -242,7 +241,7 @@ class SavedCache:
             )
 
     def check_kv_bits(self, bits: int | None, group_size: int) -> None:
-        """Raises `GenerationError` if the cache is quantized otherwise than asked for. bits: None for any."""
+        """Raises `GenerationError` if a quantized cache has other bits or another group size. bits: None for any."""
         if bits is not None and isinstance(self.cache[0], QuantizedKVCache):
             saved = (self.cache[0].bits, self.cache[0].group_size)
             if saved != (bits, group_size):
@@ -250,7 +249,7 @@ class SavedCache:
 
 
 def read_prompt_cache(file: str) -> SavedCache:
-    """Returns the prompt cache in a file. Raises `GenerationError` for a file that is no prompt cache."""
+    """Returns the prompt cache in a file. Raises `GenerationError` if the file is missing or not a prompt cache."""
     if not Path(file).is_file():
         raise GenerationError(f"--prompt-cache-file {file}: no such file")
     try:

@@ -1,7 +1,7 @@
-"""Log-probabilities of ids under a model, in batches and bounded memory; every evaluation scores through this module.
+"""Log-probabilities of ids under a model, in batches and bounded memory. All evaluations score rows with this module.
 
-Rows of a batch are padded on the right, which a causal model does not see. The codebook of a padded row reads pad ids
-after the row's end, which never merge. A model on another library than MLX scores its rows by itself (`score_row`).
+Rows of a batch are padded on the right. Padding does not change the scores before it, because models are causal and pad
+ids never merge in a codebook. A model on another library than MLX scores rows with its method `score_row`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def scores_itself(model: Any) -> bool:
 
 
 def context_limit(model: Any) -> int | None:
-    """Returns the number of positions that the model has, None if its config does not say."""
+    """Returns the model's maximum number of positions, None if its config does not name one."""
     return decoder_config(model).get("max_position_embeddings")
 
 
 def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compressed:
     """Compresses parts of base ids for a model, see `compress_parts`.
 
-    pack: in place of the model's own; a plain model ignores it. Raises `DataError` for an id that the model lacks.
+    pack: pack to use in place of the model's own; ignored for a plain model. Raises `DataError` if the model lacks an
+    id.
     """
     for part in parts:
         _check_ids_below(
@@ -54,9 +55,9 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
 
 
 def codec(model: Any, pack: Pack | None = None) -> CodecParams:
-    """Returns a zip2zip model's codec parameters, with the entries of `pack`, if given, to begin with.
+    """Returns a zip2zip model's codec parameters, beginning with the entries of `pack` if given, else the model's.
 
-    Raises `DataError` if the entries do not fit.
+    Raises `DataError` if the pack does not fit the model.
     """
     params = model.config.codec_params
     return params if pack is None else _with_pack(params, pack)
@@ -64,7 +65,7 @@ def codec(model: Any, pack: Pack | None = None) -> CodecParams:
 
 @lru_cache(maxsize=4)
 def _with_pack(params: CodecParams, pack: Pack) -> CodecParams:
-    """Returns the codec parameters with other starting entries; cached, because checking many entries takes time."""
+    """Returns codec parameters that begin with the entries of `pack`. Cached, because checking entries takes time."""
     try:
         return params.with_start(pack)
     except CodecError as error:
@@ -72,7 +73,7 @@ def _with_pack(params: CodecParams, pack: Pack) -> CodecParams:
 
 
 def _check_ids_below(ids: Uint32s, limit: int | None) -> None:
-    """Raises `DataError` for an id of at least `limit`, the model's number of base ids; None for no check."""
+    """Raises `DataError` if an id is not below `limit`, the model's number of base ids; None for no check."""
     if limit is not None and len(ids) and ids.max() >= limit:
         raise DataError(
             f"the tokenizer makes id {ids.max()}, the model has base ids 0 to {limit - 1}: "
@@ -87,15 +88,15 @@ def score(
     availability: str = "causal",
     progress: Callable[[int], None] = lambda rows: None,
 ) -> list[Scored]:
-    """Scores rows of at least 2 ids and returns the results in the same order; `batch_size` changes no figure.
+    """Scores rows of at least 2 ids each, and returns one result per row. The scores do not depend on `batch_size`.
 
-    availability: "causal": an entry has probability only after the id that created it, as in generation. "legacy": all
-    entries of a row have probability at each of its positions, as in upstream's own evaluation; these figures are not
-    comparable with causal ones, and each row is one call, however much memory it takes. progress: called with the
-    number of rows just scored.
+    availability: "causal": a hypertoken has probability only after the id that created its entry, as in generation.
+    "legacy": all hypertokens of a row have probability at all positions of the row, as in upstream's own evaluation;
+    the scores are then not comparable with causal ones, and each batch is one model call, however much memory that
+    takes. progress: called with the number of rows just scored.
 
-    A model whose config says `canonical` is scored as it decodes (`mlx_zip.sampling.canonical`). Raises `ModelError`
-    if a probability is zero or not a number.
+    If the model's config sets `canonical`, ids are forbidden as in decoding (`mlx_zip.sampling.canonical`). Raises
+    `ModelError` if a probability is zero or not a number.
     """
     if batch_size < 1:
         raise ModelError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
@@ -122,9 +123,9 @@ def _check_finite(row: Compressed, result: Scored, i: int) -> None:
 
 
 def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[list[int]]:
-    """Returns lists of row indices, one list per model call; rows of a list have similar lengths.
+    """Returns lists of row indices, one list per batch; rows of a batch have similar lengths.
 
-    The longest rows come first, so that a lack of memory shows at once.
+    The longest rows come first, so that running out of memory happens at once.
     """
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     size = 1 if scores_itself(model) or _by_base_length(model) else batch_size
@@ -132,7 +133,7 @@ def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) ->
 
 
 def _by_base_length(model: Any) -> bool:
-    """Returns whether LongRoPE's factors depend on each row's base length, so that rows cannot share a call."""
+    """Returns whether LongRoPE's factors depend on each row's base tokens; if so, rows cannot share a model call."""
     return (
         has_hypertokens(model)
         and model.traits.long_context is not None
@@ -141,7 +142,7 @@ def _by_base_length(model: Any) -> bool:
 
 
 def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Iterator[Scored]:
-    """Scores one row as `score` does, by a model on MLX; yields the scores of up to `at_most` ids per model call.
+    """Scores one row, as `score` does, with a model on MLX. Yields the scores of up to `at_most` ids per model call.
 
     top: number of likeliest ids to report per position.
     """
@@ -150,7 +151,7 @@ def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Itera
 
 
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
-    """Scores some rows together, in as many model calls as memory needs. availability: see `score`."""
+    """Scores rows as one batch, in as many model calls as the memory requires. availability: see `score`."""
     if scores_itself(model):
         closed = [_excluded_ids(model, [row])[1:] for row in rows]
         return [model.score_row(row, availability == "causal", at) for row, at in zip(rows, closed, strict=True)]
@@ -162,7 +163,7 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
 def _score_calls(
     model: Any, rows: Sequence[Compressed], availability: str, top: int = 0, at_most: int = LOGITS
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yields, per model call, the fields of `Scored` for B rows and the call's L positions, each [B, L, ...]."""
+    """Yields the fields of `Scored`, each [B, L, ...], per model call. top, at_most: as in `score_in_parts`."""
     lengths = [len(row.ids) for row in rows]
     pad_id = model.config.pad_id if has_hypertokens(model) else 0
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
@@ -173,7 +174,8 @@ def _score_calls(
     row, at, excluded = _excluded_ids(model, rows)
     for begin, end in _call_columns(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
-        # canonical: forbid ids that the compressor would never write, unless they have over half the probability
+        # canonical: forbid ids that the compressor would never write, unless they together have over half the
+        # probability
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
             canonical = mx.array(logits)
             canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
@@ -182,8 +184,9 @@ def _score_calls(
 
 
 def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64], ...]:
-    """Returns which ids a canonical model forbids, as three arrays of one length: row, index of an id in that row, and
-    an id that cannot follow there. They are empty for any other model.
+    """Returns the ids that canonical decoding forbids, as three arrays: row, index in the row, id forbidden next.
+
+    The arrays are empty if the model's config does not set `canonical`.
     """
     if not has_hypertokens(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
@@ -193,7 +196,7 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
 
 
 def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
-    """Returns a new cache for a batch of rows, whose codebooks begin with each row's `pack`."""
+    """Returns a new cache for a batch of rows. The codebook of each row begins with the row's `pack`."""
     if not has_hypertokens(model):
         return make_prompt_cache(model)
     return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
@@ -202,10 +205,10 @@ def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
 def _call_columns(
     model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str, at_most: int
 ) -> list[tuple[int, int]]:
-    """Returns the columns (begin, end) that each model call reads: so few that its logits fit into memory.
+    """Returns the columns (begin, end) that each model call reads, so few that the logits fit into memory.
 
-    shape: of the padded batch. at_most: columns of one call. No call has columns on both sides of LongRoPE's border,
-    because the columns before it must be read with the short factors, as in generation.
+    shape: shape of the padded batch. at_most: maximum number of columns per call. No call has columns both before and
+    after LongRoPE's border, because columns before it must be read with the short factors, as in generation.
     """
     batch, end = shape[0], shape[1] - 1
     if availability == "legacy":
@@ -218,7 +221,7 @@ def _call_columns(
 
 
 def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
-    """Returns the first column that is read with LongRoPE's long factors, 0 if the model has only one set."""
+    """Returns the first column that is read with LongRoPE's long factors, 0 if the model has no LongRoPE."""
     context = model.traits.long_context if has_hypertokens(model) else None
     if context is None:
         return 0
@@ -228,7 +231,7 @@ def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
 def _read_scores(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) -> tuple[NDArray[Any], ...]:
     """Returns the fields of `Scored`, each [B, L, ...].
 
-    logits: [B, L, W]. targets: the ids that follow, [B, L]. top: number of likeliest ids to report per position.
+    logits: [B, L, W]. targets: next ids [B, L], which are scored. top: number of likeliest ids to report per position.
     """
     logits = logits.astype(mx.float32)
     wanted = mx.array(targets)

@@ -45,10 +45,11 @@ KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 class Served:
-    """A loaded model. The names without a docstring are those of `mlx_zip.engine.parts.Served`.
+    """A loaded model. `mlx_zip.engine.parts.Served` describes the members without a docstring.
 
     ahead: whether steps begin before the host has read their ids. width: see `ModelFacts`. never_excluded: ids that XTC
-    never excludes. kv_bytes_per_id: 0 where memory has no bound. draft_model: a model that proposes ids, None for none.
+    never excludes. kv_bytes_per_id: 0 unless an engine serves the model. draft_model: a model that proposes ids, or
+    None.
     """
 
     kv_bytes_per_id = 0
@@ -92,7 +93,7 @@ class Served:
 
     @property
     def quantize(self) -> Callable[[list[Any]], None]:
-        """A function that quantizes the KV caches of one request in place once they are long enough."""
+        """A function that quantizes one request's KV caches in place once they hold `quantized_kv_start` ids."""
         options = self.options
         return partial(
             maybe_quantize_kv_cache,
@@ -135,7 +136,7 @@ class Served:
         return Drafter(sources, self.pass_costs if options.draft == "auto" else None, head)
 
     def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array | None]:
-        """Returns the logits [B, L, W] of ids [B, L] and, if a draft head is used, the body's output [B, L, D].
+        """Returns logits [B, L, W] of ids [B, L], and the body's output [B, L, D], None if no draft head is used.
 
         options: keyword arguments for the call of a model with hypertokens.
         """
@@ -145,17 +146,17 @@ class Served:
 
     @property
     def pass_costs(self) -> PassCosts:
-        """What passes of this model cost, as far as they were timed in this process or an earlier one."""
+        """The costs of this model's passes that were timed in this process or an earlier one."""
         return self._cost_file.costs
 
     @pass_costs.setter
     def pass_costs(self, costs: PassCosts) -> None:
-        """Replaces the costs. Figures in the file stay there until newer ones replace them."""
+        """Replaces the costs in memory. The file keeps its figures until newer ones replace them."""
         self._cost_file.costs = costs
 
     @cached_property
     def _cost_file(self) -> CostFile:
-        """The file of `pass_costs`, read when a request first needs it, because it takes the model's fingerprint."""
+        """The file of `pass_costs`. Read only when needed, because its name requires the model's fingerprint."""
         return _cost_file_of(self.model, self.options.kv_bits)
 
     def forget_text(self) -> None:
@@ -163,7 +164,7 @@ class Served:
             self.draft_model.forget_text()
 
     def free(self, cache: list[Any]) -> None:
-        """Does nothing: the memory is free once nothing refers to the cache."""
+        """Does nothing: Python frees the memory once nothing refers to the cache."""
 
     def free_unused(self) -> None:
         """Returns MLX's cached buffers to the device."""
@@ -178,7 +179,7 @@ class Served:
 
 
 class ServedByEngine(Served):
-    """A model that an engine serves. facts: for the checks of submissions. info: for fronts."""
+    """A model that an engine serves. facts: what checks of submissions need. info: what fronts need."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions, draft_model: Any = None) -> None:
         super().__init__(model, tokenizer, options, draft_model)
@@ -187,9 +188,9 @@ class ServedByEngine(Served):
         self.info = engine_info(name, fingerprint_of_model(model), self.facts)
 
     def _run_one_id(self) -> int:
-        """Runs the model on one id; returns the bytes per id of its KV caches.
+        """Runs the model on one id, and returns the bytes of KV cache per id.
 
-        So a model that cannot run fails when it is loaded, and the first request finds it warm.
+        Thus a model that cannot run fails at loading, and the first request does not have to wait for compilation.
         """
         cache = self.new_cache(None)
         check_kv(self, cache)
@@ -213,11 +214,11 @@ class ServedByEngine(Served):
         )
 
 
-_COST_FILES: dict[tuple[int, int | None], CostFile] = {}  # by the `id()` of a model that exists, and by `kv_bits`
+_COST_FILES: dict[tuple[int, int | None], CostFile] = {}  # by (`id()` of a model in memory, `kv_bits`)
 
 
 def _cost_file_of(model: Any, kv_bits: int | None) -> CostFile:
-    """Returns the `CostFile` of a model, which is saved when the model is freed or the process ends."""
+    """Returns the `CostFile` of a model. The file is saved when the model is freed or the process ends."""
     key = id(model), kv_bits
     if key not in _COST_FILES:
         _COST_FILES[key] = CostFile(_cost_key(model, kv_bits))
@@ -230,7 +231,7 @@ def _save_costs(key: tuple[int, int | None]) -> None:
 
 
 def _cost_key(model: Any, kv_bits: int | None) -> dict[str, str]:
-    """Returns everything that pass times depend on. That includes preloaded libraries: a BLAS may be much faster."""
+    """Returns everything that pass times depend on, including preloaded libraries, such as a faster BLAS."""
     device = mx.default_device()
     return {
         "model": fingerprint_of_model(model),
@@ -250,11 +251,11 @@ def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:
 
 
 def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
-    """Makes a plain model's cache of one request, whose layers keep the first four ids and the latest ones.
+    """Makes a plain model's cache for one request, whose layers keep the first four ids and the latest ids.
 
-    max_kv_size: ids per layer in all, as in mlx-lm. mlx-lm ignores it for models that make their caches themselves;
-    here it also bounds those of them that make full KV caches. Raises `GenerationError` for a number below 5, a model
-    with hypertokens, and one whose layers have windows or states.
+    max_kv_size: maximum number of ids per layer, as in mlx-lm. Unlike mlx-lm, this function also bounds the caches of
+    models that make full KV caches themselves. Raises `GenerationError` if `max_kv_size` is below 5, the model has
+    hypertokens, or a layer's cache is not a full KV cache (windows, recurrent states).
     """
     if has_hypertokens(model):
         raise GenerationError(
@@ -273,7 +274,7 @@ def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
 
 
 def check_kv(served: Served, cache: Sequence[Any]) -> None:
-    """Raises `GenerationError` if a model's options have an invalid prefill chunk or KV quantization."""
+    """Raises `GenerationError` if the options of `served` have an invalid prefill chunk or KV quantization."""
     options = served.options
     chunk, bits, group_size = options.prefill_step_size, options.kv_bits, options.kv_group_size
     quantized_from = options.quantized_kv_start
@@ -303,9 +304,9 @@ def check_kv(served: Served, cache: Sequence[Any]) -> None:
 
 
 def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
-    """Raises `GenerationError` for ids that are no base ids, and if no position is left for an answer.
+    """Raises `GenerationError` if the prompt has an invalid base id, or no position is left for an answer.
 
-    The prompt and what the cache holds count.
+    Both the prompt and the ids that the cache holds take positions.
     """
     check_base_ids(turn.base_ids, served.vocab_size)
     context, ids, state = served.context, turn.base_ids, find_zip_state(cache)
@@ -329,12 +330,12 @@ def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
 class Draws:
     """One request's sampler: called with log-probabilities [1, W], returns the chosen id [1].
 
-    The samplers are mlx-lm's, which draw from MLX's random state: all requests would share it. Here each request has a
-    state of its own, which begins at the request's seed and is split once per draw, as MLX splits its state. So a seed
-    gives the same ids as in `stream_generate`, whether the request runs alone or in a batch.
+    mlx-lm's samplers draw from MLX's global random state, which all requests would share. Here each request has its own
+    random state, which begins with the request's seed and is split once per draw, as MLX splits its global state. So a
+    seed gives the same ids as in `stream_generate`, whether the request runs alone or in a batch.
 
-    special_ids: ids that XTC never excludes. state: random state to continue from if the options have no seed. After
-    the first draw `state` is the state that the next draw begins with.
+    special_ids: ids that XTC never excludes. state: random state to continue from if the options have no seed. The
+    attribute `state` is the random state of the next draw.
     """
 
     def __init__(self, options: Sampling, special_ids: Sequence[int], state: mx.array | None = None) -> None:
@@ -343,16 +344,16 @@ class Draws:
         self.state = state if options.seed is None and not self.greedy else None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Returns the chosen id [1] of log-probabilities [1, W]."""
+        """Returns the id [1] chosen from log-probabilities [1, W]."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         return _draw(self._leave_out_unlikely(logprobs), self.options.temp, self._next_key())
 
     def scores(self, logprobs: mx.array) -> mx.array:
-        """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn.
+        """Returns scores [1, W] for log-probabilities [1, W]: the id with the highest score is a draw.
 
-        If that id turns out to be impossible, the id of the next highest score is a draw from all others. A seed gives
-        other ids here than in `__call__`.
+        If a constraint refuses that id, the id with the next highest score is a draw from all other ids. With one seed,
+        `scores` and `__call__` draw different ids.
         """
         if self.greedy:
             return logprobs
@@ -372,7 +373,7 @@ class Draws:
         return logprobs
 
     def _next_key(self) -> mx.array:
-        """Returns the key of the next draw and moves the request's state on."""
+        """Returns the key of the next draw and advances the request's random state."""
         if self.state is None:
             seed = self.options.seed
             self.state = mx.random.key(secrets.randbits(64) if seed is None else int(seed))

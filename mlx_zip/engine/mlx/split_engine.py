@@ -1,9 +1,9 @@
 """`SplitEngine`: an engine whose model is split over several machines.
 
 The first machine's engine takes requests. Before each round of the scheduler it sends the other machines the news since
-the last round, such as new and cancelled requests. Their engines do the same rounds with the same news, so all machines
-take part in the same sums over machines in the same order. Each machine has its own codebooks, KV caches and sessions;
-the first one chooses every id.
+the previous round, such as new and cancelled requests. All engines run the same rounds with the same news, so all
+machines take part in the same sums over machines in the same order. Each machine has its own codebooks, KV caches and
+sessions. The first machine chooses every id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mlx_zip.models.machines import (
 )
 from mlx_zip.packs.pack import Pack, as_pack
 
-HEARTBEAT_S = 1.0  # how often an idle engine sends the others empty news, and so finds out if one is lost
+HEARTBEAT_S = 1.0  # seconds after which the first engine, if idle, sends empty news, to detect lost machines
 NO_BOUND = 1 << 62
 News = list[Any]  # the kind of event, then its arguments
 
@@ -45,8 +45,8 @@ News = list[Any]  # the kind of event, then its arguments
 def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> SplitEngine:
     """Loads this machine's share of a model and returns its engine. Every machine of the group must call this.
 
-    options: those of `open_engine`. Each machine keeps its share of the sessions, on disk in a folder of its own within
-    the folder of sessions. Raises what `mlx_zip.load` raises.
+    options: as in `open_engine`. Each machine keeps its share of the sessions, on disk in its own folder inside the
+    folder of sessions. Raises what `mlx_zip.load` raises.
     """
     kept = options.pop("sessions", DEFAULT_SESSIONS)
     sessions = None if kept is None else _share_of_bounds(kept, group)
@@ -55,7 +55,7 @@ def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> S
 
 
 def _share_of_bounds(sessions: SessionOptions, group: Group) -> SessionOptions:
-    """Returns the options of this machine's store: its files hold its share, and no other machine may read them."""
+    """Returns the options of this machine's session store: a folder and a `share` that no other machine uses."""
     share = f"{MACHINE_FOLDER_PREFIX}{group.rank() + 1}-of-{group.size()}"
     folder = None if sessions.folder is None else sessions.folder / share
     return replace(sessions, folder=folder, share=share)
@@ -64,9 +64,9 @@ def _share_of_bounds(sessions: SessionOptions, group: Group) -> SessionOptions:
 class SplitEngine(MlxEngine):
     """An engine on one of several machines.
 
-    group: the machines. Other arguments are those of `MlxEngine`. On the first machine it is used as any engine, but
-    requests with tuned packs are refused, and so are saving, loading and dropping one session. On the others only
-    `follow` may be called.
+    group: the group of machines. Other arguments are those of `MlxEngine`. On the first machine, use this engine like
+    any other, but it refuses requests with tuned packs, and cannot save, load or drop single sessions. On the other
+    machines call only `follow`.
     """
 
     def __init__(self, group: Group, *args: Any, **options: Any) -> None:
@@ -77,7 +77,7 @@ class SplitEngine(MlxEngine):
         super().__init__(*args, **options)
 
     def follow(self) -> None:
-        """Waits until the first machine's engine has been closed. Raises the fault if one has ended this engine."""
+        """Waits until the first machine's engine is closed. If a fault has ended this engine, raises the fault."""
         self._thread.join()
         if self._fault is not None:
             raise self._fault
@@ -101,7 +101,7 @@ class SplitEngine(MlxEngine):
             raise GenerationError("pack: tuned rows are not sent to other machines; start all of them with --pack")
 
     def _add(self, request: Request) -> None:
-        """Queues a request as news; all machines then give it to their schedulers in the same round."""
+        """Queues a request as news, so that all machines give it to their schedulers in the same round."""
         self._requests[self._numbers] = request
         self._news.append(["add", self._numbers, _checked_to_json(request.checked)])
         self._numbers += 1
@@ -127,7 +127,7 @@ class SplitEngine(MlxEngine):
         return self._inbox.ask(self._purge)
 
     def _purge(self) -> int:
-        """Deletes this machine's sessions, and queues news for the others to do so before the next round."""
+        """Deletes this machine's sessions, and queues news that has the other machines delete theirs."""
         self._news.append(["purge"])
         return self._update_figures(self._store.purge())
 
@@ -160,8 +160,8 @@ class SplitEngine(MlxEngine):
     def _exchange(self) -> bool:
         """Sends or receives the news since the last round, and acts on it. Returns whether there is a next round.
 
-        First waits for the step in flight. If a machine is lost in that step, the step raises; in MLX's ring the
-        exchange of news would wait for ever.
+        First waits for the step in flight. If a machine is lost during that step, the step raises, while with MLX's
+        ring backend the exchange of news would wait for ever.
         """
         for group in self._scheduler.groups:
             group.wait()
@@ -176,13 +176,13 @@ class SplitEngine(MlxEngine):
                 self._begin_request(*facts)
             elif what == "cancel" and facts[0] in self._requests:
                 self._requests[facts[0]].handle.confirm()  # type: ignore[attr-defined]
-            elif what == "purge":  # all machines mark the same requests; the first has forgotten its sessions already
+            elif what == "purge":  # all machines mark the same requests; the first has already deleted its sessions
                 self._scheduler.keep_no_session()
                 self._update_figures(None if self._first else self._store.purge())
         return going
 
     def _gather(self) -> list[News]:
-        """Returns the news on the first machine; waits for some if there is nothing to do."""
+        """Returns the news that the first machine sends. If nothing runs, first waits up to `HEARTBEAT_S` for news."""
         scheduler, closing = self._scheduler, self._closing  # requests submitted before closing are in the inbox now
         self._inbox.take(0 if scheduler.busy or closing else HEARTBEAT_S)
         if closing and time.monotonic() >= self._deadline:
@@ -197,7 +197,7 @@ class SplitEngine(MlxEngine):
         return [["end"]] if over else news
 
     def _begin_request(self, number: int, facts: Mapping[str, Any]) -> None:
-        """Gives a request to the scheduler, on every machine in the same round."""
+        """Gives a request to the scheduler. Called on every machine in the same round."""
         if not self._first:
             self._requests[number] = request = Request(
                 self._checks.check(_submission_from_json(facts, self.info.vocab_size)), lambda event: None
@@ -207,7 +207,7 @@ class SplitEngine(MlxEngine):
 
 
 class _SharedHandle(Handle):
-    """A handle whose `cancelled` is true only once all machines know. asked: whether somebody has cancelled it."""
+    """A handle whose `cancelled` is True only after `confirm`. asked: whether a caller has set `cancelled`."""
 
     def __init__(self) -> None:
         self.asked = self._confirmed = False
@@ -222,12 +222,12 @@ class _SharedHandle(Handle):
         self.asked = self.asked or asked
 
     def confirm(self) -> None:
-        """Makes the request cancelled, on this machine in the same round as on the others."""
+        """Sets `cancelled`. Called on all machines in the same round."""
         self._confirmed = True
 
 
 class _LateFailure:
-    """A constraint that raises the failure of a `push` at the next `mask`: other machines learn of failures there."""
+    """Wraps a constraint: an exception of `push` is raised by the next `mask`, where other machines learn of it."""
 
     def __init__(self, inner: Constraint) -> None:
         self._inner = inner
@@ -249,7 +249,7 @@ class _LateFailure:
 
 
 class _Anything:
-    """Stands for a constraint on the machines that choose no ids: allows all ids."""
+    """Takes the place of a constraint on machines that choose no ids: allows all ids."""
 
     def __init__(self, vocab_size: int) -> None:
         self._mask = np.ones(vocab_size, bool)
@@ -265,7 +265,7 @@ class _Anything:
 
 
 class _SameSessions:
-    """A store of sessions that uses a session only if all machines found the same. Other attributes are `inner`'s."""
+    """A session store that uses a session only if all machines find the same one. Other attributes are `inner`'s."""
 
     def __init__(self, inner: Any, group: Group) -> None:
         self._inner, self._group = inner, group
@@ -274,7 +274,7 @@ class _SameSessions:
         return getattr(self._inner, name)
 
     def checkout(self, base_ids: Sequence[int], pack_key: Any, share: bool = False, start: Any = None) -> Any:
-        """Returns what `inner.checkout` returns, None if the machines have found different things."""
+        """Returns the result of `inner.checkout`, None if the machines' results differ in ids or base tokens."""
         found = self._inner.checkout(base_ids, pack_key, share, start)
         held = (0, 0) if found is None else (found.ids, found.base_tokens)
         with mx.stream(generation_stream):
@@ -286,7 +286,7 @@ class _SameSessions:
 
 
 def _checked_to_json(checked: Checked) -> dict[str, Any]:
-    """Returns a request as JSON; a constraint stays on the first machine."""
+    """Returns a request as JSON, without its constraint, which stays on the first machine."""
     submission, sampling = checked.submission, asdict(checked.sampling)
     sampling["logit_bias"] = list((checked.sampling.logit_bias or {}).items())
     return {
@@ -310,7 +310,7 @@ def _submission_from_json(facts: Mapping[str, Any], vocab_size: int) -> Submissi
 
 
 def _plain_values(value: Any) -> Any:
-    """Returns a NumPy number as a number of Python, for JSON."""
+    """Returns a NumPy number as a Python number, for JSON."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} is not JSON")

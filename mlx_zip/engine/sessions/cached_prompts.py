@@ -21,9 +21,9 @@ from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 
 
 def encode_shared_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Returns the base ids of a text that several prompts begin with.
+    """Returns the base ids of a text with which several prompts begin.
 
-    With a chat template they end inside the user's message, which each prompt continues.
+    If the tokenizer has a chat template, the ids end inside the user's message, which each prompt continues.
     """
     if not tokenizer.has_chat_template:
         return encode_prompt(tokenizer, text)
@@ -39,10 +39,10 @@ def cache_prompt(
     run: RunOptions,
     progress: Callable[[int], None] = lambda read: None,
 ) -> tuple[SessionStore, SessionInfo]:
-    """Has the model read a prompt, and returns a store whose only session holds the prompt, and that session's info.
+    """Has the model read a prompt. Returns a store whose only session holds the prompt, and the session's info.
 
-    options: of the store. run: how the model is run. progress: called with the number of base tokens read so far.
-    Raises `GenerationError` for an invalid prompt or KV quantization.
+    options: options of the store. run: how the model is run. progress: called with the number of base tokens read so
+    far. Raises `GenerationError` if the prompt or the KV quantization is invalid.
     """
     served = Served(model, tokenizer, run)
     cache = served.new_cache(None)

@@ -2,9 +2,10 @@
 
 Nothing here imports MLX, so that any thread may write a file.
 
-`mlx_lm.models.cache.load_prompt_cache` can read a file, too. Its metadata has the session's facts, with prefix "0.".
-The tensors of the index (base ids and the ends of ids) come first, so that a session can be found without reading its
-KV cache. One checksum covers the header and the index, the other everything after them; both are CRC-32.
+`mlx_lm.models.cache.load_prompt_cache` can also read these files. A file's metadata has the session's facts, under
+names with the prefix "0.". The tensors of the index (base ids and the ends of ids) come first, so that a session can be
+found without reading its KV cache. One checksum covers the header and the index, the other all other tensors; both are
+CRC-32.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from mlx_zip.codec.params import params_to_json
 from mlx_zip.config import ZipConfig
 from mlx_zip.files import atomic_file
 
-INDEX_TENSORS = 2  # number of first tensors that a session is found by: base ids, and the ends of ids
+INDEX_TENSORS = 2  # number of tensors in the index, which come first in a file: base ids, and the ends of ids
 FACT_PREFIX = "0."  # prefix of the facts' names in the metadata
 _HEAD_SUM, _BODY_SUM = "head_crc32", "body_crc32"
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8,
     "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-_MOST_HEADER_BYTES = 64 << 20  # bytes
+_MOST_HEADER_BYTES = 64 << 20
 _MOST_ITEMS = 1 << 48
 _HEADER_LENGTH = struct.Struct("<Q")
 _NO_SUM = "0" * 8
 
 
 class BadFileError(Exception):
-    """A file that is damaged or is no session's; the message says why, without the file's name."""
+    """Raised if a file is damaged or not a session file. The message gives the reason without the file's name."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file. dtype: as safetensors calls it. data: its bytes in row order, little endian."""
+    """A tensor in a file. dtype: its name in safetensors. data: the values as bytes, row-major, little endian."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +69,7 @@ class FileContents:
 
 
 def write_session_file(path: Path, contents: FileContents) -> int:
-    """Writes a session's file, whole or not at all, with mode 0600, and returns its bytes. Raises `OSError`."""
+    """Writes a session file atomically, with mode 0600, and returns the file's size in bytes. Raises `OSError`."""
     blocks = [tensor.data for tensor in contents.tensors.values()]
     body = 0
     for block in blocks[INDEX_TENSORS:]:
@@ -108,10 +109,10 @@ def _encode_header(contents: FileContents, head_sum: str, body_sum: str) -> byte
 
 
 def read_session_file(path: Path, whole: bool = True, most_bytes: int | None = None) -> FileContents:
-    """Returns what a session's file holds, checked against its checksums.
+    """Reads a session file and checks its checksums.
 
-    whole: False reads the tensors of the index only. most_bytes: refuse a larger file. Raises `BadFileError` for a file
-    that is damaged or something else, `OSError`.
+    whole: False to read only the tensors of the index. most_bytes: maximum size of the file. Raises `BadFileError` if
+    the file is damaged, too large or not a session file, `OSError` if it cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb", buffering=0) as file:
@@ -132,7 +133,7 @@ def read_session_file(path: Path, whole: bool = True, most_bytes: int | None = N
 
 
 def _read_exactly(file: Any, n: int, size: int) -> bytearray:
-    """Returns the next n bytes of an open file of `size` bytes. Raises `BadFileError` if there are fewer."""
+    """Returns the next `n` bytes of an open file of `size` bytes. Raises `BadFileError` if there are fewer."""
     if n > size:
         raise BadFileError("it is cut off")
     block = bytearray(n)
@@ -155,9 +156,10 @@ def _decode_header_length(length: bytes | bytearray, size: int) -> int:
 def _parse_header(
     head: bytearray, data: int
 ) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...], int, int]]]:
-    """Returns a header's metadata, and for each tensor its type, shape, and first and last byte, in the file's order.
+    """Returns a header's metadata and, per tensor in the file's order, (dtype, shape, begin, end).
 
-    data: how many bytes follow the header. Raises `BadFileError` unless the tensors fill them exactly.
+    begin, end: byte offsets of the tensor after the header, `end` exclusive. data: number of bytes after the header.
+    Raises `BadFileError` if the header is invalid or the tensors do not fill these bytes exactly.
     """
     try:
         entries = json.loads(head)
@@ -179,7 +181,7 @@ def _parse_header(
 
 
 def _parse_tensor_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Returns a tensor's type, shape, and first and last byte. Raises `ValueError` and others for anything else."""
+    """Returns a tensor's (dtype, shape, begin, end). Raises `ValueError`, `LookupError` or `TypeError` if invalid."""
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
     if entry["dtype"] not in _ITEM_BYTES:
@@ -197,7 +199,7 @@ def _header_without_checksum(head: bytearray, metadata: Mapping[str, str]) -> by
 
 
 def _raise_if_checksums_wrong(head: bytes, blocks: list[Any], metadata: Mapping[str, str], whole: bool) -> None:
-    """Raises `BadFileError` unless both checksums are right; that of the body is checked only if it was read whole."""
+    """Raises `BadFileError` if a checksum is missing or wrong. Checks the body's checksum only if `whole` is True."""
     if FACT_PREFIX + _HEAD_SUM not in metadata:
         raise BadFileError("it has no checksum: it was not written by mlx_zip; make it with mlx_zip cache-prompt")
     head_sum, body_sum = zlib.crc32(head), 0
@@ -226,10 +228,10 @@ _IDENTITY_WORDS = {
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a session's file must have in common with the loaded model, so that the model can go on from it.
+    """What a session file and the loaded model must have in common, so that the model can continue the session.
 
-    positions: what `position_settings_text` returns. dtype: what the model computes in, "" if the KV cache's arrays
-    tell it. format: `MLX_FORMAT` or `TORCH_FORMAT`.
+    positions: result of `position_settings_text`. dtype: dtype that the model computes in, "" if the KV cache's arrays
+    show it. format: `MLX_FORMAT` or `TORCH_FORMAT`.
     """
 
     model_fingerprint: str
@@ -241,15 +243,14 @@ class ModelIdentity:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The fields as facts in a file."""
+        """The fields by name, as facts for a file."""
         found = {"format": self.format, **{name: getattr(self, name) for name in _IDENTITY_WORDS}}
         return {name: text for name, text in found.items() if text or name != "dtype"}
 
     def raise_if_other_model(self, facts: Mapping[str, str]) -> None:
-        """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, type or positions.
+        """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, dtype or positions.
 
-        Older files do not name positions. They are accepted if this model's position settings are those that come with
-        its weights.
+        Older files name no positions. They are accepted if the position settings of this model are as trained.
         """
         found = facts.get("format", "unknown")
         if found in _WRITERS and found != self.format:
@@ -265,7 +266,7 @@ class ModelIdentity:
 
 
 def codec_settings_text(params: CodecParams | None) -> str:
-    """Returns the parameters of a codec, without what a codebook begins with, as text; "" without a codec."""
+    """Returns codec parameters as text, without the entries that a codebook begins with; "" if `params` is None."""
     if params is None:
         return ""
     fields = json.loads(params_to_json([params]))
@@ -273,36 +274,36 @@ def codec_settings_text(params: CodecParams | None) -> str:
 
 
 def pack_key_of(start: Any, tuned: str | None) -> str:
-    """Returns the key of the pack that a model's codebooks begin with by default; "" without a pack.
+    """Returns the key of the pack that a model's codebooks begin with by default, "" without a pack.
 
-    start: the pack's entries, None for none. tuned: the fingerprint of the rows tuned for them, None for none.
+    start: the pack's entries, or None. tuned: the fingerprint of the pack's tuned rows, or None.
     """
     if not (start or tuned):
         return ""
     return hashlib.sha256(json.dumps([start, tuned]).encode()).hexdigest()
 
 
-# ---- settings beside the weights that keys and values depend on: counting and rotation of positions, and windows
+# ---- settings, other than weights, on which keys and values depend: position mode, rotary settings, attention windows
 
-_COMPRESSED = "compressed"  # the position mode of models without hypertokens, too
+_COMPRESSED = "compressed"  # also the position mode of models without hypertokens
 _ROPE_SCALING_KEYS = ("rope_scaling", "rope_parameters")
 _POSITION_KEYS = (
     "rope_theta", *_ROPE_SCALING_KEYS, "rope_local_base_freq", "rope_traditional", "partial_rotary_factor",
     "no_rope_layers", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
 "layer_types", )  # fmt: skip
-_CONTEXT_KEYS = ("max_position_embeddings", "original_max_position_embeddings")  # rules of scaling compute with these
+_CONTEXT_KEYS = ("max_position_embeddings", "original_max_position_embeddings")  # some scaling rules use these
 _TRAINED_ROPE_TYPES = (
     "default",
     "llama3",
     "longrope",
     "su",
-)  # rope types that come with the weights; others are added by hand
+)  # rope types with which models are trained; users add others by hand
 
 
 def position_settings_text(config: Mapping[str, Any], zip_config: ZipConfig | None) -> str:
-    """Returns the settings of positions and windows as text. Two ways of writing one setting give two texts.
+    """Returns the settings of positions and attention windows as text. Two spellings of one setting give two texts.
 
-    config: config.json, or what mlx-lm read of it. zip_config: None for a model without hypertokens.
+    config: contents of config.json, or the part that mlx-lm keeps. zip_config: None for a model without hypertokens.
     """
     mode = _COMPRESSED if zip_config is None else zip_config.position_mode
     return json.dumps(
@@ -312,9 +313,9 @@ def position_settings_text(config: Mapping[str, Any], zip_config: ZipConfig | No
 
 
 def _are_positions_as_trained(mark: str) -> bool:
-    """Returns whether settings come with the weights: compressed positions, no scaling added by hand.
+    """Returns whether position settings are those of training: compressed positions, no rope scaling added by hand.
 
-    mark: the settings, from `position_settings_text`.
+    mark: the settings as text, from `position_settings_text`.
     """
     found = json.loads(mark)
     types = (kind for part in found["config"] for name in _ROPE_SCALING_KEYS for kind in _rope_types(part.get(name)))
@@ -322,21 +323,21 @@ def _are_positions_as_trained(mark: str) -> bool:
 
 
 def _config_and_text_config(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields a config, and the one of its text decoder where that is nested."""
+    """Yields `config` and, if it has one, the nested config of the text decoder."""
     yield config
     if isinstance(inner := config.get("text_config"), Mapping):
         yield inner
 
 
 def _position_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a config that are not null. The context counts only where rotation is scaled."""
+    """Returns a config's position settings that are not null; the context length only if the rotation is scaled."""
     is_scaled = any(kind != "default" for name in _ROPE_SCALING_KEYS for kind in _rope_types(config.get(name)))
     names = (*_POSITION_KEYS, *(_CONTEXT_KEYS if is_scaled else ()))
     return {name: config[name] for name in names if config.get(name) is not None}
 
 
 def _rope_types(scaling: Any) -> Iterator[Any]:
-    """Yields the rope types in `rope_scaling` or `rope_parameters`, which may hold one set for each kind of layer."""
+    """Yields the rope types in `rope_scaling` or `rope_parameters`, which may have one set of values per layer kind."""
     if not isinstance(scaling, Mapping):
         return
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]

@@ -1,13 +1,13 @@
-"""Sessions as files: written from `SessionCaches.to_file_parts`, read back and checked against the model.
+"""Writes sessions to files, and reads them back and checks them against the model.
 
-This module knows neither MLX nor PyTorch. The engine's `SessionCaches` turns a KV cache into tensors and back.
+This module imports neither MLX nor PyTorch: `SessionCaches` turns a KV cache into tensors and back.
 
-A file holds a whole session: KV cache, ids, base ids, the answers' texts with their base ids (the emitted base ids
-cannot be derived from a text) and the random state, but no hyper rows. So the conversation is in the file in plain
-form. Other users are kept out: files have mode 0600, and a folder that others can write to is not used. Damaged and
-hostile files are refused: lengths and shapes are checked before anything is built, there are two checksums, and no
-pickle. Nothing protects against somebody with access to your account or disk: checksums are no signatures, and nothing
-is encrypted.
+A file holds a whole session: KV cache, ids, base ids, random state, and the answers' texts with the base ids that were
+emitted, because these cannot be derived from a text. Hyper rows are not in the file. The conversation is in the file
+unencrypted. Other users cannot read it: files have mode 0600, and a folder that others can write to is not used.
+Damaged and hostile files are refused: lengths and shapes are checked before anything is built, there are two checksums,
+and no pickle. Nothing protects against somebody with access to your account or disk, because checksums are not
+signatures.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmetic
 
 
 class SessionSnapshot:
-    """A session as bytes, ready to be written by any thread. Create and free it in the engine's thread.
+    """A session as bytes, ready to be written by any thread. Create and free a snapshot in the engine's thread.
 
-    It does not change when the session is continued. file_facts: further facts for the file, "model" and
-    "tokenizer_config" as mlx-lm notes them.
+    A snapshot does not change when the session is continued. file_facts: further facts for the file: "model" and
+    "tokenizer_config", in mlx-lm's format.
     """
 
     def __init__(self, session: Session, caches: SessionCaches, file_facts: Mapping[str, str]) -> None:
@@ -55,11 +55,11 @@ class SessionSnapshot:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the file, without its header."""
+        """Size of the file in bytes, without the header."""
         return sum(view.nbytes for _, view in self._file_parts.tensors.values())
 
     def write(self, path: Path, answers: Mapping[str, tuple[int, ...]]) -> None:
-        """Writes the session's file, whole or not at all. Raises `OSError`."""
+        """Writes the session to a file atomically. answers: base ids by key. Raises `OSError`."""
         facts = {**self._facts, "answers": json.dumps(answers)}
         metadata = {**{FACT_PREFIX + name: text for name, text in facts.items()}, **self._file_parts.metadata}
         write_session_file(
@@ -77,15 +77,16 @@ def _as_file_tensor(dtype: str, view: np.ndarray) -> FileTensor:
 
 
 def read_session_index(path: Path, identity: ModelIdentity) -> Session:
-    """Returns the session in a file, without reading its cache. Raises `EngineError`."""
+    """Reads a session without its cache. Raises `EngineError` if the file is damaged or of another model."""
     with _errors_name_the_file(path):
         return _session_without_cache(path, read_session_file(path, whole=False), identity)
 
 
 def read_session(path: Path, caches: SessionCaches, most_bytes: int) -> Session:
-    """Returns the session in a file, with its cache, checked against the model.
+    """Reads a session with its cache and checks it against the model.
 
-    Raises `EngineError` naming the file for one that is damaged, larger than `most_bytes`, or of another model.
+    Raises `EngineError`, naming the file, if the file is damaged, unreadable, larger than `most_bytes`, or of another
+    model.
     """
     with _errors_name_the_file(path):
         contents = read_session_file(path, most_bytes=most_bytes)
@@ -97,7 +98,7 @@ def read_session(path: Path, caches: SessionCaches, most_bytes: int) -> Session:
 
 @contextmanager
 def _errors_name_the_file(path: Path) -> Iterator[None]:
-    """Turns all errors that a damaged or foreign file can cause into an `EngineError` that names it."""
+    """Context manager: turns all errors that a damaged or foreign file can cause into an `EngineError` with `path`."""
     advice = "it is left as it is; delete it, or use it with the model and version that made it"
     try:
         yield
@@ -111,7 +112,7 @@ def _errors_name_the_file(path: Path) -> Iterator[None]:
 
 
 def _session_without_cache(path: Path, contents: FileContents, identity: ModelIdentity) -> Session:
-    """Returns the session that a file describes. Raises `BadFileError` and `_DAMAGE_ERRORS`."""
+    """Returns the session in a file, without its cache. Raises `BadFileError` or one of `_DAMAGE_ERRORS`."""
     facts = contents.facts
     identity.raise_if_other_model(facts)
     (base_ids, ends) = (_uint32_array(tensor) for tensor in list(contents.tensors.values())[:INDEX_TENSORS])
@@ -129,7 +130,7 @@ def _uint32_array(tensor: FileTensor) -> np.ndarray:
 
 
 def raise_if_other_ids(held: tuple[np.ndarray, np.ndarray], session: Session) -> None:
-    """Raises `BadFileError` if `held`, from `SessionCaches.held_ids`, differs from the ids that the file names."""
+    """Raises `BadFileError` if `held`, from `SessionCaches.held_ids`, differs from the ids that `session` names."""
     if not all(np.array_equal(*pair) for pair in zip(held, (session.base_ids, session.ends), strict=True)):
         raise BadFileError("its codebook holds other ids than it says")
 
@@ -138,11 +139,11 @@ def raise_if_other_ids(held: tuple[np.ndarray, np.ndarray], session: Session) ->
 
 
 def list_session_files(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder that are named as sessions are. Raises `OSError`."""
+    """Yields the files in a folder that have the name of a session file, sorted. Raises `OSError`."""
     return (path for path in sorted(folder.iterdir()) if is_session_file_name(path.name))
 
 
 def is_session_file_name(name: str) -> bool:
-    """Returns whether a file of this name would be a session's: 16 hexadecimal digits and the suffix .safetensors."""
+    """Returns whether `name` is that of a session file: 16 hexadecimal digits and the suffix .safetensors."""
     stem, _, suffix = name.partition(".")
     return suffix == "safetensors" and len(stem) == 16 and set(stem) <= set("0123456789abcdef")

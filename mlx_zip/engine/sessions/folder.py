@@ -1,8 +1,8 @@
 """`SessionFolder`: the part of a `SessionStore` that is on disk.
 
-Problems with the folder do not raise, except where a caller asks for one file; each kind of failure is logged once.
-Several processes may use one folder: each finds the files that were there when it started, and those that it writes
-itself. No process overwrites a file that another one has changed.
+Problems with the folder are logged, each kind once; only `delete` raises. Several processes may use one folder. Each
+process uses the files that existed when it started and those that it writes itself. No process overwrites a file that
+another process has changed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from mlx_zip.files import make_private, mark_folder_in_use
 _ABANDONED_AFTER_S = 3600  # seconds without a change after which no process can still be writing an unfinished file
 _UNFINISHED_PATTERN = ".*.safetensors.partial-*"  # names of unfinished files
 RESPONSES_FOLDER = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
-_MOST_NAMED = 3  # refused files that a warning names
-MACHINE_FOLDER_PREFIX = "machine-"  # prefix of the folders that machines use for their shares of a split model
+_MOST_NAMED = 3  # maximum number of refused files that a warning names
+MACHINE_FOLDER_PREFIX = "machine-"  # prefix of the folders for the sessions of a model split over several machines
 log = logging.getLogger("mlx_zip")
 
 
 class SessionFolder:
-    """Sessions in a folder. most_bytes: a session that takes more is not written. file_facts: see `SessionSnapshot`."""
+    """Sessions in a folder. most_bytes: maximum bytes of one session; larger ones are not written. file_facts: as in
+    `SessionSnapshot`.
+    """
 
     def __init__(self, folder: Path, most_bytes: int, caches: SessionCaches, file_facts: Mapping[str, str]) -> None:
         self.folder, self.most_bytes, self.caches, self.file_facts = folder, most_bytes, caches, file_facts
@@ -43,7 +45,7 @@ class SessionFolder:
             self._mark_as_used()
 
     def read_index(self) -> list[Session]:
-        """Returns the sessions in the folder, without their caches, the last written last."""
+        """Returns the sessions in the folder, without their caches, the most recently written last."""
         if not self.is_usable:
             return []
         found, refused = list[Session](), list[str]()
@@ -72,7 +74,7 @@ class SessionFolder:
         return session
 
     def unfinished_bytes(self) -> int:
-        """Returns the bytes of files that other processes write, or have left unfinished; removes old ones."""
+        """Returns the total bytes of unfinished files of other processes, after removing old ones."""
         if not self.is_usable:
             return 0
         try:
@@ -88,12 +90,12 @@ class SessionFolder:
     # ---- writing
 
     def queue_write(self, session: Session) -> None:
-        """Notes that a session is to be written as soon as the writer has room for it."""
+        """Queues a session, to be written as soon as the writer has room."""
         if self.is_usable:
             self._queued[session] = None
 
     def delete(self, session: Session) -> None:
-        """Cancels the write of a session and deletes its file. Raises `EngineError` if it cannot be deleted."""
+        """Cancels the write of a session and deletes its file. Raises `EngineError` if the file cannot be deleted."""
         self._queued.pop(session, None)
         session.saved, session.is_dropped = False, True
         self._delete_file(session.file)
@@ -116,7 +118,7 @@ class SessionFolder:
             ) from error
 
     def start_write(self, session: Session) -> bool:
-        """Starts the write of a queued session. Returns whether the writer has it, so that its cache may be dropped."""
+        """Hands a session to the writer if queued. Returns whether the writer has it; if so, its cache may be freed."""
         if session in self._queued:
             self._hand_to_writer(session)
         return self._writer.is_writing(session)
@@ -149,7 +151,7 @@ class SessionFolder:
         return ended
 
     def close(self) -> list[tuple[Session, bool]]:
-        """Writes what is still to be written and ends the thread; returns as `write_queued`."""
+        """Writes all queued sessions and ends the writer's thread. Returns what `write_queued` returns."""
         ended = self.write_queued(wait=True)
         self._writer.close()
         return ended
@@ -171,7 +173,7 @@ class SessionFolder:
         return [(job.session, self._note_outcome(job)) for job in self._writer.take_finished()]
 
     def _note_outcome(self, job: _WriteJob) -> bool:
-        """Notes the end of a write; returns whether the session is on disk now, else logs why not."""
+        """Updates a session after its write. Returns whether the session is on disk; if not, logs the reason."""
         session = job.session
         if isinstance(job.error, OSError):
             self._warn_once("write", f"cannot be written, sessions stay in memory only: {failure_reason(job.error)}")
@@ -197,7 +199,7 @@ class SessionFolder:
         return why is None
 
     def _mark_as_used(self) -> None:
-        """Marks the folder as used until this object is gone; if nobody else uses it, removes all unfinished files."""
+        """Marks the folder as in use until this object is gone. Removes unfinished files if no one else uses it."""
         try:
             handle = mark_folder_in_use(self.folder, lambda: _delete_files(self.folder.glob(_UNFINISHED_PATTERN)))
             weakref.finalize(self, os.close, handle)
@@ -205,7 +207,7 @@ class SessionFolder:
             self._warn_once("read", f"cannot be read: {failure_reason(error)}")
 
     def _remove_old_unfinished_files(self) -> None:
-        """Removes what processes that were killed long ago have left unfinished. Raises `OSError`."""
+        """Removes unfinished files that have not changed for an hour. Raises `OSError`."""
         for path in self.folder.glob(_UNFINISHED_PATTERN):
             if (stamp := file_stamp(path)) is not None and time.time() - stamp[2] / 1e9 > _ABANDONED_AFTER_S:
                 path.unlink(missing_ok=True)
@@ -217,7 +219,7 @@ class SessionFolder:
 
 
 def with_machine_folders(folder: Path) -> list[Path]:
-    """Returns a folder of sessions, and the folders in it that hold machines' shares of a split model's sessions."""
+    """Returns `folder`, and the folders in it that hold sessions of models split over several machines."""
     return [
         folder,
         *(path for path in sorted(folder.glob(f"{MACHINE_FOLDER_PREFIX}*")) if path.is_dir() and not path.is_symlink()),
@@ -225,9 +227,9 @@ def with_machine_folders(folder: Path) -> list[Path]:
 
 
 def purge_session_folder(folder: Path) -> tuple[int, int]:
-    """Deletes a folder's sessions, of all models and machines, its stored responses, and folders that are empty then.
+    """Deletes the sessions of all models and machines in a folder, and the stored responses; then all empty folders.
 
-    Returns how many files were deleted and their bytes. Raises `OSError`.
+    Returns the number of deleted files and their total bytes. Raises `OSError`.
     """
     counts = [_purge_single_folder(one) for one in reversed(with_machine_folders(folder))]
     return sum(count for count, _ in counts), sum(size for _, size in counts)
@@ -257,7 +259,9 @@ _DELAY_S = 0.02  # wait before a write, so that an answer noted right after its 
 
 @dataclass(eq=False)
 class _WriteJob:
-    """A session to be written to a file. answers_version: that of the answers written. error: why writing failed."""
+    """A session to be written to a file. answers_version: the version of the answers that were written. error: the
+    exception that made the write fail, else None.
+    """
 
     session: Session
     file: SessionFile
@@ -266,7 +270,7 @@ class _WriteJob:
     error: BaseException | None = None
 
     def run(self) -> None:
-        """Writes the session. If another process has replaced its file, the session gets a file of another name."""
+        """Writes the session. If another process has replaced the session's file, writes a file of another name."""
         file = self.file
         try:
             if not file.is_unchanged():
@@ -279,7 +283,7 @@ class _WriteJob:
 
 
 class _WriterThread:
-    """Runs jobs in its own thread. Finished jobs are handed back, so that the engine's thread frees their arrays."""
+    """Runs jobs in its own thread. `take_finished` returns finished jobs, so the engine's thread frees their arrays."""
 
     def __init__(self) -> None:
         self._waiting: deque[_WriteJob] = deque()
@@ -291,23 +295,22 @@ class _WriterThread:
         self._thread: threading.Thread | None = None
 
     def has_room(self) -> bool:
-        """Returns whether one more job may be put."""
         return len(self._waiting) < _MOST_WAITING
 
     def is_writing(self, session: Session) -> bool:
-        """Returns whether a job of this session waits, runs, or is finished but not yet handed back."""
+        """Returns whether a job of this session waits, runs, or is finished but not yet taken by `take_finished`."""
         with self._change:
             return any(
                 job.session is session for job in (*self._waiting, *self._finished, self._running) if job is not None
             )
 
     def is_idle(self) -> bool:
-        """Returns whether there is no job, not even one that is finished but not yet handed back."""
+        """Returns whether no job waits or runs, and `take_finished` has taken all finished jobs."""
         with self._change:
             return self._running is None and not self._waiting and not self._finished
 
     def put(self, job: _WriteJob) -> None:
-        """Has a session written soon."""
+        """Queues a job, and starts the thread with the first one."""
         with self._change:
             self._waiting.append(job)
             self._change.notify_all()
@@ -316,13 +319,12 @@ class _WriterThread:
             self._thread.start()
 
     def take_finished(self) -> list[_WriteJob]:
-        """Returns the jobs that are done since the last call."""
+        """Returns the jobs that have finished since the last call."""
         with self._change:
             done, self._finished = self._finished, deque()
         return list(done)
 
     def wait_until_idle(self) -> None:
-        """Waits until all jobs are done."""
         self._skip_delay.set()
         with self._change:
             self._change.wait_for(lambda: not self._waiting and self._running is None)

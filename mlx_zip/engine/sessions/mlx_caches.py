@@ -51,15 +51,15 @@ def open_session_store(
 
 
 def position_settings(model: Any) -> str:
-    """Returns the settings, beside the weights, that the keys of a model on MLX depend on, as text."""
+    """Returns as text the settings, other than weights, on which the keys in a model's KV caches depend."""
     return position_settings_text(decoder_config(model), model.config if has_hypertokens(model) else None)
 
 
 class MlxCaches:
-    """`SessionCaches` of one model on MLX. A request's cache and a kept one are both a list of mlx-lm's entries.
+    """`SessionCaches` of one model on MLX. Requests' caches and sessions' caches are lists of mlx-lm's cache entries.
 
-    share: name of the part of the model that is on this machine, "" for a whole model. max_kv_size: bound on the ids in
-    a plain model's caches, None for none.
+    share: name of the part of the model that is on this machine, "" for a whole model. max_kv_size: maximum number of
+    ids in a plain model's cache, None for no bound.
     """
 
     def __init__(self, model: Any, tokenizer: Any, share: str = "", max_kv_size: int | None = None) -> None:
@@ -132,15 +132,15 @@ class MlxCaches:
         return cache, extra[2] if len(extra) > 2 else None
 
 
-# ---- a cache in memory: copied cheaply, trimmed, counted
+# ---- a cache in memory: copying without copying arrays, trimming, counting bytes
 
 _BYTES_PER_LOGGED_ID = 12  # of a codebook
 
 
 def _ids_of_zip_state(cache: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | None:
-    """Returns what the `ZipState` of a cache has read, None for a plain model's cache.
+    """Returns the base ids [n] uint32 that a cache's `ZipState` has read, and the ends of its ids, uint32.
 
-    That is its base ids [n] uint32, and for each of its ids how many base tokens it and the ids before it have, uint32.
+    The end of an id is the number of base tokens up to there. None for a plain model's cache.
     """
     state = find_zip_state(cache)
     if state is None:
@@ -150,10 +150,10 @@ def _ids_of_zip_state(cache: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray
 
 
 def copy_prefix(cache: Sequence[Any], ids: int, surplus: int) -> list[Any]:
-    """Returns a copy of a cache, trimmed to its first `ids` ids. The original stays as it is, whatever the copy reads.
+    """Returns a copy of a cache, trimmed to its first `ids` ids. Use of the copy does not change the original.
 
-    surplus: how many ids the cache has beyond those. Arrays are shared until the copy is written to: MLX copies an
-    array on its first write if another one shares its memory.
+    surplus: number of ids that `cache` has beyond these. The copy shares arrays with the original until it is written
+    to: MLX copies an array on its first write if another array shares its memory.
     """
     twins = [_copy_entry(entry) for entry in cache]
     if surplus:
@@ -164,7 +164,7 @@ def copy_prefix(cache: Sequence[Any], ids: int, surplus: int) -> list[Any]:
 
 
 def _copy_entry(entry: Any) -> Any:
-    """Returns a copy of a cache's entry that shares its arrays; a `ZipState` is copied without its rows."""
+    """Returns a copy of a cache entry that shares the entry's arrays. A `ZipState` is copied without hyper rows."""
     if isinstance(entry, ZipState):
         return entry.extract(0, rows=False)
     twin = copy.copy(entry)
@@ -173,14 +173,14 @@ def _copy_entry(entry: Any) -> Any:
 
 
 def _share_arrays(value: Any) -> Any:
-    """Copies a tree of values; arrays in the copy share their memory with the originals until they are written to."""
+    """Copies a tree of values. Arrays in the copy share memory with the originals until they are written to."""
     if isinstance(value, tuple | list) and any(hasattr(item, "is_trimmable") for item in value):
         return type(value)(_copy_entry(item) for item in value)
     return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, mx.array) else leaf, value)
 
 
 def _cut_arrays(entry: Any, ids: int) -> None:
-    """Slices the arrays to their first `ids` ids, so that nothing beyond is ever copied."""
+    """Slices an entry's arrays to their first `ids` ids, so that a later copy leaves out all others."""
     if type(entry) in (KVCache, QuantizedKVCache) and entry.keys is not None:
         entry.keys, entry.values = tree_map(lambda array: array[..., :ids, :], (entry.keys, entry.values))
 
@@ -192,7 +192,7 @@ def _cache_bytes(cache: Sequence[Any]) -> int:
 
 
 def _arrays_by_place(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
-    """Yields the arrays of all entries but the `ZipState`, each with its path in the tree of states."""
+    """Yields (path in the tree of states, array) for all entries but the `ZipState`."""
     for number, entry in enumerate(cache):
         if isinstance(entry, ZipState) or entry.empty():
             continue
@@ -202,7 +202,7 @@ def _arrays_by_place(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
 
 
 def _without_spare_room(entry: Any) -> Any:
-    """Returns a cache's entry whose arrays end where its ids end, without room for more. The entry does not change."""
+    """Returns a copy of a cache entry whose keys and values end with the last id. A `ZipState` is returned itself."""
     if type(entry) not in (KVCache, QuantizedKVCache) or entry.keys is None:
         return entry if isinstance(entry, ZipState) else _copy_entry(entry)
     twin = _copy_entry(entry)
@@ -212,9 +212,9 @@ def _without_spare_room(entry: Any) -> Any:
 
 # ---- a cache as the tensors of a file, and back
 #
-# The tensors and their names are those of mlx-lm's `save_prompt_cache`, so mlx-lm reads the cache of such a file. What
-# mlx-lm has no place for follows as if it were one more entry of the cache: base ids, the ends of ids, and the
-# sampler's random state.
+# The tensors and their names are those of mlx-lm's `save_prompt_cache`, so mlx-lm can read the cache in a session file.
+# Base ids, the ends of ids and the sampler's random state, for which mlx-lm has no place, are stored as if they were
+# one more entry of the cache.
 
 SAFETENSORS_TYPES = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16", mx.float16: "F16",
@@ -229,7 +229,7 @@ _NUMPY_TYPES = {
 
 
 def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
-    """Returns a cache's states as arrays by path in the tree, and (path, kind) of values that were no arrays."""
+    """Returns a cache's states as arrays by path in the tree, and (path, kind) of each value that was not an array."""
     arrays: dict[str, mx.array] = {}
     scalars: list[Any] = [""]
     for place, leaf in tree_flatten(states):
@@ -245,15 +245,15 @@ def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]
 
 
 def view_on_host(array: mx.array) -> tuple[str, np.ndarray]:
-    """Returns the type of a computed array, as safetensors calls it, and a view of its memory."""
+    """Returns the name of an evaluated array's dtype in safetensors, and a NumPy view of the array's memory."""
     dtype = SAFETENSORS_TYPES[array.dtype]
     return dtype, np.array(array.view(mx.uint16) if dtype == "BF16" else array, copy=False)  # numpy has no bfloat16
 
 
 def _classes_and_states(contents: FileContents) -> tuple[list[str], list[Any], list[Any]]:
-    """Returns the classes of a cache's entries, their states, and what follows them: base ids, ends, random state.
+    """Returns the classes of a cache's entries, the entries' states, and [base ids, ends, random state if any].
 
-    Raises `BadFileError`, and other errors for what is no cache.
+    Raises `BadFileError` or another error if the contents are not those of a cache.
     """
     tree: Any = tree_unflatten(list(contents.metadata.items()))
     _, classes, scalars = tree
@@ -275,7 +275,7 @@ def array_from_tensor(tensor: FileTensor) -> mx.array:
 
 
 def _value_of_array(array: mx.array, kind: str) -> Any:
-    """Returns what an array stands for: a "scalar", a "string" or "none". Raises `BadFileError` for another kind."""
+    """Returns the value that an array encodes. Raises `BadFileError` unless `kind` is "scalar", "string" or "none"."""
     if kind == "scalar":
         return array.item()
     if kind == "string":
@@ -285,7 +285,7 @@ def _value_of_array(array: mx.array, kind: str) -> Any:
     raise BadFileError(f"it has a value of the unknown kind {kind!r:.40}")
 
 
-# ---- whether the parts read from a file are those of this model's caches
+# ---- building a cache from a file, with checks that this model can have made it
 
 _LENGTH_AXIS = 2  # of keys and values
 _OTHER_SHAPE_MESSAGE = "the arrays of its cache are not those of this model"
@@ -294,7 +294,7 @@ _OTHER_SHAPE_MESSAGE = "the arrays of its cache are not those of this model"
 class _CacheBuilder:
     """Builds caches from the contents of files, and checks that this model can have made them.
 
-    max_kv_size: bound on the ids in a plain model's caches, None for none.
+    max_kv_size: maximum number of ids in a plain model's cache, None for no bound.
     """
 
     def __init__(self, model: Any, max_kv_size: int | None = None) -> None:
@@ -302,7 +302,7 @@ class _CacheBuilder:
 
     @cached_property
     def _example_cache(self) -> list[Any]:
-        """A cache that has read one id; its arrays have types and shapes, but are never computed."""
+        """A cache that has read one id. Its arrays show dtypes and shapes; they are never evaluated."""
         model = self.model
         own = {} if not has_hypertokens(model) or model.is_plain else {"pack": ()}
         if self._max_kv_size is not None:
@@ -313,15 +313,15 @@ class _CacheBuilder:
         return cache
 
     def raise_unless_base_ids(self, base_ids: np.ndarray) -> None:
-        """Raises `BadFileError` for ids that are no base ids of a plain model; a codebook refuses them by itself."""
+        """Raises `BadFileError` if a plain model lacks one of these ids. With hypertokens, the codebook checks ids."""
         limit = None if has_hypertokens(self.model) else decoder_config(self.model).get("vocab_size")
         if limit is not None and len(base_ids) and int(base_ids.max()) >= limit:
             raise BadFileError(f"it holds the id {int(base_ids.max())}, base ids are below {limit}")
 
     def build_cache(self, classes: Sequence[str], states: Sequence[Any], ids: int) -> list[Any]:
-        """Returns the cache with these parts, one per entry, which must hold `ids` ids.
+        """Builds a cache that holds `ids` ids. classes, states: the class name and the state of each entry.
 
-        Raises `BadFileError` if this model has other caches, and other errors for parts that do not fit together.
+        Raises `BadFileError` if this model's caches are different, and other errors if the parts do not fit together.
         """
         if len(classes) != len(self._example_cache) or len(states) != len(classes):
             raise BadFileError(f"its cache has {len(classes)} entries, this model's has {len(self._example_cache)}")
@@ -331,7 +331,7 @@ class _CacheBuilder:
         ]
 
     def _build_entry(self, name: str, state: Any, example: Any, ids: int) -> Any:
-        """Returns one entry of a cache. example: that of a cache of this model."""
+        """Builds one entry of a cache. example: the entry at this place in a cache of this model."""
         if isinstance(example, ZipState):
             return self._build_zip_state(name, state, ids)
         if name == QuantizedKVCache.__name__ and type(example) is KVCache:
@@ -344,7 +344,7 @@ class _CacheBuilder:
         return _checked_entry(type(example).from_state(state), example, ids)
 
     def _build_zip_state(self, name: str, parts: Any, ids: int) -> ZipState:
-        """Returns a `ZipState`, after its codec was found to be the model's."""
+        """Builds a `ZipState`. Raises `BadFileError` if its codec is not the model's, or it does not hold `ids` ids."""
         own: CodecParams = self.model.config.codec_params
         if name != ZipState.__name__:
             raise BadFileError(f"its cache has a {name!r:.40} where this model has its codebook")
@@ -358,7 +358,7 @@ class _CacheBuilder:
 
 
 def _checked_quantized_entry(entry: QuantizedKVCache, example: KVCache, ids: int) -> QuantizedKVCache:
-    """Returns a quantized KV cache if it holds `ids` ids of the widths and types of `example`."""
+    """Returns `entry`. Raises `BadFileError` unless it holds `ids` ids with the head width and dtype of `example`."""
     bits, group = entry.bits, entry.group_size
     if bits not in KV_BITS or group not in KV_GROUP_SIZES or type(entry.offset) is not int:
         raise BadFileError("its cache is quantized in an unknown way")
@@ -374,7 +374,7 @@ def _checked_quantized_entry(entry: QuantizedKVCache, example: KVCache, ids: int
 
 
 def _checked_entry(entry: Any, example: Any, ids: int) -> Any:
-    """Returns an entry if it holds `ids` ids and its arrays otherwise have the types and shapes of `example`."""
+    """Returns `entry`. Raises `BadFileError` unless it holds `ids` ids, in arrays otherwise like those of `example`."""
     found, wanted = dict(tree_flatten(entry.state)), dict(tree_flatten(example.state))
     if found.keys() != wanted.keys():
         raise BadFileError(_OTHER_SHAPE_MESSAGE)
@@ -394,7 +394,7 @@ def _checked_entry(entry: Any, example: Any, ids: int) -> Any:
 
 
 def _raise_unless_rotating_fits(entry: RotatingKVCache, example: RotatingKVCache, ids: int) -> None:
-    """Raises `BadFileError` if a rotating cache is not as long as one that has read `ids` ids could be."""
+    """Raises `BadFileError` if a rotating cache is too short for `ids` ids, or has another size than `example`."""
     length = entry.keys.shape[_LENGTH_AXIS]  # type: ignore[union-attr]
     same = (entry.keep, entry.max_size) == (example.keep, example.max_size)
     if not same or not 0 <= entry._idx <= length or length < min(ids, entry.max_size):

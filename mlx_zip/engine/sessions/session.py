@@ -1,7 +1,7 @@
 """`Session`: what a `SessionStore` knows of one session. `SessionCaches`: how the store handles a model's caches.
 
 MLX and PyTorch each implement `SessionCaches`. A request's cache is what `mlx_zip.engine.parts.Served.new_cache`
-returns. The kept cache of a session may be of another type. Only implementations of `SessionCaches` look inside either.
+returns. The cache kept in a session may be of another type. Only implementations of `SessionCaches` look inside caches.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mlx_zip.engine.interface import SessionInfo
 from mlx_zip.engine.sessions.file_format import FileContents, ModelIdentity
 
 Ids = NDArray[np.uint32]
-AnswerIds = dict[str, tuple[int, ...]]  # key of an answer, its text for example -> base ids
+AnswerIds = dict[str, tuple[int, ...]]  # key of an answer (for example its text) -> base ids
 FileStamp = tuple[int, int, int]  # a file's inode, bytes, and time of its last change
 
 
 @dataclass(eq=False)
 class SessionFile:
-    """The file of a session. A longer session that continues it overwrites the file.
+    """The file of a session. A longer session that continues the session overwrites the file.
 
-    stamp: of the file as this process knows it, None before there is one. The thread that writes the file sets the
-    fields, so use them in one thread at a time.
+    stamp: the file's stamp when this process last read or wrote the file, None before there is a file. The thread that
+    writes the file sets the fields, so use them in one thread at a time.
     """
 
     path: Path
@@ -42,11 +42,11 @@ class SessionFile:
         return 0 if self.stamp is None else self.stamp[1]
 
     def is_unchanged(self) -> bool:
-        """Returns whether the file is the one that this process knows; False if another process has replaced it."""
+        """Returns whether the file still has `stamp`: False if another process has replaced the file."""
         return file_stamp(self.path) == self.stamp
 
     def delete_if_unchanged(self) -> None:
-        """Deletes the file if it is the one that this process knows. Raises `OSError`."""
+        """Deletes the file unless another process has replaced it. Raises `OSError`."""
         if self.stamp is not None and self.is_unchanged():
             self.path.unlink(missing_ok=True)
         self.stamp = None
@@ -54,13 +54,13 @@ class SessionFile:
 
 @dataclass(eq=False)
 class Session:
-    """What is kept of a request that has ended, so that a later one can go on from it.
+    """What is kept of an ended request, so that a later request can continue from there.
 
-    base_ids: those of prompt and answer. ends: for each id, how many base tokens it and the ids before it have.
-    cache: None if the session is on disk only. is_trimmable: whether the cache can be trimmed. bytes: of the cache.
-    used: seconds since 1970. answers_version: how often answers were noted. file: the session's file. saved: whether
-    that file holds the session as it is now, not an older state. is_dropped: whether the session was dropped, so that
-    no file may stay.
+    base_ids: base ids of prompt and answer. ends: for each id, the number of base tokens up to the end of the id.
+    cache: None if the session is on disk only. is_trimmable: whether `cache` can be trimmed. bytes: memory of `cache`.
+    used: time of the last use in seconds since 1970. answers_version: number of times that answers were noted. saved:
+    whether `file` holds the session's present state, not an older one. is_dropped: whether the session was dropped, so
+    that a file written after that must be deleted.
     """
 
     name: str
@@ -79,9 +79,10 @@ class Session:
     is_dropped: bool = False
 
     def count_reusable_ids(self, base_tokens: int, merge_size: int) -> int:
-        """Returns how many of the session's ids depend on nothing but its first `base_tokens` base tokens.
+        """Returns how many of the session's ids depend only on its first `base_tokens` base tokens.
 
-        merge_size: maximum base tokens of an id. An id depends on the `merge_size` base tokens from its beginning on.
+        merge_size: maximum base tokens of an id. The choice of an id depends on the `merge_size` base tokens from the
+        id's beginning on.
         """
         if base_tokens < merge_size:
             return 0
@@ -90,11 +91,11 @@ class Session:
 
     @property
     def can_be_read(self) -> bool:
-        """Whether the session is in memory or on disk: while it is written it may be in neither."""
+        """Whether the session is in memory or on disk. While it is being written, it may be in neither."""
         return self.cache is not None or self.saved
 
     def is_prefix_of(self, other: Session) -> bool:
-        """Returns whether another session has the same pack and begins with all base ids of this one."""
+        """Returns whether `other` has this session's pack and begins with all base ids of this session."""
         n = len(self.base_ids)
         return self.pack_key == other.pack_key and np.array_equal(self.base_ids, other.base_ids[:n])
 
@@ -113,21 +114,21 @@ def file_stamp(path: Path) -> FileStamp | None:
 
 
 def new_session_name() -> str:
-    """Returns a name that no other session has, in this process or another."""
+    """Returns a random name that no other session has, in this or any other process."""
     return secrets.token_hex(8)
 
 
 def answers_within(answers: AnswerIds, base_ids: NDArray[np.uint32]) -> AnswerIds:
-    """Returns those answers whose base ids occur in a sequence."""
+    """Returns the answers whose base ids occur, one after the other, in `base_ids`."""
     held = base_ids.tobytes()
     return {key: ids for key, ids in answers.items() if np.array(ids, np.uint32).tobytes() in held}
 
 
 @dataclass(frozen=True)
 class FileParts:
-    """A session as a file holds it. tensors: by name, the type as safetensors calls it and a view of the values.
+    """The contents of a session file. tensors: name -> (name of the dtype in safetensors, view of the values).
 
-    The first two are the base ids and the ends of ids, uint32. metadata: what the file says beside the session's facts.
+    The first two tensors are the base ids and the ends of ids, uint32. metadata: all metadata but the session's facts.
     """
 
     tensors: Mapping[str, tuple[str, np.ndarray]]
@@ -142,23 +143,24 @@ class SessionCaches(Protocol):
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """The fingerprints that this model's session files carry."""
+        """The fingerprints and settings that are stored in this model's session files."""
         ...
 
     @cached_property
     def own_pack_key(self) -> str:
-        """The key of sessions that begin with the model's own pack, which may be a different pack after a restart."""
+        """The `pack_key` of sessions with the model's own pack, which may be another pack after a restart."""
         ...
 
     def held_ids(self, cache: Any, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
-        """Returns the base ids that a request's cache holds, and for each id how many base tokens end with it.
+        """Returns the base ids in a request's cache, and for each id the number of base tokens up to the id's end.
 
-        base_ids: of a plain model's cache, which does not store them. Raises `EngineError` if their number is wrong.
+        base_ids: the base ids that a plain model's cache holds, because such a cache does not store them. Raises
+        `EngineError` if `base_ids` has the wrong length.
         """
         ...
 
     def prepare_to_keep(self, cache: Any) -> Any:
-        """Returns the cache that a session keeps; the request's cache given must not be used any more."""
+        """Converts a request's cache into one that a session keeps. `cache` must not be used after that."""
         ...
 
     def measure(self, kept: Any) -> tuple[int, bool]:
@@ -166,24 +168,24 @@ class SessionCaches(Protocol):
         ...
 
     def count_fitting_ids(self, ids: int) -> int:
-        """Returns how many of a session's `ids` ids a request's cache has room for."""
+        """Returns how many of the first `ids` ids of a session fit into a request's cache."""
         ...
 
     def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> Any:
         """Returns a request's cache with the first `ids` ids of a session.
 
-        move: whether the request gets the session's own cache; else it gets a copy, and the session's does not change.
+        move: True to return the session's own cache, False to return a copy and leave the session's cache unchanged.
         start: pack that the request's codebook begins with, None for the model's own.
         """
         ...
 
     def to_file_parts(self, session: Session) -> FileParts:
-        """Returns the tensors and metadata of a session's file; they do not change when the session is continued."""
+        """Returns the contents of a session's file. They do not change when the session is continued."""
         ...
 
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[Any, Any]:
-        """Returns the cache in a session's file, and the sampler's random state, None for none.
+        """Returns the cache in a session file, and the sampler's random state, None if the file has none.
 
-        Raises `BadFileError` and other errors for a cache that this model cannot have written.
+        Raises `BadFileError` or another error if this model cannot have made the cache.
         """
         ...

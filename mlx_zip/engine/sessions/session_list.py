@@ -1,8 +1,8 @@
 """`SessionList`: the sessions of a store in the order of their last use, found by name or by the ids of a prompt.
 
-`PrefixIndex` keeps the base ids of many sessions in a tree, to find those that begin as a prompt does. An edge of the
-tree holds the ids that all sequences below it share, so a search compares each id of the prompt at most once, however
-many sessions there are. `AnswersByKey` has the noted answers of all sessions as one map.
+`PrefixIndex` keeps the base ids of many sessions in a tree, to find the sessions that begin as a prompt does. An edge
+of the tree holds ids that all sequences below it share, so a search compares each id of the prompt at most once, for
+any number of sessions. `AnswersByKey` has the noted answers of all sessions as one map.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mlx_zip.codec.ids import common_length
 from mlx_zip.engine.interface import Differing
 from mlx_zip.engine.sessions.session import AnswerIds, Ids, Session
 
-_DIFFERENCE_IDS = 12  # base ids on either side of a difference
-_MOST_CANDIDATES = 4  # sessions with the same common prefix that are tried; what they save differs by one id at most
+_DIFFERENCE_IDS = 12  # maximum number of base ids in `Differing.kept` and in `Differing.now`
+_MOST_CANDIDATES = 4  # sessions with one common prefix that are tried; the ids that they save differ by one at most
 
 
 class SessionList:
-    """Sessions, the last used last. merge_size: maximum base tokens of an id. answers: noted with the sessions."""
+    """Sessions, the most recently used last. merge_size: maximum base tokens of an id. answers: all noted answers."""
 
     def __init__(self, merge_size: int) -> None:
         self._merge_size = merge_size
@@ -38,7 +38,7 @@ class SessionList:
         return iter(self._sessions.values())
 
     def last_used_first(self) -> Iterator[Session]:
-        """Yields the sessions, the last used first."""
+        """Yields the sessions, the most recently used first."""
         return reversed(self._sessions.values())
 
     def get(self, name: str) -> Session | None:
@@ -46,7 +46,7 @@ class SessionList:
         return self._sessions.get(name)
 
     def add(self, session: Session) -> None:
-        """Adds a session as the last used."""
+        """Adds a session as the most recently used one."""
         self._sessions[session.name] = session
         self._indexes.setdefault(session.pack_key, PrefixIndex()).add(session.name, session.base_ids)
         self.answers.add(session.name, session.answers)
@@ -57,20 +57,21 @@ class SessionList:
         self.answers.remove(session.name, session.answers)
 
     def mark_used(self, session: Session) -> None:
-        """Makes a session the last used."""
+        """Makes a session the most recently used one."""
         session.used = time.time()
         self._sessions[session.name] = self._sessions.pop(session.name)
 
     def find_equal(self, session: Session) -> Session | None:
-        """Returns a session that holds the same base ids as this one, None if there is none."""
+        """Returns a session in the list that has the pack and the base ids of `session`, None if there is none."""
         index = self._indexes.get(session.pack_key)
         whole = [] if index is None else index.find(session.base_ids).whole
         return next((self._sessions[name] for name, length in whole if length == len(session.base_ids)), None)
 
     def find_longest_prefix(self, wanted: Ids, pack_key: str) -> tuple[Session, int] | None:
-        """Returns the session with the longest usable common prefix with `wanted`, and how many ids that prefix has.
+        """Returns the session that can be reused for the longest prefix of `wanted`, and how many of its ids fit.
 
-        Among equals, a session that `wanted` begins with comes first. None if no common prefix has a whole id.
+        If several sessions can be reused equally far, a session that can be reused whole comes first. Returns None if
+        no session has an id that can be reused.
         """
         best: tuple[Session, int] | None = None
         for session, ids in self._sessions_with_prefix(wanted, pack_key):
@@ -79,7 +80,7 @@ class SessionList:
         return best
 
     def find_difference(self, wanted: Ids, pack_key: str) -> Differing | None:
-        """Returns where `wanted` first differs from the session with the longest common prefix; see `Differing`."""
+        """Returns where `wanted` first differs from the session with the longest common prefix, None if nowhere."""
         index = self._indexes.get(pack_key)
         found = None if index is None else index.find(wanted)
         if found is None or not 0 < found.depth < len(wanted) or not len(found.next):
@@ -88,7 +89,7 @@ class SessionList:
         return Differing(found.depth, tuple(found.next[:_DIFFERENCE_IDS].tolist()), tuple(now.tolist()))
 
     def _sessions_with_prefix(self, wanted: Ids, pack_key: str) -> Iterator[tuple[Session, int]]:
-        """Yields sessions that begin as `wanted` does, each with how many of its ids can be used."""
+        """Yields sessions that begin as `wanted` does, each with the number of its ids that can be reused."""
         index = self._indexes.get(pack_key)
         if index is None:
             return
@@ -109,8 +110,8 @@ class SessionList:
 
 @dataclass(slots=True)
 class _TreeNode:
-    """A place in the tree. ids: what the edge that leads here holds. names: sequences that end here. children: by the
-    first id of their edges.
+    """A node of the tree. ids: ids on the edge that leads to this node. names: names of the sequences that end at this
+    node. children: child nodes by the first id on their edges.
     """
 
     ids: Ids
@@ -120,10 +121,10 @@ class _TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What a search found. depth: length of the longest common prefix with any sequence. whole: sequences that the
-    prompt begins with, the longest first, each with its length. below: a node under which all sequences have the first
-    `depth` ids of the prompt; see `PrefixIndex.names_with_prefix`. next: the following ids of one of these sequences,
-    up to the end of one edge; empty if all end there.
+    """The result of searching for a prompt. depth: length of the longest common prefix of the prompt and any sequence.
+    whole: (name, length) of each sequence with which the prompt begins, the longest first. below: a node under which
+    all sequences begin with the first `depth` ids of the prompt; see `PrefixIndex.names_with_prefix`. next: the next
+    ids of one of these sequences, up to the end of an edge; empty if they all end after `depth` ids.
     """
 
     depth: int
@@ -152,7 +153,7 @@ class PrefixIndex:
         node.names[name] = None
 
     def remove(self, name: str, ids: Ids) -> None:
-        """Removes a sequence that was added with these ids. Raises `KeyError` if there is none."""
+        """Removes a sequence that was added with these ids. Raises `KeyError` if no such sequence was added."""
         path, at = [self._root], 0
         while at < len(ids):
             path.append(path[-1].children[int(ids[at])])
@@ -165,7 +166,7 @@ class PrefixIndex:
             _join_with_only_child(path[-1])
 
     def find(self, ids: Ids) -> PrefixMatch:
-        """Returns the longest common prefix of `ids` [n] uint32 with any sequence, and where it was found."""
+        """Finds the longest common prefix of a prompt, ids [n] uint32, and any sequence in the index."""
         node, at, whole, rest = self._root, 0, list[tuple[str, int]](), self._root.ids
         while True:
             whole += [(name, at) for name in node.names]
@@ -183,7 +184,7 @@ class PrefixIndex:
 
     @staticmethod
     def names_with_prefix(found: PrefixMatch) -> Iterator[str]:
-        """Yields the names of all sequences that have the first `found.depth` ids of the prompt."""
+        """Yields the names of all sequences that begin with the first `found.depth` ids of the prompt searched for."""
         nodes = [found.below]
         while nodes:
             node = nodes.pop()
@@ -207,9 +208,9 @@ def _join_with_only_child(node: _TreeNode) -> None:
 
 
 class AnswersByKey(Mapping[str, Sequence[int]]):
-    """A map from each answer's key to its base ids. If sessions differ in the base ids of a key, the last noted count.
+    """A map from answers' keys to base ids. If several sessions have noted a key, the base ids noted last count.
 
-    One thread changes it; others may look up keys meanwhile, because each key's value is replaced as a whole.
+    Only one thread may change the map. Other threads may look up keys meanwhile, because values are replaced whole.
     """
 
     def __init__(self) -> None:

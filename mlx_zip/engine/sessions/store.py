@@ -4,12 +4,13 @@ Sessions are found by the base ids that a prompt begins with, not by a name that
 that goes on, an edited message and a branch all find what they have in common with a kept session. Use a store in one
 thread, the engine's.
 
-A request whose prompt continues a whole session takes the session's cache itself, at no cost, and the longer session
-replaces it. Any other request, such as an edited message or a second branch, gets a copy, trimmed to the common prefix,
-which shares memory with the session until it is written to. The copy ends up to `merge_size` base tokens before the
-texts differ, because the choice of an id depends on what follows. The rest gets the ids of the whole text compressed at
-once (`compress_next`), so an answer does not depend on what other requests have left. With `keep=False` a request gets
-a copy and leaves no session. A purge also covers running requests: their sessions are not kept.
+A request whose prompt continues a whole session takes over the session's cache without a copy, and at its end a longer
+session replaces the old one. Any other request, such as an edited message or a second branch, gets a copy of the cache,
+trimmed to the common prefix; the copy shares memory with the session until it is written to. The copy ends up to
+`merge_size` base tokens before the texts differ, because the choice of an id depends on what follows. The rest of the
+prompt is read as the ids that compressing the whole prompt at once gives (`compress_next`), so an answer does not
+depend on which sessions exist. A request with `keep=False` gets a copy and leaves no session. After a purge, requests
+that were running leave no session.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ log = logging.getLogger("mlx_zip")
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Bounds of a store. max_bytes: of all sessions in memory. folder: where sessions are kept on disk too, None for
-    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: name that the model was opened by,
-    None if unknown; tokenizer_config: how its tokenizer was loaded. Both are noted in the files, for `mlx_zip
-    generate`. share: name of the part of the model that is on this machine, "" for a whole model; files of another part
-    are not read.
+    """Options of a store. max_bytes: maximum bytes of all sessions in memory. folder: folder for sessions on disk, None
+    to keep sessions in memory only. max_disk_bytes: maximum bytes of this model's sessions in `folder`. model_name:
+    name that the model was opened by, None if unknown. tokenizer_config: arguments with which the tokenizer was loaded.
+    (`mlx_zip generate` reads these two from a session file.) share: name of the part of the model that is on this
+    machine, "" for a whole model; files of another part are not read.
     """
 
     max_bytes: int = 4 << 30
@@ -59,17 +60,17 @@ class SessionOptions:
 
     @property
     def file_facts(self) -> dict[str, str]:
-        """What files say of the model, beside its fingerprint."""
+        """Facts for session files: the model's name, if known, and the tokenizer's arguments."""
         named = {} if self.model_name is None else {"model": self.model_name}
         return {"tokenizer_config": json.dumps(dict(self.tokenizer_config)), **named}
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A cache for a request. ids, base_tokens: how many it holds. name: to be given to `put` or `release` at the end.
+    """A cache for a request. ids, base_tokens: how many of each `cache` holds. name: argument for `put` or `release`.
 
-    random_state: the sampler's random state that the session was put with; None if there was none, or if the cache is a
-    copy, because copies of a session must not all draw the same numbers.
+    random_state: the sampler's random state stored with the session, None if there is none; also None if `cache` is a
+    copy, because several copies of a session must not draw the same random numbers.
     """
 
     cache: Any
@@ -80,29 +81,30 @@ class Checkout:
 
 
 class SessionStore:
-    """The kept sessions of one model. At the end call `close`, which writes what is not on disk yet."""
+    """The kept sessions of one model. At the end call `close`, which writes unsaved sessions to disk."""
 
     def __init__(self, caches: SessionCaches, options: SessionOptions) -> None:
         self.caches, self.options = caches, options
         self._list = SessionList(caches.merge_size)
         self._storage = _Storage(caches, self._list, options)
-        self._checked_out: dict[str, Session] = {}  # sessions that requests have, by name
+        self._checked_out: dict[str, Session] = {}  # sessions in use by requests, by name
 
     # ---- a request
 
     def checkout(
         self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None
     ) -> Checkout | None:
-        """Returns the cache of the session that has most in common with a prompt, None if no session can be used.
+        """Returns a cache that holds the longest possible prefix of a prompt, None if no session can be reused.
 
-        The common prefix ends where an id of the session ends, and leaves at least one base id of the prompt to be
-        read. pack_key: only sessions that were put with the same key are looked at; "" for the model's own pack.
+        At least one base id of the prompt is left to be read. pack_key: key of the pack that the codebook begins with,
+        "" for the model's own pack; only sessions with this key are used.
 
-        If the prompt begins with a whole session, that session is taken out of the store, and `put` later stores the
-        longer one under its name. Otherwise, and always with `share`, the session stays, and a copy gets a new name.
+        If the prompt begins with all base ids of a session, the cache is that session's own: the session leaves the
+        store, and `put` later stores a longer session under its name. Otherwise, or if `share` is True, the cache is a
+        copy with a new name, and the session stays.
 
-        start: pack that the request's codebook begins with, None for the model's own. A session from disk has only a
-        fingerprint of the pack's tuned rows. Raises `ModelError` if the session began with something else.
+        start: the pack itself, None for the model's own; needed because a session file has only a fingerprint of the
+        pack's tuned rows. Raises `ModelError` if the session began with another pack than `start`.
         """
         self._storage.write_queued()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
@@ -112,22 +114,22 @@ class SessionStore:
         return None
 
     def find_difference(self, base_ids: Sequence[int], pack_key: str) -> Differing | None:
-        """Returns where a prompt first differs from the session that has most in common with it.
+        """Returns where a prompt first differs from the session with which it has the longest common prefix.
 
-        None if the prompt begins with all of that session, or no session begins as the prompt does. pack_key: as in
-        `checkout`, to be called before it.
+        None if one is a prefix of the other, or no session begins as the prompt does. pack_key: as in `checkout`. Call
+        this method before `checkout`.
         """
         wanted = np.asarray(base_ids, dtype=np.uint32)
         return self._list.find_difference(wanted, pack_key or self.caches.own_pack_key)
 
     def _check_out(self, session: Session, ids: int, share: bool, start: Any) -> Checkout:
-        """Returns the first `ids` ids of a session for a request, or as many of them as it has room for."""
+        """Returns a cache with the first `ids` ids of a session, or with fewer if a request's cache is too small."""
         self._list.mark_used(session)
         ids = self.caches.count_fitting_ids(ids)
         base_tokens, move = int(session.ends[ids - 1]), ids == len(session.ends) and not share
         cache = self.caches.cache_for_request(session, ids, move, start)
         if move:
-            first = session.name not in self._checked_out  # False: another request has it, and this one is from disk
+            first = session.name not in self._checked_out  # False: another request has taken the cache in memory
             self._check_out_whole(session)
             return Checkout(cache, ids, base_tokens, session.name, session.random_state if first else None)
         answers = answers_within(session.answers, session.base_ids[:base_tokens])
@@ -138,7 +140,7 @@ class SessionStore:
         return Checkout(cache, ids, base_tokens, name)
 
     def _check_out_whole(self, session: Session) -> None:
-        """Gives up a session's cache, which goes to the request; what is on disk stays."""
+        """Removes a session's cache from the store, because a request takes it over. The session's file stays."""
         self._storage.cancel_write(session)
         self._storage.drop_cache(session)
         self._note_checkout(session)
@@ -153,12 +155,13 @@ class SessionStore:
         base_ids: Sequence[int] | None = None,
         random_state: Any = None,
     ) -> str:
-        """Keeps a cache and returns the session's name. The cache must not be used by the caller any more.
+        """Stores a cache as a session and returns the session's name. The caller must not use the cache after that.
 
-        name: of the checkout that the cache came from, None for a new session. A kept session of that name is replaced
-        if the cache continues it, and a session with exactly these base ids is replaced too. answers: base ids by key,
-        in addition to the answers of the session checked out. base_ids: those that a plain model's cache holds, which
-        does not store them. random_state: the sampler's. Raises `EngineError` if base_ids are missing or too few.
+        name: `Checkout.name` of the cache, None for a new session. A kept session of that name is replaced if the cache
+        continues it; a kept session with exactly the base ids of the cache is replaced, too. answers: base ids of
+        answers by key, added to the answers of the session checked out. base_ids: base ids that a plain model's cache
+        holds, because such a cache does not store them. random_state: the sampler's random state. Raises `EngineError`
+        if `base_ids` are missing or their number is wrong.
         """
         held, ends = self.caches.held_ids(cache, base_ids)
         former = self._checked_out.get(name or "")
@@ -182,7 +185,7 @@ class SessionStore:
         return session.name
 
     def release(self, name: str) -> AnswerIds:
-        """Forgets that a session is checked out and returns its answers. For a cache that will not be put back."""
+        """Ends a checkout whose cache will not be put back. Returns the answers of the session checked out."""
         session = self._checked_out.pop(name, None)
         if session is None:
             return {}
@@ -191,13 +194,13 @@ class SessionStore:
         return session.answers
 
     def _note_checkout(self, session: Session) -> str:
-        """Notes that a session is checked out, and returns its name; its answers can still be looked up."""
+        """Records a session as checked out and returns its name. `answers` still includes the session's answers."""
         self._checked_out[session.name] = session
         self._list.answers.add(session.name, session.answers)
         return session.name
 
     def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
-        """Stores an answer's base ids under `key` with a session. Ignores an unknown session: it may be evicted."""
+        """Stores an answer's base ids under `key` with a session. Does nothing if the session is unknown."""
         session = self._checked_out.get(name) or self._list.get(name)
         if session is None:
             return
@@ -208,18 +211,18 @@ class SessionStore:
             self._storage.queue_write(session)
 
     def answers(self) -> Mapping[str, Sequence[int]]:
-        """Returns the noted answers of all kept sessions, by key: a live map that any thread may read."""
+        """Returns the base ids of all sessions' noted answers, by key: a live map that any thread may read."""
         return self._list.answers
 
     # ---- the sessions
 
     def sessions(self) -> list[SessionInfo]:
-        """Returns the kept sessions, the last used first. A session that a request has counts if it is on disk."""
+        """Returns the kept sessions, the most recently used first. Includes a session in use only if it is on disk."""
         self._storage.write_queued()
         return [session.info() for session in self._list.last_used_first() if session.can_be_read]
 
     def save(self, name: str, file: Path) -> None:
-        """Writes a session to a file. Raises `EngineError` for an unknown name and if the file cannot be written."""
+        """Writes a session to a file. Raises `EngineError` if the name is unknown or the file cannot be written."""
         session = self._session_named(name)
         if not self._storage.load_into_memory(session):
             raise EngineError(f"the file of session {name} cannot be read any more")
@@ -230,9 +233,10 @@ class SessionStore:
         self._storage.evict_from_memory()
 
     def load(self, file: Path) -> SessionInfo:
-        """Adds the session in a file and returns its info. The file is not changed.
+        """Reads a session from a file, adds it to the store and returns its info. Does not change the file.
 
-        Raises `EngineError` naming the file if it is damaged, of another model, or larger than all sessions may be.
+        Raises `EngineError`, naming the file, if the file is damaged, of another model, or larger than
+        `SessionOptions.max_bytes`.
         """
         session = read_session(file, self.caches, self.options.max_bytes)
         session.name = new_session_name()
@@ -240,13 +244,13 @@ class SessionStore:
         return session.info()
 
     def drop(self, name: str) -> None:
-        """Forgets a session, in memory and on disk. Raises `EngineError` for an unknown name."""
+        """Deletes a session from memory and disk. Raises `EngineError` if the name is unknown."""
         self._storage.delete(self._session_named(name))
 
     def purge(self) -> int:
-        """Forgets all sessions, in memory and on disk, and returns how many there were.
+        """Deletes all sessions from memory and disk, and returns how many there were.
 
-        Raises `EngineError` if files cannot be deleted; everything else is forgotten all the same.
+        If some files cannot be deleted, deletes everything else and then raises `EngineError`.
         """
         self._storage.write_queued()
         count, errors = sum(session.can_be_read for session in self._list), list[EngineError]()
@@ -263,25 +267,25 @@ class SessionStore:
         return count
 
     def figures(self) -> dict[str, int]:
-        """Returns how many sessions there are and their bytes, as fields of `Figures`."""
+        """Returns the number of sessions and their bytes in memory and on disk, as fields of `Figures`."""
         return self._storage.figures()
 
     def continue_writing(self) -> bool:
-        """Writes queued sessions while there is room; returns whether some are not on disk yet, so call again soon."""
+        """Hands queued sessions to the writer while it has room. Returns whether sessions are left to be written."""
         return self._storage.continue_writing()
 
     def flush(self) -> None:
-        """Waits until all sessions are on disk, as far as they fit."""
+        """Writes all queued sessions to disk, as far as they fit, and waits for the writes to end."""
         self._storage.flush()
 
     def close(self) -> None:
-        """Writes what is not on disk yet."""
+        """Writes all queued sessions to disk and ends the writer's thread."""
         self._storage.close()
 
     # ---- keeping
 
     def _add_session(self, session: Session) -> None:
-        """Adds a session, in place of the one that it continues or equals, and queues it to be written."""
+        """Adds a session, in place of the session that it continues or equals, and queues it to be written to disk."""
         former = self._list.get(session.name)
         if former is not None and not former.is_prefix_of(session):
             former, session.name, session.file = None, new_session_name(), None
@@ -296,7 +300,7 @@ class SessionStore:
         self._storage.evict_from_memory()
 
     def _session_named(self, name: str) -> Session:
-        """Returns a session by its name. Raises `UnknownSessionError` for an unknown name."""
+        """Returns the session of this name. Raises `UnknownSessionError` if there is none that can be read."""
         session = self._list.get(name)
         if session is None or not session.can_be_read:
             raise UnknownSessionError(
@@ -306,9 +310,9 @@ class SessionStore:
 
 
 class _Storage:
-    """Where the sessions of one model are: in memory and in a folder, both with a maximum size.
+    """Keeps the sessions of one model in memory and in a folder, each with a maximum size.
 
-    sessions: those of the store; what is evicted is removed from it.
+    sessions: the store's sessions. A session that is evicted from both places is removed from `sessions`.
     """
 
     def __init__(self, caches: SessionCaches, sessions: SessionList, options: SessionOptions) -> None:
@@ -330,7 +334,6 @@ class _Storage:
             self._folder.cancel_write(session)
 
     def figures(self) -> dict[str, int]:
-        """Returns how many sessions there are and their bytes, as fields of `Figures`."""
         here = [session for session in self.sessions if session.can_be_read]
         return {
             "sessions": len(here),
@@ -339,32 +342,30 @@ class _Storage:
         }
 
     def continue_writing(self) -> bool:
-        """Writes queued sessions while there is room; returns whether some are not on disk yet, so call again soon."""
+        """Hands queued sessions to the writer while it has room. Returns whether sessions are left to be written."""
         self.write_queued()
         return self._folder is not None and self._folder.has_pending_writes
 
     def flush(self) -> None:
-        """Waits until all sessions are on disk, as far as they fit."""
         if self._folder is not None:
             self._forget_failed_writes(self._folder.write_queued(wait=True))
 
     def close(self) -> None:
-        """Writes what is not on disk yet."""
         if self._folder is not None:
             self._forget_failed_writes(self._folder.close())
 
     def delete(self, session: Session) -> None:
-        """Forgets a session, in memory and on disk. Raises `EngineError` if its file cannot be deleted."""
+        """Deletes a session from memory and disk. Raises `EngineError` if its file cannot be deleted."""
         if self.sessions.get(session.name) is session:
             self.sessions.remove(session)
         if self._folder is not None:
             self._folder.delete(session)
 
     def load_into_memory(self, session: Session) -> bool:
-        """Reads a session's cache from disk, if it is there only. Returns whether the session can be used.
+        """Reads a session's cache from disk if it is not in memory. Returns whether the session can be used.
 
-        If its file is gone or damaged, the session is forgotten. If another process has written another session to the
-        file, that one takes its place. The result is False in both cases.
+        Returns False, and removes the session, if the file is gone or damaged. Also returns False if another process
+        has written a different session to the file; that session then replaces `session` in the list.
         """
         if session.cache is not None:
             return True
@@ -390,7 +391,7 @@ class _Storage:
         return True
 
     def evict_from_memory(self) -> None:
-        """Evicts the least recently used sessions from memory until the others fit."""
+        """Evicts the least recently used sessions from memory until the rest fits `max_bytes`."""
         excess = sum(session.bytes for session in self.sessions) - self.options.max_bytes
         for session in list(self.sessions):
             if excess <= 0:
@@ -401,7 +402,7 @@ class _Storage:
             self.drop_cache(session)
 
     def drop_cache(self, session: Session) -> None:
-        """Drops a session's cache from memory. Forgets the session unless it is on disk or being written."""
+        """Drops a session's cache from memory. Removes the session unless it is on disk or being written."""
         if session.saved or (self._folder is not None and self._folder.start_write(session)):
             session.cache, session.bytes = None, 0
         else:
@@ -412,7 +413,7 @@ class _Storage:
             self._forget_failed_writes(self._folder.write_queued())
 
     def _forget_failed_writes(self, ended: list[tuple[Session, bool]]) -> None:
-        """Forgets sessions that are neither in memory nor, because writing them failed, on disk."""
+        """Removes sessions whose write failed and whose cache is no longer in memory."""
         for session, worked in ended:
             if not worked and session.cache is None and self.sessions.get(session.name) is session:
                 self.sessions.remove(session)
@@ -420,7 +421,7 @@ class _Storage:
             self._evict_from_disk()
 
     def _evict_from_disk(self) -> None:
-        """Deletes the files of the least recently used sessions until the others fit."""
+        """Deletes the files of the least recently used sessions until the rest fits `max_disk_bytes`."""
         if self._folder is None:
             return
         excess = self.figures()["disk_bytes"] + self._folder.unfinished_bytes() - self.options.max_disk_bytes
@@ -436,7 +437,7 @@ class _Storage:
 
 
 class NoSessions:
-    """Keeps nothing: every prompt is read whole."""
+    """Takes the place of a `SessionStore` that keeps no sessions: every prompt is read whole."""
 
     def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> None:
         """Returns None: there is no session."""
