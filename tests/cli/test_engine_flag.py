@@ -395,5 +395,5 @@ def test_where_only_pytorch_is_installed_auto_refuses_the_flags_that_it_refuses(
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(engine_choice, "find_spec", lambda name: object() if name == "torch" else None)
     args = argparse.Namespace(engine="auto", kv_bits=4)
-    with pytest.raises(GenerationError, match="^--kv-bits cannot be used with --engine torch: its KV caches are not"):
+    with pytest.raises(GenerationError, match="--kv-bits cannot be used with --engine torch: its KV"):
         engine_choice.choose_engine(args, large)

@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-tokens",
         type=int,
-        help="maximum base tokens of an answer whose request sets none (default: 512, but what is left of the context for "
-        "requests with tools and for Responses)",
+        help="maximum base tokens of an answer whose request sets none (default: 512, but what is left of the context "
+        "for requests with tools and for Responses)",
     )
     for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
         add_sampling_flag(add, name, kind, default, f"{text}; for requests without this field")
