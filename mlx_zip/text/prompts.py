@@ -50,7 +50,7 @@ class Chat:
         return [*before, *self.messages, *after]
 
     def text(self, tokenizer: Any, turns: Messages | None = None) -> str:
-        """Returns the rendered conversation, ready for the answer. turns: messages to render instead of `self.turns`."""
+        """Renders the conversation, ready for the answer. turns: messages to render in place of `self.turns`."""
         end = "add_generation_prompt" if self.prefill is None else "continue_final_message"
         return render_chat(tokenizer, self.turns if turns is None else turns, **{end: True}, **self.options)
 

@@ -74,7 +74,7 @@ def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
 
 
 def _add_translated(found: Values, name: str, ours: Values) -> None:
-    """Adds `ours`, translated from mlx-lm's `name`, to `found`. Raises `TrainingError` if a setting is there already."""
+    """Adds `ours`, translated from mlx-lm's `name`, to `found`. Raises `TrainingError` if a setting is given twice."""
     if twice := [one for one in ours if one in found]:
         raise TrainingError(f"{name} of mlx-lm and {twice[0]} name one setting; give one of them")
     found.update(ours)

@@ -43,7 +43,7 @@ def check_prepared(options: RunOptions) -> None:
 
 
 def _list_text_files(path: Path) -> list[tuple[str, str]]:
-    """Returns (texts, name of the folder to prepare) for `path`, or for each mlx-lm split if `path` holds such files."""
+    """Returns (texts, name of the folder to prepare) for `path`, or for each of mlx-lm's split files in `path`."""
     found = [name for name in _SPLITS if (path / name).is_file()]
     if found:
         return [(str(path / name), f"{path.name}-{Path(name).stem}") for name in found]

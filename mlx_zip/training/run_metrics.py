@@ -124,7 +124,7 @@ def _split_names(names: str | None) -> list[str]:
 
 
 class ReportServices:
-    """Sends lines of the log to the services in `options.report_to`. The constructor begins a new run at each service."""
+    """Sends lines of the log to the services in `options.report_to`. The constructor begins a new run at each."""
 
     def __init__(self, options: RunOptions, settings: TrainSettings) -> None:
         from mlx_lm.tuner.callbacks import get_reporting_callbacks

@@ -1,4 +1,4 @@
-"""Defines the options of `prepare`, and makes a plan from them: tokenizer, codec, settings that a later run must match."""
+"""Defines the options of `prepare` and makes a plan from them: tokenizer, codec, settings that a rerun must match."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class ShardWriter:
             self._starts.append(start)
 
     def close(self) -> dict[str, Any]:
-        """Writes the shard's files and returns the record for the index. Raises `OSError` if a file cannot be written."""
+        """Writes the shard's files and returns the record for the index. Raises `OSError` if writing fails."""
         counts = np.array(self._counts, np.int64).reshape(-1, 3)
         arrays: dict[str, Any] = {
             "ids": np.concatenate([*self._ids, np.empty(0, np.uint32)]).astype(np.uint32, copy=False),
@@ -158,7 +158,7 @@ class PreparedShards:
         self._ends = list(accumulate(samples for _, samples in records))
 
     def _open_shard(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
-        """Returns the arrays of a shard by part. Raises `DataError` unless their lengths fit each other and `samples`."""
+        """Returns the arrays of a shard by part. Raises `DataError` unless their lengths fit together."""
         arrays = {part: read_array(array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
         if self._pool is not None:
             arrays["start"] = read_array(array_path(self.folder, name, "start"), np.int32, ndim=2)
@@ -238,7 +238,7 @@ def _check_count(name: str, value: Any, least: int = 0) -> int:
 
 
 def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
-    """Returns the array of a .npy file, memory-mapped. Raises `DataError` if the file is damaged or the type differs."""
+    """Returns the array of a .npy file, memory-mapped. Raises `DataError` if it is damaged or of another type."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:  # the last: a damaged header
