@@ -216,7 +216,6 @@ def _parse_id_key(key: str) -> int | str:
 
 
 def _token_text(token: Any) -> Any:
-    """Returns the text of a token in tokenizer_config.json, which is an object with `content` or the text itself."""
     return token.get("content") if isinstance(token, dict) else token
 
 

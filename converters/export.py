@@ -147,7 +147,6 @@ def _check_exportable(model: Any, facts: TokenizerFacts, drop_start: bool, adapt
 
 
 def _gemma_warning(soft_cap: float | None) -> str:
-    """Returns the warning for a Gemma model. soft_cap: soft cap of the model's logits, None for a model without one."""
     cap = f", and its soft cap lifts entries that are not installed from -inf to -{soft_cap:g}" if soft_cap else ""
     return (
         "zip2zip 0.2.0 runs Gemma differently: on transformers 5 it loses the embedding scale (it replaces the layer "

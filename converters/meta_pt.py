@@ -113,7 +113,6 @@ class _PickleError(Exception):
 
 
 def _read_one_pickle(stream: io.BytesIO) -> Any:
-    """Reads one pickle, leaving the stream after it, and returns its object. Raises `_PickleError`."""
     try:
         return _PickleMachine().run(pickletools.genops(stream))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
@@ -143,7 +142,6 @@ class _PickleMachine:
         raise _PickleError("it has no end")
 
     def pop_mark(self) -> list[Any]:
-        """Removes and returns the values above the last mark."""
         at = len(self.stack) - 1
         while self.stack[at] is not _MARK:
             at -= 1
@@ -183,7 +181,6 @@ class _PickleMachine:
         self.stack.append(Opaque(name))
 
     def build(self) -> None:
-        """Takes a state off the stack and sets it on the `Opaque` below."""
         (state,) = self.pop(1)
         if not isinstance(self.stack[-1], Opaque):
             raise _PickleError("it sets the state of a plain value")
@@ -288,7 +285,6 @@ _HANDLERS: dict[str, _Handler] = {
 
 
 def _opcode_handler(name: str) -> _Handler:
-    """Returns the function that runs an opcode. Raises `_PickleError` if the opcode is not supported."""
     if name not in _HANDLERS:
         raise _PickleError(f"opcode {name} is not read")
     return _HANDLERS[name]

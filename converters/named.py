@@ -156,7 +156,6 @@ def _locate_base() -> tuple[ModelPlace, str]:
 
 
 def _check_weights_file(file: Path) -> None:
-    """Raises `ConversionError` unless the package's file is the one that the adapter was trained on."""
     with open(file, "rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != named.PACKED_SHA256:

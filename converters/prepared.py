@@ -211,7 +211,6 @@ def _record_source(
 
 
 def _prepare_converted(place: ModelPlace, dtype: str | None, trust_remote_code: bool) -> PreparedModel:
-    """Reads and checks a model that was converted before; see `prepare_model`."""
     source.check_converted(place)
     model, config = load_converted(place)
     section = config["zip2zip"]
@@ -341,7 +340,6 @@ def check_tensors(found: Table, expected: Shapes, what: str) -> None:
 
 
 def _model_card(source: ModelPlace, base: ModelPlace, version: str) -> str:
-    """Returns the text of README.md for a converted model. source: the checkpoint. base: its base model."""
     names = dict.fromkeys(place.name for place in (source, base) if place.revision)
     based_on = "".join(f"- {name}\n" for name in names)
     return (

@@ -175,7 +175,6 @@ def _quantizable_layers(model: Any, recipe: QuantizationRecipe) -> QuantPredicat
 
 
 def _model_predicate(model: Any) -> QuantPredicate:
-    """Returns the model's predicate of layers that may be quantized, or a predicate that allows all layers."""
     return getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
 

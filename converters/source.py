@@ -119,7 +119,6 @@ def list_files(place: ModelPlace) -> list[str]:
 
 
 def _is_checkpoint(place: ModelPlace) -> bool:
-    """Returns whether a folder holds a zip2zip checkpoint, an adapter or a converted model."""
     return (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place)
 
 
@@ -141,7 +140,6 @@ def _locate_on_hub(name: str, revision: str | None) -> ModelPlace:
 
 
 def _download_gguf(place: ModelPlace, file: str) -> ModelPlace:
-    """Returns the place of a downloaded GGUF file. Raises `ConversionError` if the repository has no such file."""
     if not (place.folder / file).is_file():
         raise ConversionError(f"{place.name} has no file {file}")
     return ModelPlace(place.folder / file, f"{place.name}/{file}", place.revision)
@@ -219,7 +217,6 @@ def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkp
 
 
 def _describe_other_kind(folder: Path) -> str:
-    """Returns the part of an error message that says what a folder is, if it is not a zip2zip checkpoint."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "it is a PEFT adapter; convert it on its own with --lora-only"
     if (folder / "config.json").is_file():
@@ -246,7 +243,6 @@ def _locate_base(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
 
 
 def _read_base_config(base: ModelPlace) -> dict[str, Any]:
-    """Returns the base model's config.json. Raises `ConversionError` if it is missing or the model is quantized."""
     if not (base.folder / "config.json").is_file():
         raise ConversionError(f"the base model {base.name} has no config.json")
     config = read_object(base.folder / "config.json")

@@ -88,7 +88,6 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
 
 
 def _check_copy(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
-    """Raises `ConversionError` unless the tokenizer in `folder` has the properties `facts`."""
     found = read_tokenizer(folder, trust_remote_code)
     if found != facts:
         raise ConversionError(

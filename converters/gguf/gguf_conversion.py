@@ -148,7 +148,6 @@ def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationReci
 
 
 def _complete_config(source: _GgufSource) -> None:
-    """Adds the weights' dtype, the special ids and a record of the model's origin to `source.config`."""
     metadata = source.file.metadata
     said = {name: metadata.get(f"general.{name}") for name in ("name", "license", "organization", "quantized_by")}
     record = {
@@ -208,7 +207,6 @@ class _Quantized:
 def _write_folder(
     out: Path, source: _GgufSource, model: nn.Module, weights: dict[str, LazyTensor], progress: bool
 ) -> None:
-    """Writes the model folder `out`. On an error no folder is left."""
     from mlx_lm.utils import get_total_parameters
 
     config, tokenizer = source.config, source.tokenizer

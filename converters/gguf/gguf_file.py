@@ -214,7 +214,6 @@ class _Reader:
         self.end = min(len(data), MAX_HEADER_BYTES)
 
     def read(self) -> GgufFile:
-        """Returns the whole content. Call this on a new reader, which stands after the magic bytes."""
         version = self.number(_U32)
         if version not in (2, 3):
             big = version in (2 << 24, 3 << 24)
@@ -241,7 +240,6 @@ class _Reader:
         return self.data[self.at - size : self.at]
 
     def number(self, kind: int) -> Any:
-        """Returns the next number as a Python number. kind: a key of `_NUMBERS`."""
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
 
@@ -272,7 +270,6 @@ class _Reader:
         return name
 
     def value(self, kind: int, key: str) -> Any:
-        """Returns the next metadata value. kind: number of the value's type. key: for messages."""
         if kind == _BOOL:
             return self.boolean(key)
         if kind == _STRING:

@@ -109,7 +109,6 @@ def _encode_document(tokenizer: Any, document: Document) -> _Stream:
 
 
 def _join_with_eos(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
-    """Joins documents to one stream, with an unscored eos between them. Raises `DataError` if there is no eos."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
     eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)
@@ -120,7 +119,6 @@ def _join_with_eos(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
 def _cut_stream(
     ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int
 ) -> Iterator[ScoredWindow]:
-    """Yields a stream (see `_Stream`) as windows of `context` base ids; the last one may be shorter."""
     for begin in range(0, len(ids), context):
         part = slice(begin, begin + context)
         yield ScoredWindow(ids[part], scored[part], int(n_bytes[part].sum()))

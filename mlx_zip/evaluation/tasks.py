@@ -105,7 +105,6 @@ def _to_json_values(value: Any) -> Any:
 
 
 def _import_zip_lm() -> Any:
-    """Returns the class `ZipLM`. Raises `InstallationError` if lm-evaluation-harness is missing."""
     try:
         from mlx_zip.evaluation.lm_eval_model import ZipLM
     except ImportError as error:

@@ -110,7 +110,6 @@ def _iterate_documents(source: Source, enough: float) -> Iterator[Document]:
 
 
 def _text_or_raise(record: Record | Skipped) -> str:
-    """Returns a record's text, "" if empty. Raises `DataError` if the record is invalid or a conversation."""
     if isinstance(record, Skipped):
         if record.empty:
             return ""

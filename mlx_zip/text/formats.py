@@ -150,7 +150,6 @@ def _read_tiktoken(path: Path) -> Any:
 
 
 def _read_byte_pairs(vocabulary: Path, merges: Path) -> Any:
-    """Returns the tokenizer of a merge list, with the ids of a JSON vocabulary. Raises `DataError` if invalid."""
     try:
         file = TokenizerFile(merges, "merges", read_uncompressed(merges))
         return file.build_tokenizer(checked_vocabulary(json.loads(read_uncompressed(vocabulary))))

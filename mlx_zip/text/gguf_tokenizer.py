@@ -133,7 +133,6 @@ class _MetadataReader:
         return values
 
     def check_tokens(self) -> None:
-        """Raises `DataError` if there are no tokens, one is empty or occurs twice, or a type is unknown."""
         if len(set(self.tokens)) != len(self.tokens) or not self.tokens or "" in self.tokens:
             raise self.error(f"{_GGML}tokens must hold tokens that differ from one another and are not empty")
         if unknown := sorted({int(kind) for kind in self.types} - {*range(_NORMAL, _BYTE + 1)}):
@@ -218,7 +217,6 @@ class _MetadataReader:
         return tokenizer, cut.begins
 
     def read_merges(self) -> list[tuple[str, str]]:
-        """Returns the pairs of tokens that merge, in order of priority."""
         merges: list[str] = self.pop_value("merges", list)
         pairs = []
         for merge in merges:
@@ -274,7 +272,6 @@ class _MetadataReader:
         library.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two], special_tokens=known)
 
     def chat_templates(self) -> dict[str, Any]:
-        """Returns the entry `chat_template` of tokenizer_config.json, {} if there is no template."""
         key = "tokenizer.chat_template"
         names = self.left.pop(f"{key}s", [])
         found = {name: self.left.pop(f"{key}.{name}", None) for name in names} if isinstance(names, list) else {}

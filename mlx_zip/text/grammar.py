@@ -66,7 +66,6 @@ class GrammarVocabulary:
         return self._longest_matches(data)
 
     def _spells_exactly(self, ids: list[int], data: bytes) -> bool:
-        """Returns whether the bytes of `ids` are exactly `data` and no id is special."""
         return b"".join(self.tokens[i] for i in ids) == data and self._special.isdisjoint(ids)
 
     def _longest_matches(self, data: bytes) -> list[int]:
@@ -191,7 +190,6 @@ def _compile_grammar(vocabulary: GrammarVocabulary, grammar: str) -> Any:
 
 
 def _raise_if_failed(matcher: Any) -> None:
-    """Raises `GenerationError`, with the matcher's reason, if the matcher has failed."""
     if not matcher.is_error():
         return
     reason = first_message_line(ValueError(matcher.get_error().partition(":")[2] or matcher.get_error()))
@@ -271,7 +269,6 @@ def terminal_without_mark(name: str, text: str) -> str:
 
 
 def _import_llguidance() -> Any:
-    """Returns the module llguidance. Raises `InstallationError` if it is missing."""
     try:
         import llguidance
     except ImportError as error:

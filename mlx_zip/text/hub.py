@@ -110,7 +110,6 @@ def _check_regular_files(folder: Path) -> None:
 
 
 def _import_datasets() -> ModuleType:
-    """Returns the module `datasets`. Raises `InstallationError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:

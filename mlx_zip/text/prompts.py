@@ -91,7 +91,6 @@ class Chat:
     def _find_known_answers(
         self, tokenizer: Any, whole: str, answers: Mapping[str, Sequence[int]]
     ) -> list[KnownAnswer]:
-        """Returns the answers whose emitted ids are known, with their positions in the rendered text `whole`."""
         turns = self.turns
         said, prefill = (turns, []) if self.prefill is None else (turns[:-1], turns[-1:])
         marks = thinking_marks(tokenizer) if answers else None
@@ -194,7 +193,6 @@ def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
 
 
 def _checked_base_ids(prompt: Any) -> list[int]:
-    """Returns base ids as a list. Raises `GenerationError` unless `prompt` is a flat list or array of integers."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise GenerationError("a prompt is a string, a list of chat messages or a flat list of base ids")

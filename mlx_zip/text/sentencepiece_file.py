@@ -53,12 +53,10 @@ class SentencePieceModel:
 
     @property
     def _unknown_piece(self) -> str | None:
-        """Text of the piece for unknown characters, None if there is none."""
         return next((text for text, _, kind in self.pieces if kind == _UNKNOWN), None)
 
     @property
     def _has_byte_pieces(self) -> bool:
-        """Whether there are pieces for single bytes, which spell unknown characters."""
         return any(kind == _BYTE for _, _, kind in self.pieces)
 
     def _build_bpe(self) -> Any:
@@ -124,7 +122,6 @@ def read_sentencepiece_model(path: Path) -> SentencePieceModel:
 
 
 def _parse_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
-    """Returns text, score and kind of a piece. fields: fields of the piece's protobuf message, by number."""
     score = struct.unpack("<f", _field_value(fields, 2, b"\0\0\0\0"))[0]
     if not math.isfinite(score):
         raise ValueError(f"a piece has the score {score}")

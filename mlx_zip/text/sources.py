@@ -274,7 +274,6 @@ def parse_item(item: Item, columns: Mapping[str, str] | None = None) -> Record |
 
 
 def _record_from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str, str]) -> Record | Skipped:
-    """Returns the record of an item from its fields. fields: value of each key in `KEYS`, None if missing."""
     if fields["messages"] is not None:
         return _record_from_messages(item, fields["messages"], fields["tools"])
     if fields["prompt"] is not None and fields["completion"] is not None:
@@ -288,7 +287,6 @@ def _record_from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str
 
 
 def _record_from_text(item: Item, text: Any, prompt: str | None = None) -> Record | Skipped:
-    """Returns the record of an item with text. prompt: text before `text`, None for none."""
     if not isinstance(text, str):
         return Skipped(item.where, f"{'text' if prompt is None else 'completion'} is {type(text).__name__}, not text")
     if not text.strip() and not item.continues:
@@ -299,7 +297,6 @@ def _record_from_text(item: Item, text: Any, prompt: str | None = None) -> Recor
 
 
 def _record_from_messages(item: Item, messages: Any, tools: Any) -> Record | Skipped:
-    """Returns the record of an item with chat messages, which may have tools."""
     if not isinstance(messages, list):
         return Skipped(item.where, f"messages is {type(messages).__name__}, not a list")
     for k, message in enumerate(messages):

@@ -170,7 +170,6 @@ class TokenTexts:
         return self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _bytes(self, base_ids: tuple[int, ...]) -> bytes:
-        """Returns the bytes of base ids that hold part of a character."""
         return b"".join(self._bytes_by_id[i] for i in base_ids if i < len(self._bytes_by_id))
 
     @cached_property

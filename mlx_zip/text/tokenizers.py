@@ -67,7 +67,6 @@ def find_damaged_json(folder: Path) -> str | None:
 
 
 def _missing_file_reason(folder: Path) -> str | None:
-    """Returns a message if a folder has no tokenizer file, naming the supported kinds, else None."""
     if any(is_tokenizer_file(file) for file in folder.iterdir()):
         return None
     return f"it has no tokenizer file ({KINDS})"

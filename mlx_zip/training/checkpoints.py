@@ -180,7 +180,6 @@ def _find_last_weights(run: Path) -> Path:
 
 
 def _check_array_shapes(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:
-    """Raises `TrainingError` unless the arrays `found` have the names, shapes and dtypes of those in `tree`."""
     wanted = {name: (value.shape, value.dtype) for name, value in tree_flatten(tree) if isinstance(value, mx.array)}
     if {name: (value.shape, value.dtype) for name, value in found.items()} != wanted:
         raise TrainingError(f"{path} does not hold what this run trains; delete {path.parent.name} to go on without it")

@@ -74,7 +74,6 @@ def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
 
 
 def _add_translated(found: Values, name: str, ours: Values) -> None:
-    """Adds `ours`, translated from mlx-lm's `name`, to `found`. Raises `TrainingError` if a setting is given twice."""
     if twice := [one for one in ours if one in found]:
         raise TrainingError(f"{name} of mlx-lm and {twice[0]} name one setting; give one of them")
     found.update(ours)
@@ -161,7 +160,6 @@ def _to_number(value: Any) -> Any:
 
 
 def _check_mapping(name: str, value: Any, known: set[str]) -> Values:
-    """Returns a setting's value as a dict. Raises `TrainingError` unless the value is a mapping with known keys."""
     if not isinstance(value, Mapping):
         raise TrainingError(f"{name} of mlx-lm must be a mapping, got {value!r}")
     if unknown := sorted(map(str, value.keys() - known)):

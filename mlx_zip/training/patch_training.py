@@ -145,7 +145,6 @@ def _check_ids_known(model: PatchModel | PlainModel, corpus: PatchCorpus) -> Non
 
 
 def _check_trainable(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> None:
-    """Raises `DataError` if the model cannot read the text, `TrainingError` if the text does not fill one batch."""
     _check_ids_known(model, corpus)
     if len(corpus.ids) < settings.batch_size:
         raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
@@ -218,7 +217,6 @@ class _PatchTrainer:
         )  # loss, ids and seconds of the last step
 
     def header(self) -> list[str]:
-        """Returns lines of text: number of trained parameters, data, device, and the step at which the run resumes."""
         parameters = count_parameters(self.model)
         done, windows = self.progress.step, pluralize(len(self.corpus.ids), "window")
         return [
@@ -228,7 +226,6 @@ class _PatchTrainer:
         ]
 
     def step(self, stop: bool) -> bool:
-        """Trains one step on the next windows and returns `stop`; see `TrainingJob`."""
         began, ids = time.perf_counter(), next(self._batches)
         loss, gradients = self._value_and_grad(ids)
         gradients, norm = clip_gradients(gradients, self.settings.max_grad_norm)
@@ -246,7 +243,6 @@ class _PatchTrainer:
         return stop
 
     def report(self) -> str:
-        """Logs the figures of the last step and returns them as text; see `TrainingJob`."""
         loss, ids, seconds = self._last_step
         bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
         rate = last_learning_rate(self.optimizer)
@@ -257,7 +253,6 @@ class _PatchTrainer:
         """Does nothing, because there is no validation during the run; see `TrainingJob`."""
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless the checkpoint exists or the step is 0; see `TrainingJob`."""
         if self.progress.step:
             save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
@@ -385,7 +380,6 @@ def _make_patch_text(texts: Sequence[str], options: PatchFitOptions) -> PatchTex
 def _make_run_record(
     texts: Sequence[str], text: PatchText, options: PatchFitOptions, settings: TrainSettings
 ) -> dict[str, Any]:
-    """Returns the record by which `open_run_folder` recognizes the run: settings, options and a digest of the texts."""
     digest = sha256()
     for one in texts:
         digest.update(one.encode("utf-8") + b"\0")

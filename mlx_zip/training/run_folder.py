@@ -112,7 +112,6 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
 
 
 def _remove_unstarted_run(out: Path, flag: str) -> None:
-    """Removes record and log of a run that has saved no step. Raises `TrainingError` if a process trains in `out`."""
     try:
         with lock_run_folder(out, flag):
             (out / METRICS_FILE).unlink(missing_ok=True)

@@ -112,7 +112,6 @@ def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str,
 
 
 def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints, by side, of the weights that make hyper rows. config: the saved model's config.json."""
     prints = SideFingerprints()
     for name, array in named_arrays(model.parameters()):
         prints.add(name, array, host_bytes(array))

@@ -167,7 +167,6 @@ def _build_random_model(config: dict[str, Any]) -> nn.Module:
 
 
 def _load_weights(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
-    """Loads a folder's weights under `config`. strict: raise `TrainingError` also if tensor names do not all match."""
     try:
         return load_model(folder, lazy=False, strict=strict, model_config=config)[0]
     except load_error_types() as error:
@@ -251,7 +250,6 @@ def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
 
 
 def _parse_lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
-    """Splits `names` at commas into layer names. Raises `TrainingError` if no block has a layer of that name."""
     keys = [name.strip() for name in names.split(",") if name.strip()]
     if not keys:
         raise TrainingError(f"lora_keys {names!r} names no layer; leave it out for all linear layers")

@@ -339,7 +339,6 @@ class _ReportSums:
         self.since, self.sums, self.steps = since, dict[str, float](), 0
 
     def add(self, sums: dict[str, float]) -> None:
-        """Adds the sums of one step. sums: result of `Stepper.step`."""
         self.steps += 1
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 

@@ -143,7 +143,6 @@ def is_finished(run: Path, leg: Leg) -> bool:
 
 
 def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg) -> Words:
-    """Returns the words of the `mlx_zip train` command that both models of a leg share. data: folders of windows."""
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
         *("--dtype", "bfloat16" if torch.cuda.is_available() or multiplies_bfloat16() else "float32"),

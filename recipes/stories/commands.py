@@ -54,7 +54,6 @@ def run_command(call: RunModule, module: str, words: Sequence[str | Path | int |
 
 
 def _status_unless_stopped(status: int) -> int:
-    """Returns a command's exit status. Raises `KeyboardInterrupt` if a signal stopped the command."""
     if status in STOPPED_STATUSES:
         raise KeyboardInterrupt
     return status

@@ -269,7 +269,6 @@ _FEW = {"iters": 4, "batch_size": 4, "warmup": 1, "steps_per_report": 2, "steps_
 
 
 def _shrink_texts(texts: Texts) -> Texts:
-    """Returns numbers of texts for a test run: 4 stories, and one conversation of each kind that `texts` contains."""
     return Texts(4, min(texts.conversations, 1), min(texts.asked, 1))
 
 

@@ -262,7 +262,6 @@ def _join_records(run: Sequence[EncodedRecord]) -> tuple[Uint32s, NDArray[np.boo
 def _cut_sequence(
     ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int, lead: tuple[int, ...]
 ) -> Iterator[Window]:
-    """Yields the windows of one sequence. ids, counted, n_bytes: see `EncodedRecord`."""
     front, room = np.array(lead, np.uint32), context - len(lead)
     uncounted = np.zeros(len(lead), np.bool_)
     for begin in range(0, len(ids), room):

@@ -40,7 +40,6 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
 
 
 def _make_source(path: Path, n: int, fields: Any) -> Source:
-    """Returns source number n (from 1) of the mixture file `path`. Raises `DataError` if `fields` are invalid."""
     if not isinstance(fields, dict):
         raise DataError(f"mixture {path}: source {n} is not a map")
     known = set(Source.__dataclass_fields__)
@@ -59,7 +58,6 @@ def _make_source(path: Path, n: int, fields: Any) -> Source:
 
 
 def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
-    """Returns the names in field `key` of source number n. Raises `DataError` unless `value` is a name or a list."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f"mixture {path}: source {n}: {key} must be a name or a list of names")

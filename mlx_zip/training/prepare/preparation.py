@@ -155,7 +155,6 @@ class _Preparation:
             self.bar.set_done(chunk.stored)
 
     def _report_skipped(self, record: dict[str, Any]) -> None:
-        """Reports the invalid records of a shard: the first with their reasons, the others as a number."""
         notes = record["notes"]
         more = record["skipped"].get("wrong", 0) - len(notes)
         for note in [*notes, *([f"{more} more wrong records after these"] if more else [])]:
@@ -163,7 +162,6 @@ class _Preparation:
             self.report(f"skipped {note}")
 
     def _count_skipped(self, record: dict[str, Any]) -> None:
-        """Adds a shard's skipped records to the totals. Raises `DataError` if over `max_skipped` are invalid."""
         self.skipped.update(record["skipped"])
         if self.skipped["wrong"] > self.options.max_skipped:
             first = next(r["notes"][0] for done in self.records for r in done if r["notes"])

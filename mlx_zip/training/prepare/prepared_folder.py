@@ -99,7 +99,6 @@ class PreparedFolder:
         return index
 
     def _read_json(self, path: Path) -> dict[str, Any] | None:
-        """Returns the object in a JSON file, None if there is no file. Raises `DataError` if the file is damaged."""
         return read_json_object(path, "; delete the folder and prepare again") if path.exists() else None
 
     def record(self, name: str) -> dict[str, Any] | None:

@@ -158,7 +158,6 @@ class PreparedShards:
         self._ends = list(accumulate(samples for _, samples in records))
 
     def _open_shard(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
-        """Returns the arrays of a shard by part. Raises `DataError` unless their lengths fit together."""
         arrays = {part: read_array(array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
         if self._pool is not None:
             arrays["start"] = read_array(array_path(self.folder, name, "start"), np.int32, ndim=2)
@@ -231,7 +230,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_count(name: str, value: Any, least: int = 0) -> int:
-    """Returns `value`. Raises `ValueError` unless it is a whole number of `least` or more. name: for the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}, not a whole number of {least} or more")
     return value

@@ -92,7 +92,6 @@ class HeadTrainee(Trainee):
         return sums if self.training else {**sums, "accepted": accepted}
 
     def _ask_model(self, arrays: Arrays, long: bool) -> _Taught:
-        """Runs the frozen model on a batch. long: use LongRoPE's long factors."""
         headed, vocab = self._headed, self._headed.vocab_size
         h, rows = self._read(arrays, long)
         logits = headed.base_logits(h)[..., :vocab].astype(mx.float32)

@@ -142,7 +142,6 @@ class Trainee(nn.Module):
         return nn.losses.cross_entropy(logits.astype(mx.float32), entries)
 
     def _token_type_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:
-        """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
         is_hyper = (arrays["targets"] >= out.base.shape[-1]).astype(mx.float32)
         logits = self.type_head(out.hidden)[..., 0].astype(mx.float32)
         loss = nn.losses.binary_cross_entropy(logits, is_hyper, with_logits=True, reduction="none")

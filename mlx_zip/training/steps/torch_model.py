@@ -214,7 +214,7 @@ class _CastOnRead(nn.Module):
 
 
 class _WeightCopier:
-    """Copies MLX arrays to PyTorch: those in `names` as float32 parameters in `trained`, others as `dtype` constants."""
+    """Copies MLX arrays to PyTorch: those in `names` as float32 parameters (`trained`), others as `dtype` constants."""
 
     def __init__(self, names: set[str], device: torch.device, dtype: torch.dtype) -> None:
         self.names, self.device, self.dtype = names, device, dtype
@@ -224,7 +224,6 @@ class _WeightCopier:
         return {name: self.copy_value(name, value) for name, value in arrays.items()}
 
     def copy_weight(self, name: str, module: Any) -> torch.Tensor:
-        """Returns a module's weight, dequantized if it is quantized."""
         return self.copy_value(name, matrix_rows(module, slice(None)))
 
     def copy_value(self, name: str, value: mx.array) -> torch.Tensor:

@@ -71,7 +71,6 @@ class TorchStepper:
         self._load_optimizer_state()
 
     def _load_optimizer_state(self) -> None:
-        """Copies the optimizer's state from the MLX optimizer, into which a checkpoint may have been loaded."""
         done: Any = optimizer_of_weight(self.mlx_optimizer, self.settings, "").step
         self.steps = int(done.item())
         if not self.steps or self.settings.optimizer == "sgd":
@@ -121,7 +120,6 @@ class TorchStepper:
             return float(compute_plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
 
     def _apply_gradients(self) -> float:
-        """Clips and applies the gradients; returns the norm before clipping."""
         trained = [p for p in self.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         if self.settings.max_grad_norm:
@@ -355,7 +353,6 @@ def _remove_excluded(share: torch.Tensor, row: torch.Tensor, column: torch.Tenso
 
 
 def _token_type_loss(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torch.Tensor:
-    """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
     assert model.zip is not None
     weight, bias = (model.parts[f"type_head.{name}"].to(h.dtype) for name in ("weight", "bias"))
     logits = functional.linear(h, weight, bias)[..., 0].float()
@@ -367,7 +364,6 @@ def _token_type_loss(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torc
 def _reconstruction_loss(
     model: TorchModel, weights: LossWeights, written: torch.Tensor, arrays: Arrays
 ) -> torch.Tensor:
-    """Returns the mean cross entropy of entries' base ids, predicted from the entries' input and output rows."""
     assert model.zip is not None
     size = len(arrays["entries"])
     n = min(weights.reconstruct_entries, size)
