@@ -24,9 +24,7 @@ _MARK = object()
 
 
 class Opaque:
-    """Stands for an object that is not built. name: the object's class, "?" if unknown. state, items: set by the
-    pickle.
-    """
+    """Placeholder for an object that is not built. name: its class, "?" if unknown. state, items: set by the pickle."""
 
     def __init__(self, name: str = "?") -> None:
         self.name = name

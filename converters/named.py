@@ -117,9 +117,7 @@ def _write_named_model(name: str, base: ModelPlace, out: Path) -> None:
 
 
 def _quantize_plain(plain: Path, out: Path) -> None:
-    """Quantizes the plain model in `plain` into the new folder `out`. Raises `ConversionError` if `out` cannot be
-    written.
-    """
+    """Quantizes the plain model in `plain` to the new folder `out`. Raises `ConversionError` if writing fails."""
     from mlx_lm.utils import load, save
 
     try:

@@ -176,8 +176,7 @@ def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bo
 def write_adapter(out: Path, place: ModelPlace, dtype: str | None, progress: bool) -> None:
     """Writes the PEFT LoRA adapter at `place` to the new folder `out` as an mlx-lm adapter.
 
-    dtype: name of the type to cast to, None for the adapter's own. Raises `ConversionError` if the adapter is not
-    supported or the folder cannot be written.
+    dtype: name of the type to cast to, None for the adapter's own. Raises `ConversionError` if it cannot be converted.
     """
     lora = read_lora(place.folder)
     with new_folder(out) as folder, ProgressBar(1, "tensor", "Writing", shown=progress) as step:

@@ -139,10 +139,7 @@ def _build_config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[
 def _plan_tensors(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
 ) -> tuple[Plan, Plan]:
-    """Returns two plans, for the decoder and for the encoders: which source tensor fills which of the model's tensors.
-
-    Raises `ConversionError` if names or shapes do not match.
-    """
+    """Returns the match of source tensors to the model's tensors: one plan for the decoder, one for the encoders."""
     shapes = {name: tuple(array.shape) for name, array in tensors_by_name(model).items()}
     encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
@@ -225,10 +222,7 @@ def _prepare_converted(place: ModelPlace, dtype: str | None, trust_remote_code: 
 
 
 def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
-    """Returns the model in a converted folder, with lazy weights, and its config.
-
-    Raises `ConversionError` if the model cannot be loaded.
-    """
+    """Returns a converted folder's model, with lazy weights, and config. Raises `ConversionError` if loading fails."""
     from mlx_lm.utils import load_model
 
     read_model_files(place.folder)

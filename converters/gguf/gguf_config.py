@@ -56,10 +56,7 @@ class GgufSettings:
         return ConversionError(f"{self.file.path}: {what}")
 
     def take(self, name: str, default: Any = ...) -> Any:
-        """Removes the key `<architecture>.<name>` and returns its value, or `default` if the key is missing.
-
-        Raises `ConversionError` if the value is an array, or if the key is missing and no default is given.
-        """
+        """Removes the key `<architecture>.<name>` and returns its single value, or `default` if the key is missing."""
         return self._single(f"{self.kind}.{name}", self._take(name, default))
 
     def _take(self, name: str, default: Any) -> Any:

@@ -58,8 +58,7 @@ def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: Quanti
 
     place: `place.folder` is the file. dtype: dtype of unpacked tensors and of scales; None for that of `_stored_dtype`.
     recipe: if neither `quantize` nor `dequantize` is set, matrices of Q8_0, Q4_0 and Q4_1 stay packed with their exact
-    values. Raises `ConversionError` if the file cannot be converted, and `InstallationError` if a tensor type needs the
-    library gguf, which is missing.
+    values. Raises `ConversionError` if the file cannot be converted, and `InstallationError` if gguf is missing.
     """
     source = _read_source(place, dtype)
     model, exact = _pack_layers(source, _build_checked_model(source), recipe)

@@ -179,10 +179,7 @@ def _dequantize_rows(rows: np.ndarray, kind: TensorKind) -> mx.array:
 
 
 def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
-    """Returns a function from (rows of blocks, name of the tensor type) to values, from the library gguf.
-
-    Raises `InstallationError` if the library is missing.
-    """
+    """Returns gguf's function from (rows of blocks, tensor type) to values. Raises `InstallationError` without gguf."""
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
@@ -244,10 +241,7 @@ class _Reader:
         return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
 
     def count(self, size: int, most: int, what: str) -> int:
-        """Returns the next uint64, the number of items that follow. Raises if it exceeds `most` or the bytes left.
-
-        size: minimum number of bytes per item. what: name of the items, for the message.
-        """
+        """Returns the next uint64: the number of items that follow, at most `most`. size: minimum bytes per item."""
         count = self.number(10)
         if count > most or count * size > self.end - self.at:
             raise self.error(f"{count} {what} are announced at byte {self.at - 8}, more than fit; the file is damaged")

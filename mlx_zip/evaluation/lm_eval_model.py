@@ -205,10 +205,7 @@ class ZipLM(TemplateLM):
         return texts
 
     def _make_prompt(self, context: str, max_tokens: int) -> list[int]:
-        """Returns as many of the context's last base ids as leave room to generate `max_tokens` base tokens.
-
-        Raises `DataError` if no room is left for the context.
-        """
+        """Returns as many of the context's last base ids as leave room to generate `max_tokens` base tokens."""
         room = self.max_length - max_tokens
         if room < 1:
             raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
@@ -237,8 +234,7 @@ def _choose_max_length(model: Any, context: int | None) -> int:
 
 
 def _generation_options(given: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
-    """Returns a task's generation arguments as options of `stream_generate`. Generation is greedy unless the task asks
-    for sampling.
+    """Returns a task's generation arguments as options of `stream_generate`; greedy unless the task asks for sampling.
 
     max_gen_toks: maximum number of base tokens if the task sets none. Raises `DataError` if an argument is unknown.
     """

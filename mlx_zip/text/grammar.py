@@ -173,10 +173,7 @@ class GrammarConstraint:
 
 @lru_cache(maxsize=64)
 def _compile_grammar(vocabulary: GrammarVocabulary, grammar: str) -> Any:
-    """Returns llguidance's matcher at the beginning of a grammar.
-
-    Raises `GenerationError`, with the reason, if llguidance refuses the grammar or no answer can follow it.
-    """
+    """Returns llguidance's matcher of a grammar. Raises `GenerationError` if no answer can follow the grammar."""
     library = _import_llguidance()
     limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
     source = library.LLMatcher.grammar_from_lark(grammar)

@@ -273,10 +273,7 @@ class _EmittedAnswers(NamedTuple):
 def _locate_answers(
     turns: Turns, marked: Sequence[int], whole: str, render: Callable[[Turns], str], answers: _EmittedAnswers
 ) -> list[KnownAnswer] | None:
-    """Returns the known answers among the messages with indices `marked`.
-
-    Returns None if the text around the marks does not match `whole`.
-    """
+    """Returns the known answers among the messages `marked`; None if the text around the marks differs from `whole`."""
     marks = [f"\ue000answer {i}\ue001" for i in marked]
     parts = _split_at_marks(render(_replace_with_marks(turns, dict(zip(marked, marks, strict=True)))), marks)
     if parts is None or not whole.startswith(parts[0]):

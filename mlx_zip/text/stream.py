@@ -143,9 +143,7 @@ class TextStream:
         return new
 
     def _last_piece(self, text: str, counted: tuple[int, ...], reason: str) -> TextPiece:
-        """Returns the last piece: `text` plus all text held back. counted: base ids of the piece. reason: finish_reason
-        unless a stop string is completed.
-        """
+        """Returns the last piece: `text` and all text held back. counted: base ids of the piece. reason: as `finish`."""
         self._detokenizer.finalize()
         text += self._stops.feed(self._take_new_text())
         if self._stops.matched:

@@ -50,10 +50,7 @@ class TrainingJob(Protocol):
 
 
 def make_steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
-    """Returns the progress bar of `run_steps`. Without a terminal, only reports are printed. done: steps done so far.
-
-    quiet: print nothing. until: see `run_steps`.
-    """
+    """Returns the progress bar of `run_steps`. Without a terminal, it prints only reports. done: steps done so far."""
     last = settings.iters if until is None else min(until, settings.iters)
     return ProgressBar(last, "step", "Training", done, shown=not quiet, interval_s=math.inf)
 

@@ -130,10 +130,7 @@ def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | N
 
 
 def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a function that makes the engine's stepper. config: the model's config.json.
-
-    Raises `InstallationError` if a library that the engine needs is missing.
-    """
+    """Returns a function that makes the engine's stepper. Raises `InstallationError` if the engine lacks a library."""
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
@@ -327,10 +324,7 @@ def _make_run_record(
 
 
 def _make_data_record(part: PreparedShards) -> dict[str, Any]:
-    """Returns a record of a prepared folder's content and origin, without paths, so that folders may be moved.
-
-    Raises `DataError` if the folder's index is damaged.
-    """
+    """Returns a record of a prepared folder's content and origin, without paths, so that folders may be moved."""
     settings = part.index.get("settings") or {}
     try:
         digests = [sorted(source["sha256"].values()) for source in settings.get("sources", ())]

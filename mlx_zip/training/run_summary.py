@@ -74,10 +74,7 @@ def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
 
 
 def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
-    """Returns lines of text: the last validation, compared with the model before training.
-
-    bits: bits per byte of each validation, in order.
-    """
+    """Returns lines of text: the last validation, and the gap to the model before training. bits: see `hints`."""
     last = next(line for line in reversed(log) if "val_bits_per_byte" in line)
     base = next((line["base_bits_per_byte"] for line in log if "base_bits_per_byte" in line), None)
     lines = [f"held-out text: {bits[-1]:.4f} bits per byte"]

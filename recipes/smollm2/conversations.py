@@ -67,8 +67,7 @@ class RequestPool:
 def make_pools(shared: Path | None, part: str) -> dict[str, RequestPool]:
     """Returns the request pools by kind. part: "train" or "held_out", which have different texts.
 
-    shared: folder that holds data/text; None for the kind "functions" only. Raises `DataError` if a file cannot be
-    read.
+    shared: folder that holds data/text; None: only the kind "functions". Raises `DataError` if a file is unreadable.
     """
     pools = {"functions": RequestPool(list_library_functions(part), FUNCTION_REQUESTS, ("general", "coding"), 0.3)}
     if shared is not None:
@@ -310,8 +309,7 @@ def sample_conversations(
     """Appends conversations to a file of JSON lines until the file holds as many ids as `talk` asks for.
 
     Continues an interrupted run. model: folder of a Llama model, quantized or not. part: "train" or "held_out". say:
-    called with lines of progress. Raises `ModelError` if the model cannot be loaded, and `DataError` if the file is
-    damaged.
+    called with lines of progress. Raises `ModelError` if loading fails, and `DataError` if the file is damaged.
     """
     have = read_records(file)
     wanted, kept = getattr(talk, part), sum(one["length"] for one in have if "messages" in one)

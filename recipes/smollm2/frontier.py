@@ -29,11 +29,9 @@ _COPIED = ("tokenizer", "special_tokens", "chat_template", "generation_config")
 
 @torch.no_grad()
 def measure_layer_distances(model: Path, texts: Sequence[str], dropped: int) -> list[float]:
-    """For each possible first layer, returns the angular distance between hidden states before and after `dropped`
-    layers.
+    """Returns, per possible first layer, the angular distance of hidden states before and after `dropped` layers.
 
-    The distance is the angle divided by pi, at the last token, averaged over the texts. model: folder in transformers'
-    format.
+    The distance is the angle at the last token divided by pi, averaged over the texts. model: transformers folder.
     """
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer, total = AutoTokenizer.from_pretrained(model), torch.zeros(loaded.config.num_hidden_layers - dropped + 1)
@@ -67,10 +65,7 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
 
 
 def make_shallow_models(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
-    """Returns folders, by name, of the base with fewer layers, one per number in `layers`; makes missing folders.
-
-    model: folder of the base. texts: file of texts for choosing the layers to drop.
-    """
+    """Returns folders, by name, of the base with fewer layers, one per number in `layers`; makes missing folders."""
     made, all_layers = {}, read_json_object(model / "config.json")["num_hidden_layers"]
     opened = [record["text"] for record in read_json_lines(texts)[:16]]
     for count in layers:
@@ -126,10 +121,7 @@ def measure_frontier(
 def heal_in_legs(
     models: Mapping[str, Path], recipe: Path, out: Path, legs: Sequence[Leg], say: Callable[[str], None]
 ) -> Path:
-    """Trains models leg by leg on the control's texts, writes each leg to out/leg-N, and returns the last folder.
-
-    recipe: folder of all results of the recipe.
-    """
+    """Trains models leg by leg on the control's texts, in out/leg-N; returns the folder of the last leg."""
     before = None
     for number, leg in enumerate(legs, start=1):
         folder = out / f"leg-{number}"

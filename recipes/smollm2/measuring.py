@@ -104,10 +104,7 @@ def write_as_texts(documents: Path, out: Path, model: Path) -> Path:
 
 
 def write_requests(texts: Path, out: Path, most: int) -> int:
-    """Writes held-out conversations up to the first user turn to `out`, as prompts for `mlx_zip evaluate`.
-
-    most: maximum number of conversations. Returns the number of prompts.
-    """
+    """Writes up to `most` conversations, cut after the first user turn, as prompts to `out`. Returns their number."""
     found = [record["messages"] for record in read_json_lines(texts)]
     opened = [talk[: 1 + next(i for i, turn in enumerate(talk) if turn["role"] == "user")] for talk in found[:most]]
     with out.open("w", encoding="utf-8") as file:

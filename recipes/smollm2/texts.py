@@ -2,8 +2,7 @@
 
 The repository contains no texts. A package is fetched by its registry's own client, and its licence is read from the
 package's metadata. Only sources that people wrote are taken: no tests, no copies of other packages, nothing generated
-or minified. Held-out code is from packages that are not trained on. A source is left out if most of its lines were in
-sources taken before.
+or minified. Held-out packages are not trained on. A source is left out if most of its lines were in earlier sources.
 """
 
 from __future__ import annotations
@@ -306,8 +305,7 @@ def render_record(record: Mapping[str, Any], tokenizer: Any) -> str:
 def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int = 0) -> dict[str, list[LicensedText]]:
     """Returns file name -> documents for every file of the data folder, shuffled with the seed.
 
-    shared: folder of the data sets, None for none. packages: folder of fetched packages. Raises `DataError` if a
-    package or file cannot be read.
+    shared: folder of the data sets, None for none. packages: folder of fetched packages.
     """
     out: dict[str, list[LicensedText]] = {}
     sources, readmes = collect_code(sizes, packages)

@@ -1,7 +1,6 @@
 """Trains SmolLM2 in legs: the model with hypertokens and its control, on the same texts, in parallel on PyTorch.
 
-A leg is one run of each model, which begins with the previous leg's weights. The control reads the windows
-uncompressed.
+A leg is one run of each model, begun with the previous leg's weights. The control reads the windows uncompressed.
 """
 
 from __future__ import annotations

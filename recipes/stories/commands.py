@@ -61,10 +61,7 @@ def _status_unless_stopped(status: int) -> int:
 
 @contextlib.contextmanager
 def make_ring(count: int) -> Iterator[list[dict[str, str]]]:
-    """Context manager: yields environment variables for `count` processes that form MLX's ring on this machine.
-
-    The ring uses free ports; its host file exists until the block ends.
-    """
+    """Context manager: yields environment variables for `count` processes that form MLX's ring on free local ports."""
     with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -30,8 +30,7 @@ _REAL = (
 class Source:
     """One gzipped text file of stories.
 
-    name: path relative to the data folder. sha256: SHA-256 of the gzipped file, in hex. origin: description of the
-    content.
+    name: path in the data folder. sha256: SHA-256 of the gzipped file, in hex. origin: description of the content.
     """
 
     name: str

@@ -96,10 +96,7 @@ class RecordEncoder:
         return self._encode_with_spans(record, text, spans, templated=True)
 
     def _render_conversation(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of a conversation, and (begin, end) in characters of each turn that the loss counts.
-
-        Raises `DataError` if an assistant's turn cannot be found in the text.
-        """
+        """Returns the text of a conversation, and (begin, end) in characters of each turn that the loss counts."""
         messages = record.messages or (
             {"role": "user", "content": record.prompt},
             {"role": "assistant", "content": record.text},
@@ -274,9 +271,8 @@ def _cut_sequence(
 def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArray[np.bool_]]:
     """Returns a window's compressed ids uint32 [m] and loss mask bool [m].
 
-    The loss counts a hypertoken only if it counts all base ids of the hypertoken. The entry of each hypertoken is
-    installed before its position, so a causal model can predict the hypertoken. Raises `DataError` if an id is not a
-    base id of the codec.
+    The loss counts a hypertoken only if it counts all base ids of the hypertoken. Each hypertoken's entry is installed
+    before its position, so a causal model can predict it. Raises `DataError` if an id is not a base id of the codec.
     """
     book = Codebook(params)
     try:

@@ -81,10 +81,7 @@ MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 @contextmanager
 def _start_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
-    """Context manager: yields a function that makes the shards of chunks in `workers` processes.
-
-    The function returns an iterator over the shards' records, in order.
-    """
+    """Context manager: yields a function that makes shards of chunks in `workers` processes, and returns records."""
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
         yield lambda chunks: map(maker.make, chunks)
@@ -182,10 +179,7 @@ class _Preparation:
         return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
 
     def write_index(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Chooses the samples to keep, writes and returns the index, and removes files that the index does not name.
-
-        Raises `DataError` if a source has no sample to keep.
-        """
+        """Chooses the samples to keep, writes and returns the index, and removes files that the index does not name."""
         kept = self._count_kept_samples(self.options.limit)
         if not all(kept):
             poorest = min(range(len(kept)), key=lambda s: sum(record["base_ids"] for record in self.records[s]))

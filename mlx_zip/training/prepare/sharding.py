@@ -118,8 +118,7 @@ class ShardMaker:
     def make(self, chunk: Chunk) -> dict[str, Any]:
         """Writes the arrays of a shard, then the shard's record, and returns the record.
 
-        Invalid records of the chunk are skipped and counted. Raises `DataError` if the chat template or the codec does
-        not fit, and `OSError` if a file cannot be written.
+        Invalid records of the chunk are skipped and counted. Other failures raise `DataError` or `OSError`.
         """
         tally = RecordTally()
         encoded_records = self._encode_records(chunk, tally)

@@ -134,10 +134,7 @@ class HeadTrainee(Trainee):
 
 
 def _close_slots(hyper: mx.array, arrays: Arrays, first: int) -> mx.array:
-    """Returns logits [B, L - first, K] in float32, with `CLOSED_LOGIT` for slots that may not be predicted.
-
-    first: position of the first logits.
-    """
+    """Returns float32 logits [B, L - first, K] from position `first` on, with `CLOSED_LOGIT` for unavailable slots."""
     is_open = mx.arange(hyper.shape[-1]) < arrays["available"][:, first:, None]
     return mx.where(is_open, hyper.astype(mx.float32), CLOSED_LOGIT)
 

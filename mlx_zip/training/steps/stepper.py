@@ -227,10 +227,7 @@ def last_learning_rate(optimizer: optim.Optimizer) -> float:
 
 
 def clip_gradients(gradients: Any, limit: float) -> tuple[Any, mx.array]:
-    """Returns the gradients, scaled down to norm `limit` if their norm is larger, and the norm before scaling.
-
-    limit: 0 for no limit.
-    """
+    """Scales gradients down to norm `limit` (0: no limit). Returns the scaled gradients and the norm before scaling."""
     squares = (g.astype(mx.float32).square().sum() for _, g in named_arrays(gradients))
     norm = mx.sqrt(sum(squares, mx.array(0.0)))
     if not limit:

@@ -165,20 +165,14 @@ class TorchModel(nn.Module):
         return self._add_pack_rows("input_rows", read, places), output
 
     def _add_pack_rows(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Returns the encoder rows `rows` [N, D] plus the trained rows of pack entries.
-
-        places [N]: index of each entry in the pack, see `PackAndModelTrainee.prepare_batch`; None to add nothing.
-        """
+        """Returns encoder rows [N, D] plus trained rows of pack entries. places [N]: `in_pack` of the rows' entries."""
         if places is None:
             return rows
         own = self.parts[name].to(rows.dtype)
         return rows + torch.cat([own, own.new_zeros(1, own.shape[1])])[places]
 
     def encode(self, side: str, matrix: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns the hyper rows [N, D] of N entries. entries [N, S]: padded base ids. lengths [N]: base ids per entry.
-
-        side: name prefix of the encoder's weights. matrix: the embedding or head that the encoder reads.
-        """
+        """Returns hyper rows [N, D] of padded entries [N, S] of lengths [N]. side: prefix of the encoder's weights."""
         assert self.zip is not None
 
         def read_weight(name: str, *shape: int) -> torch.Tensor:
@@ -245,10 +239,9 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
 
 
 def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
-    """Returns transformers' decoder for a config.json, with random weights.
+    """Returns transformers' decoder for a config.json, with random weights. Raises `TrainingError` if it fails.
 
     eager: compute attention in plain matrix products, which in bfloat16 are faster on a CPU than fused attention.
-    Raises `TrainingError` if transformers cannot build the decoder.
     """
     from transformers import AutoConfig, AutoModel
 

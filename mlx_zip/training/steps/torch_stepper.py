@@ -315,10 +315,7 @@ def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor,
 def _loss_and_gradient(
     logits: torch.Tensor, chunk: _Chunk, vocab: int, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a chunk's summed nats and their gradient with respect to `logits`, float32 [N, V + U].
-
-    Overwrites `logits`.
-    """
+    """Returns a chunk's summed nats and the gradient for `logits`, float32 [N, V + U]. Overwrites `logits`."""
     if cap is not None:
         logits.div_(cap).tanh_()
         slope = 1 - logits.square()
