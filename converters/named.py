@@ -83,7 +83,7 @@ def _remove_damaged(out: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_models_folder(folder: Path) -> Iterator[None]:
-    """Context manager: waits until no other process or thread makes a model, then makes others wait for the block."""
+    """Context manager: waits until no other process or thread makes a model, and locks out others for the block."""
     told = False
     while True:
         with try_lock_folder(folder) as alone:

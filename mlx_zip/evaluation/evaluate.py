@@ -179,7 +179,7 @@ def evaluate(
     records = []
     for name in models:
         records.append(_measure_model(name, options, inputs, codebook_size, row_store, progress, runner))
-        gc.collect()  # the model's memory, before the next one is loaded
+        gc.collect()  # frees the model's memory before the next model is loaded
     settings = {**options.record(), "context": inputs.context, "codebook_size": codebook_size, "engine": runner.name}
     settings |= {"pack": None if chosen is None else list(chosen.by_name)}
     settings |= {"codebook_fingerprint": None if chosen is None else chosen.fingerprint}

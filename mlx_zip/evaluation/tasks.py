@@ -66,7 +66,7 @@ def run_tasks(
     beginning was cut off. tasks: names that the harness knows. include_path: a folder with further task files.
     num_shots: solved examples before each question, None for the task's own number. limit: maximum number of questions
     per task, None for all. confirm_run_unsafe_code: whether tasks may run the model's answers as code. manager: result
-    of `check_tasks` for these arguments, None to call it here. options: keyword arguments of `ZipLM`.
+    of `check_tasks`, None to call `check_tasks` here, which may raise. options: keyword arguments of `ZipLM`.
     """
     manager = manager or check_tasks(tasks, include_path, num_shots, limit, seed)
     zip_lm = _import_zip_lm()

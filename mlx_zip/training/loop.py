@@ -21,7 +21,7 @@ from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.settings import TrainSettings
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-StopAsked = Callable[[], int | None]  # returns the stop signal received, None before one
+StopAsked = Callable[[], int | None]  # returns the stop signal received, or None
 
 
 class TrainingJob(Protocol):

@@ -42,7 +42,7 @@ def read_begun_run(out: Path) -> BegunRun | None:
     try:
         iters = record["fixed"]["settings"]["iters"]
     except (LookupError, TypeError):
-        return None  # `open_run_folder` reports it
+        return None  # `open_run_folder` reports the damaged record
     found = {"iters": iters, "raised_to": record.get("raised_to", iters), "valid_share": record.get("valid_share", 0.0)}
     for name, value in found.items():
         whole = isinstance(value, int if name != "valid_share" else int | float) and not isinstance(value, bool)

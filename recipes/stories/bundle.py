@@ -65,7 +65,7 @@ def make_bundle(recipe: Recipe) -> None:
 
 
 def train_head(recipe: Recipe) -> None:
-    """Trains a draft head and adds it to the bundled zip2zip model. Texts: those of the model's last training run."""
+    """Trains a draft head on texts of the model's last training run, and adds the head to the bundled zip2zip model."""
     settings, model = recipe.settings, f"bundle/{named.DEFAULT}"
     last = f"{packs.TEXTS}/{settings.packs.rounds[-1].prefix}{packs.OWN_PACK}.jsonl"
     for name, text in (("head", last), ("head-valid", "texts/valid.jsonl")):

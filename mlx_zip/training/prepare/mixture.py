@@ -83,7 +83,7 @@ def choose_next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]]
 
 
 def count_kept_samples(shares: Sequence[float], base_ids: Sequence[NDArray[np.int64]], limit: int | None) -> list[int]:
-    """Returns how many of each source's first samples to keep, so that the kept base ids have the ratio of the shares.
+    """Returns how many of each source's first samples to keep, so that kept base ids are proportional to the shares.
 
     shares: each source's share. base_ids: per source, the number of base ids of each sample. limit: maximum number of
     samples of all sources together; None: no maximum, so that the scarcest source is kept whole.

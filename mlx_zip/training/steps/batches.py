@@ -178,7 +178,7 @@ def _replay_samples(
 def _add_entries(batch: Batch, books: list[_ReplayedSample], params: CodecParams, length: int) -> Batch:
     entries, lengths, held = _find_distinct_entries([book.entries for book in books])
     padding, most = batch.padding, max(map(len, held))
-    more = padding.pad_entries(len(entries)) - len(entries)  # of one base id: no mean divides by 0
+    more = padding.pad_entries(len(entries)) - len(entries)  # padding has length 1, so that no mean divides by 0
     batch.arrays.update(
         available=_pad_rows([book.available for book in books], length),
         entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
