@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts the checkpoint and prints the path of the written folder; returns 0. Raises `MlxZipError`."""
+    """Converts the checkpoint and prints the path of the written folder; returns 0. Raises `MlxZipError` on failure."""
     from mlx_zip.converters import convert
 
     flags = (

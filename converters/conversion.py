@@ -127,7 +127,7 @@ def convert(
 
 
 def _refuse_with_lora_only(recipe: QuantizationRecipe, others: bool) -> None:
-    """Raises `ConversionError` for options that --lora-only cannot use. others: whether any besides `recipe` is set."""
+    """Raises `ConversionError` if `recipe` is not the default or `others`, whether further options are set, is true."""
     if recipe != QuantizationRecipe() or others:
         raise ConversionError(
             "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "

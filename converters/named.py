@@ -176,7 +176,7 @@ def _check_base_folder(place: ModelPlace) -> None:
 
 
 def vocabulary_sha256(folder: Path) -> str:
-    """Returns the sha256 in hex of the tokens in tokenizer.json, in order of their ids. Raises `ConversionError`."""
+    """Returns the sha256 in hex of the tokens in tokenizer.json, in order of ids, or raises `ConversionError`."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"

@@ -82,7 +82,7 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
 def write_model(
     folder: Path, weights: dict[str, Any], parameters: int, on_tensor: _OnTensor, framework: str = "mlx"
 ) -> None:
-    """Writes `model*.safetensors` and the index, and removes each tensor from `weights` as it is written, for memory.
+    """Writes `model*.safetensors` and the index. To save memory, removes each written tensor from `weights`.
 
     weights: `mx.array` or `LazyTensor` values by name. parameters: number of parameters, for the index.
     on_tensor(name, array, bytes) is called after each tensor is written. framework: "mlx" or "pt", the format named in
@@ -117,7 +117,7 @@ def _group_into_shards(weights: Mapping[str, Any]) -> list[list[str]]:
 def write_tensors(
     path: Path, arrays: dict[str, Any], on_tensor: _OnTensor | None = None, framework: str = "mlx"
 ) -> None:
-    """Writes one safetensors file, and removes each tensor from `arrays` as it is written, to save memory.
+    """Writes one safetensors file. To save memory, removes each written tensor from `arrays`.
 
     arrays: `mx.array` or `LazyTensor` values by name. Tensors are ordered by item size, for alignment, then by name.
     on_tensor, framework: see `write_model`.

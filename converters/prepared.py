@@ -58,7 +58,7 @@ def prepare_model(
     """Reads and checks a published checkpoint or a converted model; returns it with lazy weights.
 
     dtype: name of the type to cast to, None for the source's. keep_adapter: leave the checkpoint's adapter unmerged.
-    base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` or `ConfigError`.
+    base: place of the base model, None for the checkpoint's. Raises `ConversionError` or `ConfigError` if a check fails.
     """
     if source.is_converted(place):
         if keep_adapter:
@@ -114,7 +114,7 @@ def _apply_meta_pt(checkpoint: source.Checkpoint) -> dict[str, bool]:
 def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts) -> None:
     """Checks that the encoder has the model's width, and that hypertoken ids begin after the tokenizer's last id.
 
-    base: the base model's config. Raises `ConversionError` or `ConfigError`.
+    base: the base model's config. Raises `ConversionError` or `ConfigError` if a check fails.
     """
     if config.encoder.model_size != base["hidden_size"]:
         key = "model_hidden_size" if config.encoder.model_hidden_size else "hidden_size"
@@ -237,7 +237,7 @@ def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
 
 @dataclass
 class Plan:
-    """The match of tensors. tensors: model's name -> source tensor. dropped: reason -> source names that are left out.
+    """Maps the model's tensors to source tensors. tensors: model's name -> source tensor. dropped: reason -> names.
 
     twin: the stored head of a model with tied embeddings, which must equal the embedding; None if no head is stored.
     """

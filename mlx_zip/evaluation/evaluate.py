@@ -108,7 +108,7 @@ class EvaluationOptions:
         Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
 
     def _check_tasks(self) -> None:
-        """Raises `DataError` for a setting of benchmark tasks that differs from its default when no tasks are named."""
+        """Raises `DataError` if no tasks are named but a setting for tasks differs from its default."""
         given = [f for f in fields(self) if f.name in _TASK_SETTINGS and getattr(self, f.name) != f.default]
         if given and not self.tasks:
             flags = ", ".join(f"--{one.name.replace('_', '-')}" for one in given)
@@ -235,7 +235,7 @@ def _default_context(config: Mapping[str, Any]) -> int:
 def _cut_and_check_windows(
     inputs: _EvaluationInputs, corpus: Corpus, tokenizer: Any, name: str, first: str, fill_windows: bool
 ) -> None:
-    """Cuts the text into windows with a model's tokenizer, and stores those of the first model in `inputs`.
+    """Cuts the text into windows with a model's tokenizer. Stores the first model's windows in `inputs`.
 
     name: the model's name. first: the first model's name. Raises `DataError` if the windows of the two models differ.
     """
@@ -396,7 +396,7 @@ def _check_model_files(folder: Path, codebook_size: int | None, pack: Pack | Non
 def _read_zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
     """Returns the config of a zip2zip model, with `codebook_size` if that is not None; returns None for a plain model.
 
-    Raises `ModelError` or `ConfigError`.
+    Raises `ModelError` or `ConfigError` if the config cannot be read.
     """
     config = read_model_config(folder)
     if config["model_type"] != MODEL_TYPE:

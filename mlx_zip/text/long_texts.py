@@ -99,7 +99,7 @@ class LongTexts:
         return next((skip for skip in (0, 1) if all(self._encodes_separately(*pair, skip) for pair in _PROBES)), None)
 
     def _encodes_separately(self, left: str, right: str, skip: int) -> bool:
-        """Returns whether the base ids of "left right" are those of `left` plus those of the rest without `skip`."""
+        """Returns whether "left right" encodes to the ids of `left` plus the ids of " right" from `skip` on."""
         encode = lambda text: encode_text(self.tokenizer, text)
         return encode(f"{left} {right}") == encode(left) + encode(f" {right}"[skip:])
 

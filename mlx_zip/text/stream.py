@@ -143,7 +143,7 @@ class TextStream:
         return new
 
     def _last_piece(self, text: str, counted: tuple[int, ...], reason: str) -> TextPiece:
-        """Returns the last piece: `text` and all held-back text. counted: base ids of the piece. reason: see `finish`."""
+        """Returns the last piece: `text` plus held-back text. counted: the piece's base ids. reason: see `finish`."""
         self._detokenizer.finalize()
         text += self._stops.feed(self._take_new_text())
         if self._stops.matched:

