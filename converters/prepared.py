@@ -58,7 +58,7 @@ def prepare_model(
     """Reads and checks a published checkpoint or a converted model; returns it with lazy weights.
 
     dtype: name of the type to cast to, None for the source's. keep_adapter: leave the checkpoint's adapter unmerged.
-    base: place of the base model, None for the checkpoint's. Raises `ConversionError` or `ConfigError` if a check fails.
+    base: place of the base model, None for the checkpoint's. Raises `ConversionError` or `ConfigError` on failure.
     """
     if source.is_converted(place):
         if keep_adapter:

@@ -205,7 +205,7 @@ class ZipLM(TemplateLM):
         return texts
 
     def _make_prompt(self, context: str, max_tokens: int) -> list[int]:
-        """Returns the context's last base ids, leaving room for `max_tokens`. Raises `DataError` if there is no room."""
+        """Returns the context's last base ids, leaving room for `max_tokens`. Raises `DataError` if no room is left."""
         room = self.max_length - max_tokens
         if room < 1:
             raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
