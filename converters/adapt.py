@@ -2,7 +2,7 @@
 
 Every kept id was an id of the model, so nothing is trained: rows of the embedding and the head are selected. MLX packs
 quantized weights along the last axis, so rows of weight, scales and biases are selected exactly, without quantizing
-again. Every id in the config files is renumbered. An id in them that was not kept is an error.
+again. Every id in the config files is renumbered. If an id there is not kept, `ConversionError` is raised.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
-_PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key of a list of pairs: which half of a pair holds ids
-_COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")  # files that name no ids
+_PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key whose value is a list of pairs: index of the ids
+_COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")  # files without ids
 _ENDINGS = ("_token_id", "_token_ids", "_token_index", "suppress_tokens", "bad_words_ids", "force_words_ids")
 
 
 def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progress: bool = True) -> Path:
-    """Writes the smaller model and returns its folder, which appears whole or not at all.
+    """Writes the smaller model to the new folder `mlx_path` and returns that path. On an error no folder is left.
 
     model: local folder of a plain mlx-lm model or a converted zip2zip model, quantized or not, with a byte-level
     tokenizer.json. vocabulary: the file that `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises
-    `ConversionError`, `ConfigError` or `DataError` naming the file, tensor or key at fault.
+    `ConversionError`, `ConfigError` or `DataError` if the model cannot be adapted, naming the file, tensor or key.
     """
     out, place = Path(mlx_path), source.locate_locally(model)
     output.refuse_existing(out)
@@ -95,9 +95,9 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
 
 
 def _select_rows(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
-    """Returns all tensors by name, lazily; the embedding and the head have only the rows of `ids`, the kept old ids.
+    """Returns all tensors by name, lazily. The embedding and the head have only the rows of `ids`, the kept old ids.
 
-    Raises `ConversionError` if another tensor has as many rows as the embedding, because it might have one per id too.
+    Raises `ConversionError` if another tensor has as many rows as the embedding: its rows might also belong to ids.
     """
     rows = {name: array for name, array in weights.items() if set(name.split(".")[:-1]) & set(ROWS)}
     if not rows:
@@ -115,9 +115,9 @@ def _select_rows(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
 
 
 def _count_parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> int:
-    """Returns the number of parameters of a model, each weight of a quantized layer counted as one.
+    """Returns a model's number of parameters, counting each weight of a quantized layer as one.
 
-    quantization: the section of config.json, {} for an unquantized model.
+    quantization: the section `quantization` of config.json, {} for an unquantized model.
     """
     packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     count = 0
@@ -134,7 +134,7 @@ def _count_parameters(weights: Mapping[str, mx.array], quantization: Mapping[str
 def _adapted_config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
     """Returns config.json with the new vocabulary size and ids. new: old id -> new id.
 
-    Raises `ConversionError` for a multimodal model.
+    Raises `ConversionError` if `config` has no `vocab_size` of its own, as in a multimodal model.
     """
     if "vocab_size" not in config:
         raise ConversionError("config.json has no vocab_size of its own: only plain text models can be adapted")
@@ -147,7 +147,7 @@ def _adapted_config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str,
 def _adapt_zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
     """Returns config.json's zip2zip section with new ids. new: old id -> new id.
 
-    Entries of the model's pack that contain an id without a new one are left out, with a warning.
+    Drops each entry of the model's pack that contains an id that is not kept, and warns.
     """
     old = parse_zip_section(section)
     if high := [i for i in new if i >= old.vocab_size]:
@@ -171,8 +171,8 @@ def _adapt_json_files(
 ) -> dict[str, Any]:
     """Returns the JSON files of the tokenizer and of generation with new ids, by file name.
 
-    folder: the model's. source: its tokenizer.json, None if it has none. new: old id -> new id. vocab.json and other
-    files that tokenizer.json makes superfluous are left out.
+    folder: the model's folder. source: content of its tokenizer.json, None if it has none. new: old id -> new id. Omits
+    vocab.json and other files that tokenizer.json makes superfluous.
     """
     files = {"tokenizer.json": lawful_json(kept, source)}
     own = folder / CONFIG
@@ -198,8 +198,8 @@ def _adapt_json_files(
 def _translate_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, int]) -> list[int]:
     """Returns the new ids of (token, old id) pairs. place: file and key, for messages. new: old id -> new id.
 
-    Raises `ConversionError` for a token that is not kept: transformers would give it an id after the last one, where
-    the embedding has no row.
+    Raises `ConversionError` if a token is not kept: transformers would give that token an id beyond the embedding's
+    last row.
     """
     tokens = list(tokens)
     for token, i in tokens:
@@ -216,14 +216,13 @@ def _parse_id_key(key: str) -> int | str:
 
 
 def _token_text(token: Any) -> Any:
-    """Returns the text of a token in tokenizer_config.json, which is an object with `content` or the text itself."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _translate_ids_in_json(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
     """Returns the content of a JSON file with new ids under every key that holds ids. new: old id -> new id.
 
-    file: its name, for messages. Raises `ConversionError` for an id that is not kept.
+    file: the file's name, for messages. Raises `ConversionError` if such a key holds an id that is not kept.
     """
 
     def value_of(key: str, value: Any) -> Any:

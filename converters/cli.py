@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts the checkpoint and prints the path of the written folder; returns 0. Raises `MlxZipError`."""
+    """Converts the checkpoint and prints the path of the written folder; returns 0. Raises `MlxZipError` on failure."""
     from mlx_zip.converters import convert
 
     flags = (
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def warnings_on_stderr() -> Iterator[None]:
-    """Prints the converters' warnings on stderr, each as one line."""
+    """Context manager: prints the block's warnings on stderr, each as one line."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _print_warning

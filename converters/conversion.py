@@ -55,23 +55,24 @@ def convert(
 ) -> Path:
     """Converts a zip2zip checkpoint (formats 1 and 2) to an mlx-lm folder, and returns that folder's path.
 
-    hf_path: a folder or a hub id (at `revision`); a folder that is converted already can be quantized, dequantized or
-    cast. A GGUF file, or a folder or repository that holds one, becomes a plain model's folder. mlx_path: must not
-    exist; it appears whole or not at all. Arguments up to `quant_predicate` are those of
-    `mlx_lm.convert`. dtype: "float16", "bfloat16" or "float32"; None for the type of the source's decoder.
-    keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only: `hf_path` is a plain PEFT
-    LoRA, and the output an mlx-lm adapter folder. encoder_bits: bits of the hyper-encoders' weights, 4 or 8; "none"
-    leaves them as they are; None is 8 with `quantize`, else "none". canonical: whether the model decodes canonically
-    (`mlx_zip.sampling.canonical`), None for what the source says. pack: a pack, or several that are merged, with
-    which every request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they
-    were tuned for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what
-    the source says. base: base model to use in place of the one that the checkpoint names, a
-    folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`. q_half:
-    with 8 bits, scales such that every value is exact in float16, so that a CPU can keep the matrices in float16.
+    hf_path: folder or hub id (at `revision`) of a checkpoint, or of a converted model to quantize, dequantize or cast.
+    A GGUF file, or a folder or repository that holds one, is converted to a plain model. mlx_path: folder to write,
+    which must not exist. Arguments up to `quant_predicate` are those of `mlx_lm.convert`. dtype: "float16", "bfloat16"
+    or "float32"; None for the type of the source's decoder. keep_adapter: write a PEFT LoRA unmerged to `adapters/` in
+    the output. lora_only: `hf_path` is a plain PEFT LoRA; write an mlx-lm adapter folder. encoder_bits: bits of the
+    hyper-encoders' weights, 4 or 8; "none" leaves the weights unchanged; None means 8 if `quantize`, else "none".
+    canonical: whether the model decodes canonically (`mlx_zip.sampling.canonical`), None for the source's setting.
+    pack: one pack or several to merge, each a path or a `Pack`, whose entries every codebook of the model begins with;
+    None for the source's pack. A given pack's tuned rows must have been tuned for the weights that are written. policy:
+    what a full codebook does (see `CodecParams`), None for the source's setting. base: folder, hub id or GGUF file of a
+    base model to use in place of the one that the checkpoint names. A GGUF file's weights are unpacked to float32 in a
+    temporary folder next to `mlx_path`. q_half: with 8 bits, choose scales and biases that make every dequantized value
+    exact in float16, so that a CPU can keep the matrices in float16.
 
-    Raises `ConversionError` or `ConfigError` for a source or arguments that cannot be converted, `DataError` for a pack
-    that cannot be read or does not fit, and `ModelError` for tuned rows that are not this model's. Each message names
-    the file, tensor or key at fault, and nothing has been written then. To check a tuned pack, all weights are read.
+    Raises `ConversionError` or `ConfigError` if the source or the arguments cannot be converted, `DataError` if a pack
+    cannot be read or does not fit, and `ModelError` if tuned rows belong to another model. Each message names the file,
+    tensor or key at fault. After an error no folder is left, unless only the upload failed. Checking a tuned pack reads
+    all weights.
     """
     if quantize and dequantize:
         raise ConversionError("quantize (-q) and dequantize (-d) exclude each other: choose one")
@@ -126,7 +127,7 @@ def convert(
 
 
 def _refuse_with_lora_only(recipe: QuantizationRecipe, others: bool) -> None:
-    """Raises `ConversionError` for options that --lora-only cannot use. others: whether any besides `recipe` is set."""
+    """Raises `ConversionError` if `recipe` is not the default or `others`, whether further options are set, is true."""
     if recipe != QuantizationRecipe() or others:
         raise ConversionError(
             "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "
@@ -137,7 +138,7 @@ def _refuse_with_lora_only(recipe: QuantizationRecipe, others: bool) -> None:
 def _set_codec_options(section: dict[str, Any], canonical: bool | None, policy: str | None) -> None:
     """Sets `canonical` and `policy` in the config's zip2zip section; None leaves the source's value.
 
-    Raises `ConfigError` if they contradict each other.
+    Raises `ConfigError` if the two settings contradict each other.
     """
     if canonical is not None:
         section["canonical"] = canonical
@@ -148,18 +149,18 @@ def _set_codec_options(section: dict[str, Any], canonical: bool | None, policy: 
 
 
 def _quantize(prepared: PreparedModel, recipe: QuantizationRecipe) -> None:
-    with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints what it did
+    with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints to stdout
         prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
     quantize_encoders(prepared.model, prepared.config, recipe)
 
 
-# ---- the pack that a converted model begins with: given by the caller, or brought along by the source
+# ---- the pack that a converted model begins with: given by the caller, or taken from the source
 
 
 def _add_pack(prepared: PreparedModel, pack: Pack, trust_remote_code: bool) -> None:
-    """Makes every codebook of the model begin with the entries of this pack.
+    """Makes every codebook of the model begin with the entries of `pack`.
 
-    Raises `DataError` or `ConversionError` if it does not fit the model or its tokenizer.
+    Raises `DataError` or `ConversionError` if `pack` does not fit the model or its tokenizer.
     """
     pack.check_made_for(load_tokenizer(prepared.tokenizer, trust_remote_code))
     config: Any = prepared.model.config
@@ -172,9 +173,9 @@ def _add_pack(prepared: PreparedModel, pack: Pack, trust_remote_code: bool) -> N
 
 
 def _keep_source_pack(prepared: PreparedModel, trust_remote_code: bool) -> None:
-    """Sets `prepared.pack` to the tuned pack in the source's folder, None if there is none.
+    """Sets `prepared.pack` to the tuned pack in the source's folder, or to None if the folder has no tuned pack.
 
-    Raises `ModelError` or `DataError` for a pack of another model or tokenizer.
+    Raises `ModelError` or `DataError` if the pack was made for another model or tokenizer.
     """
     model: Any = prepared.model
     prepared.pack = pack = pack_in_folder(prepared.tokenizer, model.config.start)
@@ -185,8 +186,8 @@ def _keep_source_pack(prepared: PreparedModel, trust_remote_code: bool) -> None:
 def _check_tuned_rows(prepared: PreparedModel, given: Pack | None) -> None:
     """Checks that the tuned rows of `prepared.pack` were tuned for the weights that will be written.
 
-    given: the pack that the caller gave, None if `prepared.pack` is the source's own. If the rows were tuned for other
-    weights, a given pack raises `ConversionError`, and the source's own pack is left out with a warning.
+    given: the caller's pack, None if `prepared.pack` is the source's own. If the rows were tuned for other weights,
+    raises `ConversionError` for the caller's pack, and drops the source's own pack with a warning.
     """
     pack, model = prepared.pack, cast(Any, prepared.model)
     if pack is None or pack.rows is None:
@@ -205,9 +206,10 @@ def _check_tuned_rows(prepared: PreparedModel, given: Pack | None) -> None:
 
 
 def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_code: bool) -> None:
-    """Sets `prepared.pack` to the checkpoint's pack with the rows that were trained with its adapter, if there are any.
+    """Sets `prepared.pack` to the checkpoint's pack with the rows that were trained with the checkpoint's adapter.
 
-    Call it when the weights are those to be written. Raises `ConversionError` naming a file that does not fit.
+    Does nothing if the checkpoint has no such rows. Call this after quantization, because the pack records the
+    fingerprint of the model's weights. Raises `ConversionError` if the file of rows does not fit the model.
     """
     file = place.folder / IN_ADAPTER
     if not file.is_file():
@@ -240,10 +242,10 @@ def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_c
 
 @contextlib.contextmanager
 def open_base_model(base: str | None, out: Path, progress: bool) -> Iterator[ModelPlace | None]:
-    """Yields the place of the base model that the caller names; None if `base` is None.
+    """Context manager: yields the place of the base model `base`; yields None if `base` is None.
 
     base: a folder, a hub id or a GGUF file. The weights of a GGUF file are unpacked to float32 in a temporary folder
-    next to `out`, which is removed after the block. Raises `ConversionError`.
+    next to `out`. This folder is removed after the block. Raises `ConversionError` if `base` cannot be read.
     """
     if base is None:
         yield None

@@ -1,7 +1,7 @@
 """`export`: writes an mlx_zip model as a checkpoint of format 2, one folder that zip2zip loads in PyTorch.
 
 Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). A model that zip2zip cannot run
-is refused. A model that it would run differently gives a warning here, because zip2zip itself gives none.
+is refused. For a model that zip2zip would run differently, `export` warns, because zip2zip itself does not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ARCHITECTURES = {  # model_type in config.json -> class of transformers
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that PyTorch's does not have
+_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json to leave out for PyTorch
 _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
     "attention": "its own class fails as soon as a model calls it",
@@ -49,7 +49,7 @@ _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
 class _PreparedExport:
     """A checked model with lazy weights, not yet written.
 
-    config, zip_config: contents of the decoder's config.json and of zip2zip_config.json. facts: of the tokenizer.
+    config, zip_config: contents of the decoder's config.json and of zip2zip_config.json. facts: tokenizer properties.
     """
 
     model: Any
@@ -68,12 +68,13 @@ def export(
 ) -> Path:
     """Writes a converted or trained model as a self-contained zip2zip checkpoint (format 2); returns its folder.
 
-    model: a folder or a hub id. save_path: must not exist; it appears whole or not at all. dtype: "float16", "bfloat16"
-    or "float32", None for the embedding's type. drop_start: leave out the pack that the model begins with, which the
+    model: a folder or a hub id. save_path: folder to write, which must not exist. dtype: "float16", "bfloat16" or
+    "float32", None for the embedding's type. drop_start: leave out the pack that the model begins with, which the
     format cannot hold. A quantized model is dequantized, and an adapter kept in `adapters/` is merged in float32, each
-    with a warning. Converting the result gives the model's tensors again, bit for bit unless one of these changed them.
+    with a warning. Converting the checkpoint back gives bit-identical tensors, except those that were dequantized,
+    merged or cast.
 
-    Raises `ConversionError` or `ConfigError` naming what is at fault; nothing has been written then.
+    Raises `ConversionError` or `ConfigError` if the model cannot be exported. After an error no folder is left.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -105,7 +106,7 @@ def _prepare(place: ModelPlace, dtype: str | None, drop_start: bool, trust_remot
 
 
 def _check_exportable(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
-    """Raises `ConversionError` for a model that zip2zip 0.2.0 cannot run; warns if its results would differ there.
+    """Raises `ConversionError` if zip2zip 0.2.0 cannot run the model; warns if the results in zip2zip would differ.
 
     drop_start: whether the model's pack may be left out. adapted: whether the folder has an adapted vocabulary.
     """
@@ -146,7 +147,6 @@ def _check_exportable(model: Any, facts: TokenizerFacts, drop_start: bool, adapt
 
 
 def _gemma_warning(soft_cap: float | None) -> str:
-    """Returns the warning for a Gemma model. soft_cap: limit of its logits, None if it has none."""
     cap = f", and its soft cap lifts entries that are not installed from -inf to -{soft_cap:g}" if soft_cap else ""
     return (
         "zip2zip 0.2.0 runs Gemma differently: on transformers 5 it loses the embedding scale (it replaces the layer "
@@ -185,7 +185,7 @@ def _merge_adapter(model: Any, adapters: Path) -> Any:
 
 
 def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
-    """Returns config.json for transformers' decoder. config: the mlx_zip model's. stored: name of the tensors' type."""
+    """Returns config.json of the decoder in transformers. config: the mlx_zip model's config. stored: dtype's name."""
     kind = config["zip2zip"]["base_model_type"]
     plain = {key: value for key, value in config.items() if key not in _OURS}
     plain |= {"model_type": kind, "torch_dtype": stored}
@@ -209,7 +209,7 @@ def _write_checkpoint(
     from mlx_lm.utils import get_total_parameters
 
     weights, parameters = tensors_by_name(made.model), get_total_parameters(made.model)
-    made.model.update(tree_map(lambda _: mx.array([]), made.model.parameters()))  # only `weights` holds them now
+    made.model.update(tree_map(lambda _: mx.array([]), made.model.parameters()))  # now only `weights` holds the arrays
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
     total = len(weights) + len(encoders)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exports the model and prints the path of the written folder; returns 0. Raises `MlxZipError`."""
+    """Exports the model and prints the path of the written folder; returns 0. Raises `MlxZipError` on failure."""
     from mlx_zip.converters.export import export
 
     with warnings_on_stderr():

@@ -1,7 +1,7 @@
 """Reads PEFT LoRA adapters strictly, merges them into weights, or rewrites them as mlx-lm adapters.
 
-An option that would change the result and is not supported is an error that names it. Source: peft 0.21 (LoraConfig),
-mlx-lm 0.32.2 (`tuner.utils.load_adapters`).
+An unsupported option that would change the result raises `ConversionError`, which names the option. Source: peft 0.21
+(LoraConfig), mlx-lm 0.32.2 (`tuner.utils.load_adapters`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HARMLESS = {  # about how the adapter was trained; the tensors alone decide the
     "eva_config",
     "runtime_config",
 }
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others also change the base's weights
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # other values change the base's weights
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA adapter. pairs: module path -> its `LoraPair`. dropout: the rate it was trained with."""
+    """A LoRA adapter. pairs: module path -> its `LoraPair`. dropout: dropout rate of the training."""
 
     pairs: dict[str, LoraPair]
     dropout: float
 
 
 def read_lora(folder: Path) -> Lora:
-    """Reads a PEFT LoRA folder. Raises `ConversionError` naming the option or tensor that is not supported."""
+    """Reads a PEFT LoRA folder. Raises `ConversionError` if an option or a tensor is not supported, naming it."""
     if not (folder / CONFIG).is_file():
         raise ConversionError(f"{folder} is not a PEFT adapter: it has no {CONFIG}")
     config = read_object(folder / CONFIG)
@@ -89,7 +89,7 @@ def read_lora(folder: Path) -> Lora:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Raises `ConversionError` for options of adapter_config.json that would change the result and are not read."""
+    """Raises `ConversionError` if adapter_config.json has an unsupported option that would change the result."""
     if config.get("peft_type") != "LORA":
         raise ConversionError(f"{CONFIG}: peft_type {config.get('peft_type')!r} is not LORA")
     if config.get("bias", "none") != "none":
@@ -105,7 +105,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _read_pair(module: str, half: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> LoraPair:
-    """Returns the adapter of one module. half: its tensors, "A" and "B". Raises `ConversionError`."""
+    """Returns the adapter of one module. half: the tensors "A" and "B". Raises `ConversionError` if they do not fit."""
     if half.keys() != {"A", "B"}:
         raise ConversionError(f"{WEIGHTS}: {module} has only one of lora_A and lora_B")
     down, up = half["A"], half["B"]
@@ -138,7 +138,7 @@ def _match_pattern(config: Mapping[str, Any], key: str, module: str, default: An
 
 
 def _read_number(config: Mapping[str, Any], key: str, default: float | None) -> float:
-    """Returns the number under a key, or `default` if the key is missing. Raises `ConversionError` for a non-number."""
+    """Returns the value of a key, or `default` if the key is missing. Raises `ConversionError` if it is no number."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 53:
         name = {"a": "lora_alpha"}.get(key, key)
@@ -162,7 +162,7 @@ def check_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def merge_lora(weights: dict[str, mx.array], lora: Lora) -> None:
-    """Adds the adapter to the weights that it changes, in place and lazily; these become float32."""
+    """Adds the adapter to `weights`, in place and lazily. The weights that change become float32."""
     for module, pair in lora.pairs.items():
         arrays = load_lazily({"down": pair.down, "up": pair.up})
         down, up = arrays["down"].astype(mx.float32), arrays["up"].astype(mx.float32)
@@ -173,7 +173,7 @@ def merge_lora(weights: dict[str, mx.array], lora: Lora) -> None:
 def to_mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Returns the adapter as mlx-lm stores it: the tensors of `adapters.safetensors`, and `adapter_config.json`.
 
-    mlx-lm has one rank and one scale for all layers: lower ranks are filled up with zeros, and other scales are
+    mlx-lm has one rank and one scale for all layers. So lower ranks are padded with zeros, and a differing scale is
     multiplied into `lora_b`.
     """
     rank = max(pair.rank for pair in lora.pairs.values())

@@ -18,13 +18,13 @@ from typing import Any
 from mlx_zip.errors import ConversionError
 
 MAX_PICKLE_BYTES = 64 << 20
-MAX_OPERATIONS = 1 << 20  # they take a second or two; a small zip file can hold many more
+MAX_OPERATIONS = 1 << 20  # take a second or two to run; a small zip file can hold many more
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of files written before torch 1.6
 _MARK = object()
 
 
 class Opaque:
-    """Stands for an object that is not built. name: its class, "?" if unknown. state, items: what the pickle sets."""
+    """Placeholder for an object that is not built. name: its class, "?" if unknown. state, items: set by the pickle."""
 
     def __init__(self, name: str = "?") -> None:
         self.name = name
@@ -33,10 +33,10 @@ class Opaque:
 
 
 def encoder_overrides(path: Path) -> dict[str, bool]:
-    """Returns what `meta.pt` says about the encoder: {} or {"causal": bool, "residual": bool}.
+    """Returns the encoder options in `meta.pt`: {"causal": bool, "residual": bool}, or {} if its `args` is empty.
 
-    As in zip2zip 0.2.0, with a non-empty `args` a missing `encoder_causal` means false, and a missing
-    `no_encoder_residual` means false. Raises `ConversionError` if the file is malformed.
+    As in zip2zip 0.2.0, if `args` is not empty, a missing `encoder_causal` or `no_encoder_residual` means false. Raises
+    `ConversionError` if the file is malformed.
     """
     meta = read_meta(path)
     args = _plain_dict(meta.get("args")) if isinstance(meta, dict) else None
@@ -55,7 +55,7 @@ def _plain_dict(value: Any) -> dict[Any, Any] | None:
 
 
 def _read_flag(args: dict[Any, Any], name: str, path: Path) -> bool:
-    """Returns whether an option in `args` is true; a missing one is false. Raises `ConversionError` for an object."""
+    """Returns whether the option `name` in `args` is true; False if it is missing. Raises if it is no plain value."""
     value = args.get(name, False)
     if value is not None and not isinstance(value, bool | int | float | str):
         raise ConversionError(f"{path.name}: args.{name} is not a plain value")
@@ -63,7 +63,7 @@ def _read_flag(args: dict[Any, Any], name: str, path: Path) -> bool:
 
 
 def read_meta(path: Path) -> Any:
-    """Returns the object in a file written by `torch.save`; tensors and classes are `Opaque`.
+    """Returns the object in a file written by `torch.save`, with an `Opaque` in place of each tensor and class.
 
     Raises `ConversionError` if the file is malformed.
     """
@@ -81,7 +81,7 @@ def read_meta(path: Path) -> Any:
 
 
 def _pickle_in_zip(path: Path) -> bytes:
-    """Returns the pickle in a zip file of torch, its only member called data.pkl."""
+    """Returns the pickle in a zip file of torch: the member data.pkl. Raises unless there is exactly one."""
     with zipfile.ZipFile(path) as archive:
         names = [i for i in archive.infolist() if i.filename == "data.pkl" or i.filename.endswith("/data.pkl")]
         if len(names) != 1:
@@ -94,7 +94,7 @@ def _pickle_in_zip(path: Path) -> bytes:
 
 
 def _read_legacy_format(path: Path, data: bytes) -> Any:
-    """Returns the object in torch's old format: magic number, protocol, system info and object, a pickle each."""
+    """Returns the object in torch's old format: four pickles with magic number, protocol, system info and object."""
     stream = io.BytesIO(data)
     try:
         if _read_one_pickle(stream) != _LEGACY_MAGIC:
@@ -111,7 +111,6 @@ class _PickleError(Exception):
 
 
 def _read_one_pickle(stream: io.BytesIO) -> Any:
-    """Reads one pickle, leaving the stream after it, and returns its object. Raises `_PickleError`."""
     try:
         return _PickleMachine().run(pickletools.genops(stream))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
@@ -141,7 +140,6 @@ class _PickleMachine:
         raise _PickleError("it has no end")
 
     def pop_mark(self) -> list[Any]:
-        """Removes and returns the values above the last mark."""
         at = len(self.stack) - 1
         while self.stack[at] is not _MARK:
             at -= 1
@@ -159,7 +157,7 @@ class _PickleMachine:
         return values
 
     def extend(self, values: list[Any]) -> None:
-        """Appends values to the list on top of the stack; those for an `Opaque` are dropped."""
+        """Appends values to the list on top of the stack; drops the values if an `Opaque` is there."""
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
@@ -181,7 +179,6 @@ class _PickleMachine:
         self.stack.append(Opaque(name))
 
     def build(self) -> None:
-        """Takes a state off the stack and sets it on the `Opaque` below."""
         (state,) = self.pop(1)
         if not isinstance(self.stack[-1], Opaque):
             raise _PickleError("it sets the state of a plain value")
@@ -189,7 +186,7 @@ class _PickleMachine:
 
 
 def _hashable_key(key: Any) -> Any:
-    """Returns a dict key as it is if hashing it cannot recurse, else a new `Opaque` in its place."""
+    """Returns `key` unchanged if hashing it cannot recurse, else a new `Opaque`."""
     return key if key is None or isinstance(key, str | int | float | bytes) else Opaque()
 
 
@@ -244,7 +241,7 @@ def _put_in_memo(m: _PickleMachine, index: Any) -> None:
 
 
 def _push_instance(m: _PickleMachine, name: Any) -> None:
-    """Pushes an `Opaque` for an object of the class `name`, whose arguments lie above the last mark."""
+    """Pops the arguments above the last mark and pushes an `Opaque` for an object of the class `name`."""
     m.pop_mark()
     m.stack.append(Opaque(str(name)))
 
@@ -286,7 +283,6 @@ _HANDLERS: dict[str, _Handler] = {
 
 
 def _opcode_handler(name: str) -> _Handler:
-    """Returns the function that runs an opcode. Raises `_PickleError` for an opcode that is not read."""
     if name not in _HANDLERS:
         raise _PickleError(f"opcode {name} is not read")
     return _HANDLERS[name]

@@ -1,4 +1,4 @@
-"""Makes the folder of a model of `mlx_zip.named`: merges our adapter into the base from a package or the hub."""
+"""Makes the folders of the models in `mlx_zip.named` from their base model, which a package or the hub provides."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ SIZES = {  # of SmolLM2-135M-Instruct's config.json
     "tie_word_embeddings": True,
 }
 VOCABULARY_SHA256 = (
-    "6dae5ca0dff9573b1c5a7d6ab32c3498f4af9d3e3dc582f234af80ffc8c2543d"  # of its tokens in the order of ids
+    "6dae5ca0dff9573b1c5a7d6ab32c3498f4af9d3e3dc582f234af80ffc8c2543d"  # of the tokens in order of their ids
 )
 _WAIT_S = 0.5
 
 
 def make_named(name: str) -> Path:
-    """Makes the folder of a model of `named.MADE`, unless it is there already, and returns it.
+    """Returns the folder of a model of `named.MADE`; makes the folder if it does not exist yet.
 
-    The folder appears whole or not at all. Another process that needs a model in the meantime waits. Progress is
-    reported on stderr. Raises `ModelError` if the base is not available or the folder cannot be written, and
-    `ConversionError` for a base that is not the one expected.
+    On an error no folder is left. Other processes that call this wait until the folder is made. Progress is reported on
+    stderr. Raises `ModelError` if `name` is unknown, the base is not available or the models folder cannot be used, and
+    `ConversionError` if the base is another model than expected.
     """
     if name not in named.MADE:
         raise ModelError(f"{name} is not a model that mlx_zip makes; there are {', '.join(named.MADE)}")
@@ -59,7 +59,7 @@ def make_named(name: str) -> Path:
     if problem := make_private(kept):
         raise ModelError(f"{kept} {problem} ({named.ENVIRONMENT} names another folder for models)")
     with _lock_models_folder(kept):
-        if (found := named.find_made_model(name)) is not None:  # by the process that this one waited for
+        if (found := named.find_made_model(name)) is not None:  # made by another process meanwhile
             return found
         remove_unfinished(kept)
         base, origin = _locate_base()
@@ -71,7 +71,7 @@ def make_named(name: str) -> Path:
 
 
 def _remove_damaged(out: Path) -> None:
-    """Removes an earlier folder that lacks a file. Raises `ModelError` if that fails."""
+    """Removes the damaged folder, file or link at `out`, if any. Raises `ModelError` if the removal fails."""
     try:
         if out.is_symlink() or out.is_file():
             out.unlink()
@@ -83,7 +83,7 @@ def _remove_damaged(out: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_models_folder(folder: Path) -> Iterator[None]:
-    """Waits until no other process or thread makes a model, and keeps the others waiting until the block ends."""
+    """Context manager: waits until no other process or thread makes a model, and locks out others for the block."""
     told = False
     while True:
         with try_lock_folder(folder) as alone:
@@ -117,7 +117,7 @@ def _write_named_model(name: str, base: ModelPlace, out: Path) -> None:
 
 
 def _quantize_plain(plain: Path, out: Path) -> None:
-    """Writes an unquantized plain model as a quantized one. Raises `ConversionError`."""
+    """Quantizes the plain model in `plain` to the new folder `out`. Raises `ConversionError` if writing fails."""
     from mlx_lm.utils import load, save
 
     try:
@@ -133,9 +133,9 @@ def _quantize_plain(plain: Path, out: Path) -> None:
 
 
 def _locate_base() -> tuple[ModelPlace, str]:
-    """Returns where the checked base is, and its origin as `named.named_model_folder` takes it.
+    """Checks the base model; returns its place, and its origin as an argument of `named.named_model_folder`.
 
-    Raises `ModelError` naming both sources if neither is available, and `ConversionError` for another model.
+    Raises `ModelError` if neither the package nor the hub has it, and `ConversionError` if it is another model.
     """
     file = named.packaged_weights_file()
     if file is not None:
@@ -154,7 +154,6 @@ def _locate_base() -> tuple[ModelPlace, str]:
 
 
 def _check_weights_file(file: Path) -> None:
-    """Raises `ConversionError` unless the package's file is the one that the adapter was trained on."""
     with open(file, "rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != named.PACKED_SHA256:
@@ -166,7 +165,7 @@ def _check_weights_file(file: Path) -> None:
 
 
 def _check_base_folder(place: ModelPlace) -> None:
-    """Raises `ConversionError` unless a folder of the hub has the sizes and the vocabulary of SmolLM2-135M-Instruct."""
+    """Raises `ConversionError` unless a model has the sizes and the vocabulary of SmolLM2-135M-Instruct."""
     config = read_object(place.folder / "config.json")
     if wrong := [
         f"{key} {config.get(key)} instead of {value}" for key, value in SIZES.items() if config.get(key) != value
@@ -177,7 +176,7 @@ def _check_base_folder(place: ModelPlace) -> None:
 
 
 def vocabulary_sha256(folder: Path) -> str:
-    """Returns the sha256 in hex of the tokens in tokenizer.json, in order of their ids. Raises `ConversionError`."""
+    """Returns the sha256 in hex of the tokens in tokenizer.json, in order of ids, or raises `ConversionError`."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"

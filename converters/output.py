@@ -1,4 +1,4 @@
-"""Writes model folders, whole or not at all; the same tensors give the same bytes every time."""
+"""Writes model folders. After an error no folder is left. Equal tensors give files with equal bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when it is written. make: returns an array of this shape and dtype."""
+    """A tensor that is computed when it is written. make: returns the array, of shape `shape` and type `dtype`."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
@@ -55,7 +55,7 @@ _OnTensor = Callable[[str, mx.array, memoryview], None]
 
 
 def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
-    """Raises `ConversionError` if something exists at `path`. flag: the flag that gave it, for the message."""
+    """Raises `ConversionError` if something exists at `path`. flag: command-line flag of the path, for the message."""
     if "\0" in str(path):
         raise ConversionError(f"{flag} {str(path)!r} is not a file name")
     if os.path.lexists(path):
@@ -64,9 +64,9 @@ def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
-    """Yields a temporary folder to fill, which becomes `path` on success (see `files.atomic_folder`).
+    """Context manager: yields a temporary folder to fill, which becomes `path` on success (see `files.atomic_folder`).
 
-    Raises `ConversionError` if something lies at `path`, the disk is full or the place cannot be written.
+    Raises `ConversionError` if something exists at `path`, the disk is full or `path` cannot be written.
     """
     refuse_existing(path, flag)
     try:
@@ -82,11 +82,11 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
 def write_model(
     folder: Path, weights: dict[str, Any], parameters: int, on_tensor: _OnTensor, framework: str = "mlx"
 ) -> None:
-    """Writes `model*.safetensors` and its index, and empties `weights` tensor by tensor to save memory.
+    """Writes `model*.safetensors` and the index. To save memory, removes each written tensor from `weights`.
 
-    weights: arrays, or `LazyTensor` ones, by name. parameters: number of parameters, for the index.
-    on_tensor(name, array, bytes) is called after each tensor is written. framework: "mlx" or
-    "pt", the format named in the files' metadata.
+    weights: `mx.array` or `LazyTensor` values by name. parameters: number of parameters, for the index.
+    on_tensor(name, array, bytes) is called after each tensor is written. framework: "mlx" or "pt", the format named in
+    the files' metadata.
     """
     shards = _group_into_shards(weights)
     total = sum(array.nbytes for array in weights.values())
@@ -102,7 +102,7 @@ def write_model(
 
 
 def _group_into_shards(weights: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the sorted names in groups, one for each file of at most `MAX_SHARD_BYTES`."""
+    """Returns the sorted names in groups, one group per file of at most `MAX_SHARD_BYTES`."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in sorted(weights):
@@ -117,9 +117,10 @@ def _group_into_shards(weights: Mapping[str, Any]) -> list[list[str]]:
 def write_tensors(
     path: Path, arrays: dict[str, Any], on_tensor: _OnTensor | None = None, framework: str = "mlx"
 ) -> None:
-    """Writes one safetensors file, and empties `arrays`, which may be `LazyTensor`, tensor by tensor to save memory.
+    """Writes one safetensors file. To save memory, removes each written tensor from `arrays`.
 
-    Tensors are ordered by item size, for alignment, and by name. on_tensor, framework: as in `write_model`.
+    arrays: `mx.array` or `LazyTensor` values by name. Tensors are ordered by item size, for alignment, then by name.
+    on_tensor, framework: see `write_model`.
     """
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": framework}}
@@ -144,14 +145,14 @@ def write_tensors(
 def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bool, progress: bool) -> None:
     """Writes the prepared model to the new folder `out`, with a fingerprint of the weights that make hyper rows.
 
-    progress: whether to draw a bar on a terminal. Raises `ConversionError`.
+    progress: whether to draw a bar on a terminal. Raises `ConversionError` if the folder cannot be written.
     """
     from mlx_lm.utils import get_total_parameters
 
     model, config = prepared.model, prepared.config
     weights = tensors_by_name(model)
     parameters = get_total_parameters(model)
-    model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # only `weights` holds them now
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # now only `weights` holds the arrays
     prints = SideFingerprints()
     with new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
 
@@ -173,9 +174,9 @@ def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bo
 
 
 def write_adapter(out: Path, place: ModelPlace, dtype: str | None, progress: bool) -> None:
-    """Writes the PEFT LoRA adapter at `place` as an mlx-lm adapter folder. Raises `ConversionError`.
+    """Writes the PEFT LoRA adapter at `place` to the new folder `out` as an mlx-lm adapter.
 
-    dtype: name of the type to cast to, None for the adapter's own.
+    dtype: name of the type to cast to, None for the adapter's own. Raises `ConversionError` if it cannot be converted.
     """
     lora = read_lora(place.folder)
     with new_folder(out) as folder, ProgressBar(1, "tensor", "Writing", shown=progress) as step:
@@ -193,7 +194,7 @@ def _write_adapter_files(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> No
 
 
 def check_repository(name: str) -> None:
-    """Raises `ConversionError` when a repository to upload to cannot have this name."""
+    """Raises `ConversionError` if `name` is not a valid name for a hub repository."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -208,7 +209,7 @@ def check_repository(name: str) -> None:
 def upload_folder(folder: Path, repository: str) -> None:
     """Creates the repository if needed and uploads the folder to it in one commit.
 
-    Raises `ConversionError` when the hub refuses or cannot be reached; the folder stays as it is.
+    Raises `ConversionError` if the hub refuses or cannot be reached. The local folder is never changed.
     """
     from huggingface_hub import HfApi
 

@@ -29,18 +29,18 @@ from mlx_zip.packs.pack import Pack
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ROTARY_BUFFER = ".rotary_emb.inv_freq"  # older transformers saved it; it follows from the config
+_ROTARY_BUFFER = ".rotary_emb.inv_freq"  # saved by older transformers; computed from the config
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass
 class PreparedModel:
-    """A model with lazy weights; everything is checked and nothing is written yet.
+    """A checked model with lazy weights, not yet written.
 
     config: the content of config.json, without the fingerprint. tokenizer: the folder of the tokenizer's files. facts:
-    properties that the copied tokenizer must have too. card: the text of README.md. kept: an adapter to write unmerged,
-    or None. pack: a pack with tuned rows to write, or None.
+    properties that the copied tokenizer must also have. card: the text of README.md. kept: an adapter to write
+    unmerged, or None. pack: a pack with tuned rows to write, or None.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ def prepare_model(
     """Reads and checks a published checkpoint or a converted model; returns it with lazy weights.
 
     dtype: name of the type to cast to, None for the source's. keep_adapter: leave the checkpoint's adapter unmerged.
-    base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` or `ConfigError`.
+    base: place of the base model, None for the checkpoint's. Raises `ConversionError` or `ConfigError` on failure.
     """
     if source.is_converted(place):
         if keep_adapter:
@@ -96,7 +96,7 @@ def _prepare_checkpoint(
 
 
 def _apply_meta_pt(checkpoint: source.Checkpoint) -> dict[str, bool]:
-    """Changes the encoder's options in `checkpoint` to those in meta.pt, as zip2zip does; returns the changed ones."""
+    """Sets encoder options of `checkpoint` from meta.pt, as zip2zip does; returns the options that changed."""
     encoder = checkpoint.zip_config.get("encoder")
     if checkpoint.meta is None or checkpoint.zip_config.get("encoder_type") != "res_latent_attn":
         return {}
@@ -114,7 +114,7 @@ def _apply_meta_pt(checkpoint: source.Checkpoint) -> dict[str, bool]:
 def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts) -> None:
     """Checks that the encoder has the model's width, and that hypertoken ids begin after the tokenizer's last id.
 
-    base: the base model's config. Raises `ConversionError` or `ConfigError`.
+    base: the base model's config. Raises `ConversionError` or `ConfigError` if a check fails.
     """
     if config.encoder.model_size != base["hidden_size"]:
         key = "model_hidden_size" if config.encoder.model_hidden_size else "hidden_size"
@@ -125,7 +125,7 @@ def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts)
 
 
 def _build_config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, Any]:
-    """Returns the content of config.json: the base model's keys, our model type and the zip2zip section.
+    """Returns the content of config.json: the base model's keys, mlx_zip's model type and the zip2zip section.
 
     Keys that name Python code or local paths are left out.
     """
@@ -139,7 +139,7 @@ def _build_config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[
 def _plan_tensors(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
 ) -> tuple[Plan, Plan]:
-    """Returns which source tensor fills which tensor of the decoder, and of the encoders. Raises `ConversionError`."""
+    """Returns the match of source tensors to the model's tensors: one plan for the decoder, one for the encoders."""
     shapes = {name: tuple(array.shape) for name, array in tensors_by_name(model).items()}
     encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
@@ -169,7 +169,7 @@ def _check_tied_head(plan: Plan, weights: dict[str, mx.array]) -> None:
 
 
 def cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Casts the model's float tensors to `dtype` lazily and in place, but for those that `cast_predicate` excludes."""
+    """Casts float tensors to `dtype`, lazily and in place, except those that the model's `cast_predicate` excludes."""
     keep = getattr(model, "cast_predicate", lambda _: True)
 
     def cast(name: str, array: mx.array) -> mx.array:
@@ -186,9 +186,9 @@ def _record_source(
     adapter: str | None,
     *plans: Plan,
 ) -> None:
-    """Writes into config.json's content what the model was made from.
+    """Adds a record of the model's origin to `config`.
 
-    overrides: encoder options that meta.pt changed. adapter: "kept", "merged" or None. plans: how tensors were matched.
+    overrides: encoder options that meta.pt changed. adapter: "kept", "merged" or None. plans: the matched tensors.
     """
     config["torch_dtype"] = dtype
     if "dtype" in config:
@@ -208,7 +208,6 @@ def _record_source(
 
 
 def _prepare_converted(place: ModelPlace, dtype: str | None, trust_remote_code: bool) -> PreparedModel:
-    """Reads and checks a model that was converted before; see `prepare_model`."""
     source.check_converted(place)
     model, config = load_converted(place)
     section = config["zip2zip"]
@@ -223,7 +222,7 @@ def _prepare_converted(place: ModelPlace, dtype: str | None, trust_remote_code: 
 
 
 def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
-    """Returns a converted folder's model, with lazy weights, and its config. Raises `ConversionError`."""
+    """Returns a converted folder's model, with lazy weights, and config. Raises `ConversionError` if loading fails."""
     from mlx_lm.utils import load_model
 
     read_model_files(place.folder)
@@ -233,14 +232,14 @@ def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
         raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
 
 
-# ---- matches a checkpoint's tensor names with the model's, so that none is left on either side; no arrays here
+# ---- matching a checkpoint's tensor names to the model's names; no name may be left over on either side
 
 
 @dataclass
 class Plan:
-    """Which tensor goes where. tensors: model name -> source tensor. dropped: reason -> names that are left out.
+    """Maps the model's tensors to source tensors. tensors: model's name -> source tensor. dropped: reason -> names.
 
-    twin: a second copy of a tied matrix, which must equal the embedding before it is left out.
+    twin: the stored head of a model with tied embeddings, which must equal the embedding; None if no head is stored.
     """
 
     tensors: Table
@@ -251,8 +250,8 @@ class Plan:
 def _plan_decoder(found: Table, expected: Shapes) -> Plan:
     """Matches a decoder's tensors with `expected`, the model's names and shapes without the encoders.
 
-    Rotary buffers and the head's copy of a tied matrix are left out. A tied model saved with only the head's name gets
-    its embedding from the head. Raises `ConversionError` listing unknown, missing or misshapen names.
+    Leaves out rotary buffers, and the head of a model with tied embeddings. If such a model stores only the head, the
+    head becomes the embedding. Raises `ConversionError` if names are unknown, missing or misshapen.
     """
     plan = Plan(dict(found))
     buffers = [name for name in found if name.endswith(_ROTARY_BUFFER)]
@@ -273,7 +272,7 @@ def _plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -
     """Returns the plan `base` with tensors replaced by those of a partial decoder.
 
     found: the partial decoder's tensors. expected: the model's names and shapes. Raises `ConversionError`, naming
-    `file_name`, for unknown or misshapen tensors and for a file that replaces nothing.
+    `file_name`, if a tensor is unknown or misshapen, or if nothing is replaced.
     """
     extra = {name: t for name, t in found.items() if not name.endswith(_ROTARY_BUFFER)}
     twin = base.twin
@@ -291,8 +290,8 @@ def _plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -
 def _plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
     """Matches the tensors of the encoder file with `expected`, the encoders' names and shapes in the model.
 
-    tied: whether input and output share an encoder; the output's tensors are then left out, as in zip2zip. Raises
-    `ConversionError` listing unknown, missing or misshapen names.
+    tied: whether input and output share an encoder; if so, the output encoder's tensors are left out, as in zip2zip.
+    Raises `ConversionError` if names are unknown, missing or misshapen.
     """
     plan = Plan(dict(found))
     if tied:
@@ -305,7 +304,7 @@ def _plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
 
 
 def _check_positions(found: Table, expected: Shapes) -> None:
-    """Raises `ConversionError` if an encoder's position embedding has another merge size than the config."""
+    """Raises `ConversionError` if an encoder's number of positions differs from the config's merge size."""
     for side in SIDES:
         name = f"{side}pos_embed.weight"
         if name in found and name in expected and found[name].shape[:1] != expected[name][:1]:
@@ -335,7 +334,6 @@ def check_tensors(found: Table, expected: Shapes, what: str) -> None:
 
 
 def _model_card(source: ModelPlace, base: ModelPlace, version: str) -> str:
-    """Returns the text of README.md for a converted model. source: the checkpoint. base: its base model."""
     names = dict.fromkeys(place.name for place in (source, base) if place.revision)
     based_on = "".join(f"- {name}\n" for name in names)
     return (

@@ -1,4 +1,4 @@
-"""Quantizes as `mlx_lm.convert` does, and the hyper-encoders to 8 bits; records the choice of each layer."""
+"""Quantizes models as `mlx_lm.convert` does, and hyper-encoders to 4 or 8 bits; records each layer's settings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class QuantizationRecipe:
 
     quantize: whether to quantize decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of
     `MODES`. predicate: a name in `RECIPES`, a function of a layer's path and module, or None for all layers.
-    encoder_bits: bits of the hyper-encoders' weights; "none" leaves them as they are; None is 8 with `quantize`, else
-    "none". dequantize: dequantize everything instead. half: scales and biases by `_quantize_with_float16_values`, for 8
-    bits. Raises `ConversionError` for values that are unknown or contradict each other.
+    encoder_bits: bits of the hyper-encoders' weights; "none" leaves the weights unchanged; None means 8 if `quantize`,
+    else "none". dequantize: dequantize the whole model instead. half: quantize with `_quantize_with_float16_values`,
+    for 8 bits. Raises `ConversionError` if a value is unknown or values contradict each other.
     """
 
     quantize: bool = False
@@ -64,7 +64,7 @@ class QuantizationRecipe:
 
     @property
     def bits_of_encoders(self) -> int | None:
-        """Bits per weight that the hyper-encoders get; None to leave them as they are."""
+        """Bits per quantized weight of the hyper-encoders; None to leave the hyper-encoders unchanged."""
         if self.encoder_bits is None:
             return 8 if self.quantize else None
         return self.encoder_bits if isinstance(self.encoder_bits, int) else None
@@ -73,7 +73,7 @@ class QuantizationRecipe:
 def quantize_model(
     model: nn.Module, config: dict[str, Any], recipe: QuantizationRecipe
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns the model and its config, quantized or dequantized as the recipe says; encoders are not quantized here.
+    """Returns the model and its config, quantized or dequantized by the recipe. Encoders are never quantized here.
 
     Raises `ConversionError` if the recipe does not fit the model or would quantize no layer.
     """
@@ -116,11 +116,12 @@ def quantize_model(
 
 
 def _quantize_with_float16_values(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns words, scales and biases of a matrix [R, D] in 8 bits, packed as by `mx.quantize`, with float16 values.
+    """Quantizes a matrix [R, D] to 8 bits such that every dequantized value is exact in float16.
 
-    Scales and biases are whole multiples of a power of two, and no value exceeds 2,048 times this power, because
-    float16 has 11 bits of precision. So multiplying in float16 rounds no weight. Scales are at most a quarter larger
-    than necessary, an eighth in a group whose values lie around zero.
+    Returns packed words, scales and biases as `mx.quantize` does. Scales and biases are whole multiples of a power of
+    two, and no value exceeds 2,048 times this power, because float16 has 11 bits of precision. So dequantizing in
+    float16 rounds no weight. Scales are at most a quarter larger than necessary, or an eighth in a group whose values
+    lie around zero.
     """
     grouped = np.array(weight.astype(mx.float32)).reshape(weight.shape[0], -1, group_size)
     low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
@@ -135,9 +136,9 @@ def _quantize_with_float16_values(weight: mx.array, group_size: int) -> tuple[mx
 
 
 def _check_widths(model: Any, recipe: QuantizationRecipe) -> list[str]:
-    """Returns the paths of layers whose width is no multiple of the group size, which therefore stay unquantized.
+    """Returns the paths of layers that stay unquantized because their width is not a multiple of the group size.
 
-    Raises `ConversionError` if no other layer is left.
+    Raises `ConversionError` if no layer can be quantized.
     """
     group, allowed = recipe.group_size, _model_predicate(model)
     group = GROUP_SIZES[recipe.mode] if group is None else group
@@ -158,9 +159,9 @@ def _check_widths(model: Any, recipe: QuantizationRecipe) -> list[str]:
 
 
 def _quantizable_layers(model: Any, recipe: QuantizationRecipe) -> QuantPredicate:
-    """Returns the function that says which layers to quantize: the recipe's, for layers that the model allows.
+    """Returns the predicate of layers to quantize: the recipe's predicate, and False for layers the model excludes.
 
-    The model never allows the encoders.
+    The model always excludes the encoders.
     """
     chosen: Any = recipe.predicate
     if isinstance(chosen, str):
@@ -174,15 +175,15 @@ def _quantizable_layers(model: Any, recipe: QuantizationRecipe) -> QuantPredicat
 
 
 def _model_predicate(model: Any) -> QuantPredicate:
-    """Returns the model's function that says which layers may be quantized, or one that allows all layers."""
     return getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
 
 def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: QuantizationRecipe) -> None:
     """Quantizes the encoders' linear layers in place if the recipe says so, and records each in `config`.
 
-    A layer is quantized in groups of 64 weights if 64 divides its width, else of 32. A layer whose width neither
-    divides stays as it is, and a warning names it. Raises `ConversionError` if bits were asked for and no layer fits.
+    A layer is quantized in groups of 64 weights if 64 divides its width, else in groups of 32. If 32 does not divide
+    the width, the layer is not quantized, and a warning names it. Raises `ConversionError` if the recipe sets bits for
+    encoders but no layer can be quantized.
     """
     bits = recipe.bits_of_encoders
     if bits is None:

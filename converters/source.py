@@ -17,7 +17,7 @@ from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
 
-ENCODER_FILES = ("zip2zip_encoders.safetensors", "encoders.safetensors")  # the first that exists, as upstream
+ENCODER_FILES = ("zip2zip_encoders.safetensors", "encoders.safetensors")  # the first that exists is read, as in zip2zip
 CONFIG, ADAPTER_CONFIG, META = "zip2zip_config.json", "adapter_config.json", "meta.pt"
 PARTIAL = "model.safetensors"
 CONFIG_FILES = ["zip2zip_config.json", "config.json", "adapter_config.json"]
@@ -37,7 +37,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """A folder on disk and where it came from. name: hub id, or the local folder's name; revision: hub commit."""
+    """A folder on disk and its origin. name: hub id, or the folder's name. revision: hub commit, None if local."""
 
     folder: Path
     name: str
@@ -48,10 +48,10 @@ class ModelPlace:
 class Checkpoint:
     """A published zip2zip checkpoint.
 
-    base: the place of decoder, config.json and tokenizer; in format 2 that is the checkpoint itself. zip_config: the
-    content of zip2zip_config.json. base_config: the content of the base's config.json. decoder, encoders: tensors by
-    name. partial: tensors that replace some of the decoder's, {} for none. adapter: the folder of a PEFT adapter, or
-    None. meta: the path of meta.pt, or None.
+    base: the place of decoder, config.json and tokenizer; in format 2 equal to `place`. zip_config: the content of
+    zip2zip_config.json. base_config: the content of the base's config.json. decoder, encoders: tensors by name.
+    partial: tensors that replace tensors of the decoder, {} for none. adapter: the folder of a PEFT adapter, or None.
+    meta: the path of meta.pt, or None.
     """
 
     place: ModelPlace
@@ -66,10 +66,10 @@ class Checkpoint:
 
 
 def locate_model(path: str, revision: str | None) -> ModelPlace:
-    """Returns the folder at `path`, or that of a hub repository, of which only the configuration is downloaded.
+    """Returns the place of the model `path`: a local folder or file, or a hub id, whose config files are downloaded.
 
-    For a GGUF file, and for a folder or repository that holds one and no other model, the result's `folder` is that
-    file. Raises `ConversionError`, also for a folder or file with a `revision`.
+    For a GGUF file, and for a folder or repository that holds a GGUF file and no other model, the result's `folder` is
+    the path of this file. Raises `ConversionError` if no model is found, or if `revision` is given for a local path.
     """
     place = locate_locally(path)
     if place is None and not os.path.isfile(expand_home(path)):
@@ -89,16 +89,16 @@ def locate_model(path: str, revision: str | None) -> ModelPlace:
 
 
 def locate_locally(path: str | Path) -> ModelPlace | None:
-    """Returns the folder at `path`, or else the bundled model of that name, or None if there is neither."""
+    """Returns the place of the folder `path`, else of the bundled model named `path`, else None."""
     folder = resolve_model_name(path)
     return ModelPlace(folder, folder.resolve().name) if os.path.isdir(folder) else None
 
 
 def download_to_cache(name: str, revision: str | None, patterns: list[str]) -> ModelPlace:
-    """Returns the local copy of a hub repository's files that match `patterns`; downloads those not in the cache.
+    """Returns the local copy of a hub repository's files that match `patterns`; downloads files not in the cache.
 
-    name: the repository's hub id. revision: branch, tag or commit, None for the main branch.
-    Raises `ConversionError` when `name` is neither a folder nor a repository that can be reached.
+    name: the repository's hub id. revision: branch, tag or commit, None for the main branch. Raises `ConversionError`
+    if `name` is not a hub id or the repository cannot be reached.
     """
     if not _REPOSITORY.fullmatch(name) or set(name) == {"."}:
         raise ConversionError(f"{name} is neither a folder nor a hub id")
@@ -107,7 +107,7 @@ def download_to_cache(name: str, revision: str | None, patterns: list[str]) -> M
 
 
 def list_files(place: ModelPlace) -> list[str]:
-    """Returns the names of all files of a hub repository at the place's commit. Raises `ConversionError`."""
+    """Returns the names of all files of a hub repository at `place.revision`. Raises `ConversionError` if it fails."""
     from huggingface_hub import HfApi
 
     try:
@@ -119,14 +119,13 @@ def list_files(place: ModelPlace) -> list[str]:
 
 
 def _is_checkpoint(place: ModelPlace) -> bool:
-    """Returns whether a folder is a zip2zip checkpoint, an adapter or a converted model, whatever else it holds."""
     return (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place)
 
 
 def _locate_on_hub(name: str, revision: str | None) -> ModelPlace:
-    """Returns the place of a hub repository, or of a GGUF file in it, which is downloaded.
+    """Returns the place of a hub repository, or of a GGUF file in the repository, which is downloaded.
 
-    name: a hub id, or owner/name/FILE.gguf. Of a hub id, the GGUF file is taken if it is the only model there.
+    name: a hub id, or owner/name/FILE.gguf. For a hub id, returns the GGUF file if the repository has no other model.
     """
     repository, _, file = name.rpartition("/")
     if _is_named_gguf(file):
@@ -141,7 +140,6 @@ def _locate_on_hub(name: str, revision: str | None) -> ModelPlace:
 
 
 def _download_gguf(place: ModelPlace, file: str) -> ModelPlace:
-    """Returns the place of a downloaded GGUF file. Raises `ConversionError` if the repository has no such file."""
     if not (place.folder / file).is_file():
         raise ConversionError(f"{place.name} has no file {file}")
     return ModelPlace(place.folder / file, f"{place.name}/{file}", place.revision)
@@ -152,9 +150,9 @@ def _is_named_gguf(name: str) -> bool:
 
 
 def _find_only_gguf(where: str, names: list[str]) -> str | None:
-    """Returns the only GGUF file among a model's files; None if there is none, or weights of another format.
+    """Returns the only GGUF file among `names`; None if there is no GGUF file, or if there are safetensors files.
 
-    Raises `ConversionError` listing the files if there are several.
+    where: name of the place, for messages. Raises `ConversionError` if there are several GGUF files.
     """
     found = sorted(filter(_is_named_gguf, names))
     if not found or any(name.endswith(".safetensors") for name in names):
@@ -167,7 +165,7 @@ def _find_only_gguf(where: str, names: list[str]) -> str | None:
 
 
 def download_all_files(place: ModelPlace) -> ModelPlace:
-    """Returns the place with all files of a checkpoint; those of a hub repository are downloaded at its commit."""
+    """Returns the place of a checkpoint with all its files; downloads them at `place.revision` if it is on the hub."""
     if place.revision is None:
         return place
     return download_to_cache(place.name, place.revision, CHECKPOINT_FILES)
@@ -180,7 +178,7 @@ def is_converted(place: ModelPlace) -> bool:
 
 
 def check_takes_base(place: ModelPlace) -> None:
-    """Raises `ConversionError` unless the place is a checkpoint that needs a base model, which --base can name."""
+    """Raises `ConversionError` unless the place is a checkpoint that needs a base model, so that --base applies."""
     config = place.folder / CONFIG
     if not place.folder.is_dir() or is_converted(place) or not config.is_file():
         raise ConversionError(f"--base: {place.name} is no zip2zip checkpoint that needs a base model")
@@ -191,8 +189,8 @@ def check_takes_base(place: ModelPlace) -> None:
 def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkpoint:
     """Reads the configs of a checkpoint and lists its tensors, without their data.
 
-    base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` for a
-    missing or corrupt file, and for a folder that is no zip2zip checkpoint.
+    base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` if a file is
+    missing or corrupt, or if the folder is not a zip2zip checkpoint.
     """
     folder = place.folder
     if not (folder / CONFIG).is_file():
@@ -219,7 +217,6 @@ def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkp
 
 
 def _describe_other_kind(folder: Path) -> str:
-    """Returns what a folder that is no zip2zip checkpoint seems to be, and what to do with it, for a message."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "it is a PEFT adapter; convert it on its own with --lora-only"
     if (folder / "config.json").is_file():
@@ -230,8 +227,8 @@ def _describe_other_kind(folder: Path) -> str:
 def _locate_base(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
     """Returns the place of the base model that the checkpoint's config names.
 
-    The name may be "." for the checkpoint itself, a folder relative to the checkpoint, any other folder, or a hub id;
-    they are tried in this order.
+    The name may be "." for the checkpoint itself, a folder relative to the checkpoint, any other folder, or a hub id,
+    and is tried as each in this order.
     """
     name = zip_config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
@@ -246,7 +243,6 @@ def _locate_base(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
 
 
 def _read_base_config(base: ModelPlace) -> dict[str, Any]:
-    """Returns the base model's config.json. Raises `ConversionError` if it is missing or the model is quantized."""
     if not (base.folder / "config.json").is_file():
         raise ConversionError(f"the base model {base.name} has no config.json")
     config = read_object(base.folder / "config.json")
@@ -257,16 +253,16 @@ def _read_base_config(base: ModelPlace) -> dict[str, Any]:
 
 
 def _read_encoder_table(folder: Path, zip_config: dict[str, Any]) -> Table:
-    """Returns the tensors of the encoder file; {} for averaging, which has none. Raises `ConversionError`."""
+    """Returns the tensors of the encoder file; {} for an averaging encoder, which has no file."""
     for name in ENCODER_FILES:
         if (folder / name).is_file():
             return read_header(folder / name)
-    if zip_config.get("encoder_type") == "averaging":  # it has no parameters
+    if zip_config.get("encoder_type") == "averaging":  # no parameters
         return {}
     raise ConversionError(f"no {' or '.join(ENCODER_FILES)} in {folder}")
 
 
 def check_converted(place: ModelPlace) -> None:
-    """Raises `ConversionError` for a converted model with an unmerged adapter, which converting again would lose."""
+    """Raises `ConversionError` if a converted model has an unmerged adapter, which converting again would lose."""
     if (place.folder / "adapters").is_dir():
         raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")

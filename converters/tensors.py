@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: path, name in the file, dtype as safetensors names it, and shape."""
+    """A tensor in a file. key: name in the file. dtype: name of the dtype in safetensors, for example "BF16"."""
 
     path: Path
     key: str
@@ -33,7 +33,7 @@ Table = dict[str, StoredTensor]
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file strictly: NaN and a key given twice are errors. Raises `ConversionError` naming the file."""
+    """Reads a JSON file. Raises `ConversionError` if it is invalid JSON, contains NaN or gives a key twice."""
     try:
         with open(path, encoding="utf-8") as file:
             return parse_json(file.read(), str(path))
@@ -42,7 +42,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parses JSON; NaN and a key given twice are errors. Raises `ConversionError` naming `where`."""
+    """Parses JSON. Raises `ConversionError`, naming `where`, if it is invalid, contains NaN or gives a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -57,7 +57,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that must hold an object. Raises `ConversionError` naming the file."""
+    """Reads a JSON file. Raises `ConversionError` unless it holds a valid JSON object."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise ConversionError(f"{path} must hold an object, got {type(data).__name__}")
@@ -67,7 +67,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> Table:
     """Returns the tensors that a safetensors file contains, without their data.
 
-    Raises `ConversionError` for a file that is truncated, or whose header does not describe its bytes.
+    Raises `ConversionError` if the file is truncated, or if the header does not match the file's size.
     """
     try:
         check_regular_file(path)
@@ -89,7 +89,7 @@ def read_header(path: Path) -> Table:
 def read_model_files(folder: Path) -> Table:
     """Returns the tensors of a Hugging Face model folder, by name and without their data.
 
-    They are those of the files in the folder's index, or else of `model.safetensors`. Raises `ConversionError`.
+    Reads the files in the folder's index, or else `model.safetensors`. Raises `ConversionError` if neither is there.
     """
     if (folder / INDEX).is_file():
         return _read_shards(folder)
@@ -120,9 +120,9 @@ def _read_shards(folder: Path) -> Table:
 
 
 def load_lazily(table: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
-    """Returns lazy arrays by name; a tensor's data are read when the array is first evaluated.
+    """Returns lazy arrays by name; an array's data are read when the array is first evaluated.
 
-    Raises `ConversionError` for a file that MLX refuses although `read_header` accepts it.
+    Raises `ConversionError` if MLX refuses a file, although `read_header` accepted the file.
     """
     files: dict[Path, Any] = {}
     arrays = {}
@@ -137,7 +137,7 @@ def load_lazily(table: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
 
 
 def list_some_names(names: Iterable[str], limit: int = 12) -> str:
-    """Returns sorted names for a message, at most `limit` of them, and the number of the others."""
+    """Returns text for a message: the first `limit` names in sorted order, and the number of further names."""
     ordered = sorted(names)
     rest = len(ordered) - limit
     return ", ".join(ordered[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""Reads the base model's tokenizer with transformers, as upstream does, and copies its files."""
+"""Reads the base model's tokenizer with transformers, as zip2zip does, and copies the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Properties of a tokenizer that a copy must have too.
+    """Properties of a tokenizer that a copy must also have.
 
-    kind: its class's name. length: number of ids. pad_id: see `read_tokenizer`. probe: the ids of a fixed text.
+    kind: name of the class. length: number of ids. pad_id: see `read_tokenizer`. probe: the ids of a fixed text.
     """
 
     kind: str
@@ -47,9 +47,9 @@ class TokenizerFacts:
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFacts:
-    """Loads the tokenizer in `folder` and returns its properties. Raises `ConversionError` if that fails.
+    """Loads the tokenizer in `folder` and returns its properties. Raises `ConversionError` if loading fails.
 
-    Its pad id is that of the pad token, else of the eos token, as in zip2zip 0.2.0, else None.
+    As in zip2zip 0.2.0, `pad_id` is the id of the pad token, else of the eos token, else None.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
@@ -88,7 +88,6 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
 
 
 def _check_copy(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
-    """Raises `ConversionError` unless the tokenizer in `folder` has the properties `facts`."""
     found = read_tokenizer(folder, trust_remote_code)
     if found != facts:
         raise ConversionError(

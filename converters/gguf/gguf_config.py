@@ -1,4 +1,4 @@
-"""Translates the settings in a GGUF file's metadata to config.json, and the names of its tensors to the model's.
+"""Translates a GGUF file's metadata to config.json, and its tensor names to the model's tensor names.
 
 Source: gguf.md of ggml for the keys, llama.cpp for what a missing key means and for the tensors' names and order.
 """
@@ -29,12 +29,12 @@ KINDS = {  # general.architecture -> (model_type, class of transformers)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _HARMLESS = ("general.", "quantize.", "imatrix.", "mradermacher.")  # keys that describe the file, not the model
-_LARGE = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27 billion parameters, whose attention scale differs
+_LARGE = {"gemma2": 46, "gemma3": 62}  # number of layers of the 27B models, whose attention scale differs
 _META = "Meta AI original pth"  # the only known order of q and k rows, which `row_order` undoes
 
 
 class GgufSettings:
-    """Reads and removes one key of a file's metadata after the other; keys left at the end are unknown."""
+    """The metadata of a file. Each read removes its key, so that keys left at the end are unknown ones."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -56,7 +56,7 @@ class GgufSettings:
         return ConversionError(f"{self.file.path}: {what}")
 
     def take(self, name: str, default: Any = ...) -> Any:
-        """Removes a single value of the architecture from the metadata and returns it; `default` if it is missing."""
+        """Removes the key `<architecture>.<name>` and returns its single value, or `default` if the key is missing."""
         return self._single(f"{self.kind}.{name}", self._take(name, default))
 
     def _take(self, name: str, default: Any) -> Any:
@@ -71,7 +71,7 @@ class GgufSettings:
         return value
 
     def size(self, name: str, default: Any = ...) -> int:
-        """Returns an integer from 1 to 2^31 - 1. An array, which holds a value per layer, must repeat one value."""
+        """Returns the value of a key, an integer from 1 to 2^31 - 1. An array of values per layer must repeat one."""
         value: Any = self._take(name, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()
@@ -82,7 +82,7 @@ class GgufSettings:
         return cast(int, value)
 
     def number(self, name: str, default: Any = ...) -> Any:
-        """Returns a finite number above zero, as the shortest decimal that has the same float32 value."""
+        """Returns the value of a key, a finite number above zero, as the shortest decimal of the same float32 value."""
         value = self.take(name, default)
         if value is default:
             return default
@@ -104,9 +104,9 @@ class GgufSettings:
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
-    """Returns the content of config.json but for dtype, quantization and the tokenizer's ids.
+    """Returns the content of config.json without dtype, quantization and the tokenizer's special ids.
 
-    Raises `ConversionError` for an architecture or a value that is not supported, and for unknown keys, by name.
+    Raises `ConversionError` if the architecture or a value is not supported, or if keys are unknown.
     """
     take = GgufSettings(file)
     heads, width = take.size("attention.head_count"), take.size("embedding_length")
@@ -148,7 +148,7 @@ def _vocabulary_rows(take: GgufSettings) -> int:
 
 
 def _add_head_width(take: GgufSettings, config: dict[str, Any]) -> None:
-    """Adds the width of an attention head, and how much of it is rotated."""
+    """Adds the width of an attention head, and for Phi-3 the fraction of the width that is rotated, to `config`."""
     even = config["hidden_size"] // config["num_attention_heads"]
     width = take.size("attention.key_length", even)
     if take.size("attention.value_length", width) != width:
@@ -165,7 +165,7 @@ def _add_head_width(take: GgufSettings, config: dict[str, Any]) -> None:
 
 
 def _check_sizes(take: GgufSettings, config: Mapping[str, Any]) -> None:
-    """Raises `ConversionError` unless the config's sizes are those of the tensors, which the file's size bounds."""
+    """Raises `ConversionError` unless the sizes in `config` equal the tensors' sizes, which the file's size limits."""
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     queries = config["num_attention_heads"] * head_width(config)
     keys = config["num_key_value_heads"] * head_width(config)
@@ -185,7 +185,7 @@ def _check_sizes(take: GgufSettings, config: Mapping[str, Any]) -> None:
 
 
 def _add_attention(take: GgufSettings, config: dict[str, Any]) -> None:
-    """Adds windows, soft caps, biases and the scale of attention."""
+    """Adds the attention's window, soft caps, biases and scale to `config`."""
     kind, window = take.kind, take.take("attention.sliding_window", 0)
     if type(window) is not int or not 0 <= window < 1 << 31:
         raise take.error(f"{kind}.attention.sliding_window must be a number of ids, got {str(window)[:80]}")
@@ -212,7 +212,7 @@ def _add_attention(take: GgufSettings, config: dict[str, Any]) -> None:
 
 
 def _add_rope(take: GgufSettings, config: dict[str, Any]) -> None:
-    """Adds the rotary embedding's base and scaling, from the metadata and from the tensors that hold factors."""
+    """Adds the rotary embedding's base and scaling to `config`, from the metadata and the tensors of factors."""
     config["rope_theta"] = take.number("rope.freq_base", 10_000.0)
     if take.kind == "gemma3":
         config["rope_local_base_freq"] = take.number("rope.freq_base_swa", 10_000.0)
@@ -250,7 +250,7 @@ _YARN = ("beta_fast", "beta_slow")
 
 
 def _longrope_scaling(take: GgufSettings, config: dict[str, Any], original: int | None, kind: str) -> dict[str, Any]:
-    """Returns Phi-3's scaling, whose factors are tensors."""
+    """Returns `rope_scaling` of a Phi-3 config, with factors from tensors; adds the original context to `config`."""
     if kind not in ("none", "longrope") or original is None or original < 2:
         raise take.error(f"{_LONG} and {_SHORT} need phi3.rope.scaling.original_context_length and type longrope")
     if missing := [name for name in (_LONG, _SHORT) if name not in take.file.tensors]:
@@ -262,16 +262,16 @@ def _longrope_scaling(take: GgufSettings, config: dict[str, Any], original: int 
 
 
 def _longrope_magnitude(config: Mapping[str, Any]) -> float:
-    """Returns the factor on queries and keys that Phi-3's models compute from the original and the full context."""
+    """Returns the factor on queries and keys that Phi-3 models compute from the original and the full context size."""
     original = config["original_max_position_embeddings"]
     scale = config["max_position_embeddings"] / original
     return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
 
 
 def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns Llama 3's scaling, of which the file holds only the resulting divisors of the frequencies.
+    """Returns `rope_scaling` of a Llama 3 config. The file holds only the resulting divisors of the frequencies.
 
-    The divisors are computed for each possible original context, a power of two, until they equal those of the file.
+    Tries each power of two as the original context length until the computed divisors equal those in the file.
     """
     width = head_width(config)
     found = np.array(take.factors(_ROPE_FREQS, width // 2))
@@ -291,7 +291,7 @@ def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, 
 
 
 def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]:
-    """Returns the model's tensor names by the file's, for all tensors that this architecture and config may have."""
+    """Returns name in the file -> name in the model, for all tensors that this architecture and config may have."""
     gemma = architecture in ("gemma2", "gemma3")
     layer = {
         "attn_norm": "input_layernorm",
@@ -317,7 +317,7 @@ def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]
 
 
 def row_order(name: str, config: Mapping[str, Any], architecture: str) -> np.ndarray | None:
-    """Returns the indices that bring a tensor's rows into the model's order, None if they have that order already.
+    """Returns the indices that sort a tensor's rows into the model's order, None if the rows are in that order already.
 
     llama.cpp interleaves the two halves of each head of q and k in files of the architecture llama.
     """
@@ -328,4 +328,4 @@ def row_order(name: str, config: Mapping[str, Any], architecture: str) -> np.nda
     return np.arange(config[heads] * width).reshape(-1, width // 2, 2).swapaxes(1, 2).ravel()
 
 
-SETTINGS_TENSORS = {"llama": (_ROPE_FREQS,), "phi3": (_LONG, _SHORT)}  # read into config.json, by architecture
+SETTINGS_TENSORS = {"llama": (_ROPE_FREQS,), "phi3": (_LONG, _SHORT)}  # architecture: tensors read into config.json

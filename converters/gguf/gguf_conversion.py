@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a plain mlx-lm model folder. Packed types that MLX has too keep their exact values."""
+"""Converts a GGUF file to a plain mlx-lm model folder. Tensors of packed types that MLX also has keep exact values."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 class _GgufSource:
     """A GGUF file that was read and checked, except for the shapes of its tensors.
 
-    architecture: general.architecture. config: the content of config.json, to be completed. tensors: those of the
-    model, by its names. dtype: name of the type of scales, and of tensors that are not packed.
+    architecture: general.architecture. config: the content of config.json, to be completed. tensors: the file's tensors
+    by their names in the model. dtype: name of the dtype of scales and of unpacked tensors.
     """
 
     place: ModelPlace
@@ -54,11 +54,11 @@ class _GgufSource:
 
 
 def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: QuantizationRecipe, progress: bool) -> None:
-    """Writes the model in a GGUF file as the new folder `out`, which appears whole or not at all.
+    """Writes the model in a GGUF file to the new folder `out`. On an error no folder is left.
 
-    place: its `folder` is the file. dtype: type of the tensors that are not packed, and of scales; None: see
-    `_stored_dtype`. recipe: without `quantize` and `dequantize`, matrices of Q8_0, Q4_0 and Q4_1 stay packed with the
-    values they have. Raises `ConversionError`, and `InstallationError` if a tensor type needs the library gguf.
+    place: `place.folder` is the file. dtype: dtype of unpacked tensors and of scales; None for that of `_stored_dtype`.
+    recipe: if neither `quantize` nor `dequantize` is set, matrices of Q8_0, Q4_0 and Q4_1 stay packed with their exact
+    values. Raises `ConversionError` if the file cannot be converted, and `InstallationError` if gguf is missing.
     """
     source = _read_source(place, dtype)
     model, exact = _pack_layers(source, _build_checked_model(source), recipe)
@@ -67,7 +67,7 @@ def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: Quanti
 
 
 def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
-    """Reads everything but the tensors' data. dtype, errors: as in `convert_gguf`."""
+    """Reads and checks everything but the tensors' data. dtype: see `convert_gguf`, which documents the errors too."""
     file = read_gguf(place.folder)
     try:
         config = read_config(file)
@@ -98,7 +98,7 @@ def _stored_dtype(tensors: dict[str, GgufTensor]) -> str:
 def _build_checked_model(source: _GgufSource) -> nn.Module:
     """Returns mlx-lm's model with lazy random weights, which are never computed.
 
-    Raises `ConversionError` unless its tensors have the names and shapes of the file's.
+    Raises `ConversionError` unless the file's tensors have the names and shapes of the model's tensors.
     """
     from mlx_lm.utils import _get_classes
 
@@ -124,15 +124,15 @@ def _build_checked_model(source: _GgufSource) -> nn.Module:
 
 
 def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationRecipe) -> tuple[nn.Module, bool]:
-    """Returns the model with layers quantized as they will be written, and whether they keep the file's own levels.
+    """Returns the model with its layers quantized for writing, and whether the file's packed values are kept as is.
 
-    Adds the section on quantization to the config.
+    Adds the section `quantization` to `source.config`.
     """
     bits = {n.removesuffix(".weight"): tensor.kind.bits for n, tensor in source.tensors.items() if tensor.kind.bits}
     if recipe.quantize:
         if bits:
             warnings.warn("the file's packed values are rounded again; without -q they stay as they are", stacklevel=2)
-        with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints what it did
+        with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints to stdout
             model, source.config = quantize_model(model, source.config, recipe)
         return model, False
     if recipe.dequantize or not bits:
@@ -147,7 +147,6 @@ def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationReci
 
 
 def _complete_config(source: _GgufSource) -> None:
-    """Adds to the config the type of the weights, the special ids, and a record of where the model comes from."""
     metadata = source.file.metadata
     said = {name: metadata.get(f"general.{name}") for name in ("name", "license", "organization", "quantized_by")}
     record = {
@@ -165,13 +164,13 @@ def _complete_config(source: _GgufSource) -> None:
 
 
 def _plan_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[str, LazyTensor]:
-    """Returns every tensor to write by name. Each is made when it is written, so that few are in memory at a time."""
+    """Returns all tensors to write by name. A tensor is computed when it is written, so that few are in memory."""
     file, dtype = source.file, DTYPES[source.dtype]
     modules: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
     makers: dict[str, Callable[[], mx.array]] = {}
     for name, tensor in source.tensors.items():
         path, order = name.removesuffix(".weight"), row_order(name, source.config, source.architecture)
-        shifted = source.architecture.startswith("gemma") and len(tensor.shape) == 1  # a norm, stored plus 1
+        shifted = source.architecture.startswith("gemma") and len(tensor.shape) == 1  # a norm plus 1
         dense = functools.partial(file.dense, tensor, dtype, order, -1.0 if shifted else 0.0)
         if path not in modules:
             makers[name] = dense
@@ -207,7 +206,6 @@ class _Quantized:
 def _write_folder(
     out: Path, source: _GgufSource, model: nn.Module, weights: dict[str, LazyTensor], progress: bool
 ) -> None:
-    """Writes the folder, whole or not at all."""
     from mlx_lm.utils import get_total_parameters
 
     config, tokenizer = source.config, source.tokenizer

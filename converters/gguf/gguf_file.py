@@ -1,4 +1,4 @@
-"""Reads GGUF files: everything before the tensors' data is checked completely before any tensor is read.
+"""Reads GGUF files. The header (metadata and tensor list) is checked completely before any tensor is read.
 
 Source of the format: gguf.md of ggml, versions 2 and 3; block layouts: ggml-common.h of ggml.
 """
@@ -22,7 +22,7 @@ from mlx_zip.errors import ConversionError, missing_library_error
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 100_000_000  # metadata and tensor list; the largest known files need 20 MB
-MAX_ITEMS = 1 << 21  # of one array; the largest known vocabularies have 0.5 million merges
+MAX_ITEMS = 1 << 21  # items per array; the largest known vocabularies have 0.5 million merges
 MAX_TENSORS, MAX_KEYS, MAX_NAME_BYTES = 1 << 16, 1 << 12, 256
 GROUP = 32  # weights in a block of Q8_0, Q4_0 and Q4_1, and the group size of their MLX form
 _CHUNK = 1 << 23  # values of a tensor that are held in float32 at a time
@@ -30,7 +30,7 @@ _CHUNK = 1 << 23  # values of a tensor that are held in float32 at a time
 
 @dataclass(frozen=True)
 class TensorKind:
-    """A tensor type. values, bytes: numbers per block. bits: per weight in MLX's affine form, 0 if it has none."""
+    """A tensor type. values, bytes: numbers per block. bits: bits per weight in MLX, 0 if MLX lacks the type."""
 
     name: str
     values: int
@@ -69,9 +69,7 @@ def is_gguf(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor in a file. shape: [rows, columns] or [columns], outermost first. offset: of its data, from the file's
-    beginning.
-    """
+    """A tensor in a file. shape: [rows, columns] or [columns]. offset: position of the tensor's data in the file."""
 
     name: str
     kind: TensorKind
@@ -91,8 +89,8 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The content of a file. metadata: values by key; an array is a NumPy array or a list of strings. data: all bytes,
-    mapped into memory.
+    """The content of a file. metadata: values by key; an array is a NumPy array or a list of strings. data: the whole
+    file, memory-mapped.
     """
 
     path: Path
@@ -105,10 +103,10 @@ class GgufFile:
         return hashlib.sha256(self.data).hexdigest()
 
     def dense(self, tensor: GgufTensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
-        """Returns the values of a tensor plus `shift`, in `dtype`; computed in float32, part by part.
+        """Returns the values of a tensor plus `shift`, cast to `dtype`. Computes them in float32, part by part.
 
         order: indices of the rows to return, None for all rows in the file's order. Raises `ConversionError` if a value
-        is not finite in `dtype`, and `InstallationError` if the type needs the library gguf.
+        is not finite in `dtype`, and `InstallationError` if the library gguf is needed and missing.
         """
         rows = self._rows(tensor, order)
         step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
@@ -117,19 +115,19 @@ class GgufFile:
         return (mx.concatenate(made) if len(made) > 1 else made[0]).reshape(tensor.shape)
 
     def words(self, tensor: GgufTensor, order: np.ndarray | None) -> mx.array:
-        """Returns the levels of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
+        """Returns the integers of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
         return mx.array(_unpack_levels(self._rows(tensor, order), tensor.kind))
 
     def scales(self, tensor: GgufTensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False) -> mx.array:
-        """Returns the scales, or the biases, of a Q8_0, Q4_0 or Q4_1 matrix [rows, columns / 32] in `dtype`.
+        """Returns the scales (the biases if `biases`) of a Q8_0, Q4_0 or Q4_1 matrix, `dtype` [rows, columns / 32].
 
-        They are exact in float16 and float32. Raises `ConversionError` if one is not finite in `dtype`.
+        The values are exact in float16 and float32. Raises `ConversionError` if a value is not finite in `dtype`.
         """
         stored = _read_scales(self._rows(tensor, order), tensor.kind)[biases]
         return self._finite(mx.array(stored), dtype, f"{tensor.name} has a scale")
 
     def _finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
-        """Returns float32 values in `dtype`. Raises `ConversionError`, which names `what`, unless all are finite."""
+        """Casts float32 values to `dtype`. Raises `ConversionError`, naming `what`, unless the results are finite."""
         made = values.astype(dtype)
         if not mx.all(mx.isfinite(made)).item():
             kind = str(dtype).removeprefix("mlx.core.")
@@ -138,16 +136,16 @@ class GgufFile:
         return made
 
     def _rows(self, tensor: GgufTensor, order: np.ndarray | None) -> np.ndarray:
-        """Returns the bytes of the rows, uint8 [rows, row_bytes], or those of a vector's values [columns, bytes].
+        """Returns the bytes of a matrix, uint8 [rows, row_bytes], or of a vector, uint8 [columns, bytes per value].
 
-        They are not copied unless `order` is given.
+        Copies the bytes only if `order` is given.
         """
         rows = np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.shape[0], -1)
         return rows if order is None else rows[order]
 
 
 def _unpack_levels(rows: np.ndarray, kind: TensorKind) -> np.ndarray:
-    """Returns the levels of rows of Q8_0, Q4_0 or Q4_1 blocks as MLX packs them: uint32 [rows, columns * bits / 32]."""
+    """Returns the integers of Q8_0, Q4_0 or Q4_1 blocks as MLX packs them: uint32 [rows, columns * bits / 32]."""
     blocks = rows.reshape(-1, kind.bytes)
     if kind.bits == 8:
         levels = blocks[:, 2:] ^ 0x80  # signed to unsigned
@@ -181,7 +179,7 @@ def _dequantize_rows(rows: np.ndarray, kind: TensorKind) -> mx.array:
 
 
 def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
-    """Returns the function from (rows of blocks, name of their type) to values. Raises `InstallationError`."""
+    """Returns gguf's function from (rows of blocks, tensor type) to values. Raises `InstallationError` without gguf."""
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
@@ -190,10 +188,10 @@ def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Returns the content of a file; its tensors are memory-mapped. Raises `ConversionError` naming what is wrong.
+    """Returns the content of a file, with the tensors' data memory-mapped. Raises `ConversionError` if a check fails.
 
-    Checks every length, type and string, that no key or tensor is there twice, and that the tensors lie one after
-    another and fill the file.
+    Checks every length, type and string. Checks also that no key or tensor name occurs twice, and that the tensors lie
+    one after another and fill the file.
     """
     try:
         with open(path, "rb") as file:
@@ -206,14 +204,13 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """A position in a file that only moves forward; every read is checked against the file's end."""
+    """Reads a file's header from front to back. Each read is checked against the file's end. at: the position."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path, self.data, self.at = path, data, 4
         self.end = min(len(data), MAX_HEADER_BYTES)
 
     def read(self) -> GgufFile:
-        """Returns the whole content; the position is just behind the magic bytes."""
         version = self.number(_U32)
         if version not in (2, 3):
             big = version in (2 << 24, 3 << 24)
@@ -240,12 +237,11 @@ class _Reader:
         return self.data[self.at - size : self.at]
 
     def number(self, kind: int) -> Any:
-        """Returns the next number, of a type in `_NUMBERS`, as a Python number."""
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
 
     def count(self, size: int, most: int, what: str) -> int:
-        """Returns the next uint64, the number of items that follow: at most `most`, of at least `size` bytes each."""
+        """Returns the next uint64: the number of items that follow, at most `most`. size: minimum bytes per item."""
         count = self.number(10)
         if count > most or count * size > self.end - self.at:
             raise self.error(f"{count} {what} are announced at byte {self.at - 8}, more than fit; the file is damaged")
@@ -259,7 +255,7 @@ class _Reader:
             raise self.error(f"{what} at byte {self.at - len(data)} is not valid UTF-8") from error
 
     def name(self, what: str, known: dict[str, Any]) -> str:
-        """Returns the next string, the name of a key or tensor, which is not among `known`."""
+        """Returns the next string, the name of a key or tensor. Raises if it is not a new name (absent in `known`)."""
         name = self.string(f"the name of a {what}", MAX_NAME_BYTES)
         if not name or not name.isascii() or not name.isprintable():
             raise self.error(f"{name!r} cannot be the name of a {what}")
@@ -268,7 +264,6 @@ class _Reader:
         return name
 
     def value(self, kind: int, key: str) -> Any:
-        """Returns the next value of metadata, of the type with this number."""
         if kind == _BOOL:
             return self.boolean(key)
         if kind == _STRING:
@@ -286,7 +281,7 @@ class _Reader:
         return bool(value)
 
     def array(self, key: str) -> Any:
-        """Returns the next array: of numbers or truth values as a NumPy array, of strings as a list."""
+        """Returns the next array: a NumPy array for numbers or truth values, a list for strings."""
         kind = self.number(_U32)
         if kind == _STRING:
             return self.strings(self.count(8, MAX_ITEMS, f"strings of {key}"), key)
@@ -315,7 +310,7 @@ class _Reader:
         return found
 
     def tensor(self, name: str) -> GgufTensor:
-        """Returns the rest of a tensor's entry; its offset still counts from where the data begin."""
+        """Reads the entry of the tensor `name`, whose offset counts from the beginning of all tensor data."""
         rank = self.number(_U32)
         if not 1 <= rank <= 4:
             raise self.error(f"{name} has {rank} dimensions")

@@ -1,15 +1,15 @@
-"""Bits per byte: the figure that compares models whatever ids they read.
+"""Bits per byte: a figure that compares models with different vocabularies.
 
-With p the model's probabilities of the ids that a text of B UTF-8 bytes becomes (zip2zip, section 3.4):
+For a text of B UTF-8 bytes, with p the model's probability of each id of the text (zip2zip, section 3.4):
 
     bits per byte = -sum(log2 p) / B          byte-perplexity = 2 ** (bits per byte) = (product of p) ** (-1 / B)
 
-A text has many segmentations into hypertokens. Only the canonical one is scored, so a zip2zip model's figure is an
-upper bound of what the text costs the model.
+A text has many segmentations into hypertokens. Only the canonical segmentation is scored, so a zip2zip model's figure
+is an upper bound: the text's total probability, over all segmentations, is higher.
 
-Texts are scored in windows of base ids, and every model of a comparison scores the same windows. A model reads one
-unscored id before each window, bos, or eos if the tokenizer has no bos, so that every byte of the text is predicted.
-Each window has a fresh codebook.
+Texts are scored in windows of base ids, and every model of a comparison scores the same windows. Before each window the
+model reads one unscored id (bos, or eos if the tokenizer has no bos), so that every byte of the text is predicted. Each
+window begins with a new codebook.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 class ScoredWindow:
     """A piece of text that is scored on its own.
 
-    base_ids: uint32 [n]. scored: bool [n], False for an eos between documents. n_bytes: UTF-8 bytes of its text.
+    base_ids: uint32 [n]. scored: bool [n], False for an eos between documents. n_bytes: UTF-8 bytes of the text.
     """
 
     base_ids: Uint32s
@@ -51,7 +51,7 @@ class ScoredWindow:
 class Windows:
     """All windows of some documents. prefix: the id that a model reads before each window.
 
-    altered: number of documents whose base ids decode to another text.
+    altered: number of documents whose base ids decode to a text that differs from the document.
     """
 
     windows: tuple[ScoredWindow, ...]
@@ -64,7 +64,7 @@ class Windows:
         return max(len(window.base_ids) for window in self.windows)
 
     def same_as(self, other: Windows) -> bool:
-        """Returns whether two sets of windows hold the same text, cut in the same places."""
+        """Returns whether two sets of windows have equal prefixes and equal base ids."""
         return self.prefix == other.prefix and _have_equal_ids(self.windows, other.windows)
 
 
@@ -75,9 +75,9 @@ def _have_equal_ids(a: Sequence[ScoredWindow], b: Sequence[ScoredWindow]) -> boo
 def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fill_windows: bool = False) -> Windows:
     """Encodes documents and cuts them into windows of at most `context` base ids.
 
-    Each document begins a new window, unless `fill_windows`: then documents follow one another with an eos between two,
-    and only the last window is shorter. The windows' bytes add up to the text's, even if a window ends inside a
-    character. Raises `DataError`.
+    Each document begins a new window, unless `fill_windows`: then the documents are joined with an eos between them,
+    and only the last window may be shorter. The windows' bytes add up to the text's, even if a window ends inside a
+    character. Raises `DataError` if `context` is below 1, a document has no ids or a needed bos or eos is missing.
     """
     if context < 1:
         raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
@@ -90,7 +90,7 @@ def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fil
 
 
 def prefix_id(tokenizer: Any) -> int:
-    """Returns the id that stands before a text: bos, else eos, else the model's own eos. Raises `DataError`."""
+    """Returns the id to read before a text: bos, else eos, else the lowest eos id. Raises `DataError` without any."""
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, min(tokenizer.eos_token_ids, default=None)):
         if token_id is not None:
             return int(token_id)
@@ -101,7 +101,7 @@ _Stream = tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]  # ids, scored, b
 
 
 def _encode_document(tokenizer: Any, document: Document) -> _Stream:
-    """Returns a document as base ids, all scored, with the bytes of each. Raises `DataError` if it gives no id."""
+    """Returns a document as base ids, all scored, with the bytes per id. Raises `DataError` if there are no ids."""
     ids, n_bytes = encode_with_bytes(tokenizer, document.text)
     if not len(ids):
         raise DataError(f"{document.source}: the tokenizer makes no token of its {document.n_bytes} bytes")
@@ -109,7 +109,6 @@ def _encode_document(tokenizer: Any, document: Document) -> _Stream:
 
 
 def _join_with_eos(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
-    """Returns all documents as one stream, with an unscored eos between two. Raises `DataError`."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
     eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)
@@ -120,7 +119,6 @@ def _join_with_eos(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
 def _cut_stream(
     ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int
 ) -> Iterator[ScoredWindow]:
-    """Yields a stream (see `_Stream`) as windows of `context` base ids; the last one may be shorter."""
     for begin in range(0, len(ids), context):
         part = slice(begin, begin + context)
         yield ScoredWindow(ids[part], scored[part], int(n_bytes[part].sum()))
@@ -134,9 +132,9 @@ def _decode(tokenizer: Any, ids: Uint32s) -> str:
 class BitsResult:
     """The result of scoring n windows with one model.
 
-    bits: negative log2-probability of each window's text, float64 [n]. n_bytes: UTF-8 bytes of that text, int64 [n].
-    base_ids, ids, hypertokens: totals over all windows, without the id before each window, which is not scored.
-    hyper_mass: mean over ids of the probability of all hypertokens together. seconds: time of compression and scoring.
+    bits: negative log2-probability of each window's text, float64 [n]. n_bytes: UTF-8 bytes of each window's text,
+    int64 [n]. base_ids, ids, hypertokens: counts over all windows, without the unscored id before each window.
+    hyper_mass: mean over ids of the total probability of all hypertokens. seconds: time of compression and scoring.
     peak_bytes: peak memory, as the engine measures it. availability: see `score`; None for a plain model.
     """
 
@@ -162,12 +160,12 @@ class BitsResult:
 
     @cached_property
     def standard_error(self) -> float | None:
-        """Standard error of bits_per_byte over windows, as a ratio of sums (linearised); None for a single window."""
+        """Standard error of bits_per_byte over windows (see `ratio_standard_error`); None for a single window."""
         return ratio_standard_error(self.bits, self.n_bytes)
 
     @property
     def compression_rate(self) -> float:
-        """Number of ids per base id: 1 without hypertokens, lower is better. Source: zip2zip, Definition A.1."""
+        """Number of ids divided by number of base ids: 1 without hypertokens, lower is better (zip2zip, A.1)."""
         return self.ids / self.base_ids
 
     @property
@@ -176,7 +174,7 @@ class BitsResult:
         return self.hypertokens / self.ids
 
     def record(self) -> dict[str, Any]:
-        """Returns the figures by name, as a report holds them; *_per_s: per second of compression and scoring."""
+        """Returns the figures by name, for a report; *_per_s: per second of compression and scoring."""
         return {
             "bits_per_byte": self.bits_per_byte,
             "bits_per_byte_standard_error": self.standard_error,
@@ -207,9 +205,8 @@ def measure_bits(
 ) -> BitsResult:
     """Scores every window with a zip2zip or a plain mlx-lm model and returns the figures.
 
-    batch_size: windows per model call. availability: see `score`; pack: see `compress_row`. progress: called with the
-    number of windows just scored.
-    Raises `DataError` if a window has more base ids than the model has positions.
+    batch_size: windows per model call. availability: see `score`. pack: see `compress_row`. progress: called with the
+    number of windows just scored. Raises `DataError` if a window has more base ids than the model has positions.
     """
     check_context_fits("windows", windows.longest, context_limit(model))
     prefix = np.array([windows.prefix], np.uint32)
@@ -237,17 +234,17 @@ def measure_bits(
 def check_context_fits(what: str, base_ids: int, limit: int | None) -> None:
     """Raises `DataError` if windows or requests (`what`) of `base_ids` base ids exceed a model's `limit` positions.
 
-    A window takes one position per base id: one id is read before the first, and the last one is predicted but not
-    read. limit: None for a model that names no limit.
+    A window of n base ids takes n positions: the prefix and all base ids but the last, which is predicted but not read.
+    limit: None for a model without a limit in its config.
     """
     if limit is not None and base_ids > limit:
         raise DataError(f"{what} of {base_ids} base ids (--context) do not fit the model's {limit} positions")
 
 
 def count_window_bits(window: ScoredWindow, row: Compressed, scored: Scored) -> float:
-    """Returns the bits of a window's text: the sum over its ids, without an eos between documents.
+    """Returns the bits of a window's text: the sum over the window's ids, without an eos between documents.
 
-    row: the id before the window and the window's base ids, compressed. scored: the model's predictions of that row.
+    row: the prefix and the window's base ids, compressed. scored: the model's predictions for `row`.
     """
     starts = row.ends[:-1] - row.spans[0]  # index in the window of the first base id of each id after the prefix
     counted = np.logical_or.reduceat(window.scored, starts)
@@ -264,9 +261,9 @@ def ratio_standard_error(values: NDArray[np.float64], weights: NDArray[np.int64]
 
 
 def compare_bits(model: BitsResult, baseline: BitsResult) -> dict[str, float | None]:
-    """Returns how much more bits per byte a model needs than the baseline, with the standard error over windows.
+    """Returns a model's bits per byte minus the baseline's: absolute, with standard error over windows, and relative.
 
-    Raises `DataError` if the two were not measured on the same windows.
+    Raises `DataError` if the two results were not measured on the same windows.
     """
     if not np.array_equal(model.n_bytes, baseline.n_bytes):
         raise DataError("the two models were not measured on the same windows")

@@ -1,6 +1,6 @@
-"""`evaluate`: measures models in the same way, one after the other, and returns one record of all figures.
+"""`evaluate`: measures several models in the same way, one after the other, and returns a record of all figures.
 
-All inputs are read and checked before the first model is loaded: packs, texts, prompts, tokenizers, names of tasks.
+All inputs are read and checked before the first model is loaded: packs, texts, prompts, tokenizers and task names.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ _LARGEST_CODEBOOK = 1 << 20
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What to measure of every model. Raises `DataError` for settings that contradict each other.
+    """What to measure for each model. Raises `DataError` if settings contradict each other.
 
     data: text files or data sets to score in bits per byte. separator, limit_bytes: see `read_corpus`. context: maximum
-    number of base ids per window and per task request; None for what the first model can read, at most 1024 per window.
-    fill_windows: see `cut_windows`. availability: see `score`. generate: number of conversations to generate, None for
-    none. prompts: file of their requests; None takes the first `opening` base ids of each document. turns: requests per
-    conversation. keep_cache, max_tokens, temp, top_p, stop: see `rates.RateSettings`. tasks, include_path, num_shots,
-    limit, apply_chat_template, confirm_run_unsafe_code: see `run_tasks`. border: see `lm_eval_model`. batch_size:
-    windows, conversations or requests per model call. canonical: whether to decode canonically, None for what each
-    model's config says.
+    number of base ids per window and per task request; None for the first model's number of positions, limited to 1024
+    for windows. fill_windows: see `cut_windows`. availability: see `score`. generate: number of conversations to
+    generate, None for none. prompts: file of prompts for the conversations; None to use the first `opening` base ids of
+    each document as prompts. turns: requests per conversation. keep_cache, max_tokens, temp, top_p, stop: see
+    `rates.RateSettings`. tasks, include_path, num_shots, limit, apply_chat_template, confirm_run_unsafe_code: see
+    `run_tasks`. border: see `lm_eval_model`. batch_size: windows, conversations or requests per model call. canonical:
+    whether to decode canonically, None for the setting in each model's config.
     """
 
     data: Sequence[str] = ()
@@ -108,23 +108,23 @@ class EvaluationOptions:
         Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
 
     def _check_tasks(self) -> None:
-        """Raises `DataError` for a setting of benchmark tasks that differs from its default when no tasks are named."""
+        """Raises `DataError` if no tasks are named but a setting for tasks differs from its default."""
         given = [f for f in fields(self) if f.name in _TASK_SETTINGS and getattr(self, f.name) != f.default]
         if given and not self.tasks:
             flags = ", ".join(f"--{one.name.replace('_', '-')}" for one in given)
             raise DataError(f"{flags}: of benchmark tasks only; name them with --tasks")
 
     def record(self) -> dict[str, Any]:
-        """Returns the settings by name, without those that the record holds elsewhere."""
+        """Returns the settings by name, without those in `_NOT_RECORDED`."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_RECORDED}
         return kept | {"stop": list(self.stop), "tasks": list(self.tasks)}
 
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """An engine that runs models. name: its name in --engine. device: description of its device.
+    """An engine that runs models. name: value of --engine. device: description of the engine's device.
 
-    load: is called like `mlx_zip.load` and returns a model and its tokenizer.
+    load: function with the arguments of `mlx_zip.load` that returns a model and its tokenizer.
     """
 
     name: str
@@ -134,10 +134,10 @@ class ModelRunner:
 
 @dataclass
 class _EvaluationInputs:
-    """Everything that is read before a model is loaded, and the figures of the first model, the baseline.
+    """Everything that is read before a model is loaded. Later also holds the figures of the first model, the baseline.
 
-    folders: each model's folder, by the name that the user gave. context: base ids per window. task_context: base ids
-    per task request, None until the first model is loaded. manager: the harness's `TaskManager`, None without tasks.
+    folders: each model's folder, by the name that the user gave. context: maximum base ids per window. task_context:
+    maximum base ids per task request, None until known. manager: the harness's `TaskManager`, None without tasks.
     """
 
     folders: dict[str, Path]
@@ -169,7 +169,7 @@ def evaluate(
     hypertokens, None for each model's own. row_store: see `load`. progress: show progress on stderr. announce:
     called once, before a model is loaded, with a line that says what will be measured. runner: None for MLX.
 
-    Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
+    Raises `MlxZipError` if an input cannot be read or inputs do not fit together, mostly before any model is loaded.
     """
     _check_codebook_size(codebook_size)
     chosen = chosen_packs.read_packs(pack)
@@ -179,7 +179,7 @@ def evaluate(
     records = []
     for name in models:
         records.append(_measure_model(name, options, inputs, codebook_size, row_store, progress, runner))
-        gc.collect()  # the model's memory, before the next one is loaded
+        gc.collect()  # frees the model's memory before the next model is loaded
     settings = {**options.record(), "context": inputs.context, "codebook_size": codebook_size, "engine": runner.name}
     settings |= {"pack": None if chosen is None else list(chosen.by_name)}
     settings |= {"codebook_fingerprint": None if chosen is None else chosen.fingerprint}
@@ -195,7 +195,7 @@ def evaluate(
 def _read_inputs(
     models: Sequence[str], options: EvaluationOptions, pack: Pack | None, codebook_size: int | None
 ) -> _EvaluationInputs:
-    """Reads and checks all inputs of an evaluation, with every model's config and tokenizer but without its weights."""
+    """Reads and checks all inputs of an evaluation: also every model's config and tokenizer, but not the weights."""
     corpus = read_corpus(options.data, options.separator, options.limit_bytes) if options.data else None
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     manager = benchmark.check_tasks(options.tasks, options.include_path, options.num_shots, options.limit, options.seed)
@@ -235,9 +235,9 @@ def _default_context(config: Mapping[str, Any]) -> int:
 def _cut_and_check_windows(
     inputs: _EvaluationInputs, corpus: Corpus, tokenizer: Any, name: str, first: str, fill_windows: bool
 ) -> None:
-    """Cuts the text into windows with a model's tokenizer, and stores those of the first model in `inputs`.
+    """Cuts the text into windows with a model's tokenizer. Stores the first model's windows in `inputs`.
 
-    name, first: names of this and of the first model. Raises `DataError` if the windows differ from the first model's.
+    name: the model's name. first: the first model's name. Raises `DataError` if the windows of the two models differ.
     """
     windows = cut_windows(tokenizer, corpus.documents, inputs.context, fill_windows)
     if inputs.windows is None:
@@ -312,7 +312,7 @@ def _load_model(
     row_store: RowStore | None,
     runner: ModelRunner,
 ) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer; a plain model gets the pack only if its rows were tuned for that model."""
+    """Loads a model and its tokenizer. A plain model gets the pack only if the pack's rows were tuned for it."""
     loading = {
         "trust_remote_code": options.trust_remote_code,
         "canonical": options.canonical,
@@ -331,14 +331,14 @@ def _load_model(
 
 
 def _pack_for_requests(inputs: _EvaluationInputs) -> Pack | None:
-    """Returns the given pack, not to be checked again by its tokenizer's fingerprint; None for each model's own."""
+    """Returns the given pack without its tokenizer's fingerprint, which is checked already; None if none was given."""
     return None if inputs.pack is None else replace(inputs.pack, tokenizer=None)
 
 
 def _record_bits(
     name: str, model: Any, options: EvaluationOptions, inputs: _EvaluationInputs, progress: bool
 ) -> dict[str, Any]:
-    """Returns the figures of a model's bits per byte, for later models with the differences from the first."""
+    """Measures a model's bits per byte; returns the figures, for all but the first model with differences from it."""
     assert inputs.windows is not None
     with ProgressBar(len(inputs.windows.windows), "window", name, shown=progress) as step:
         bits = measure_bits(
@@ -378,7 +378,7 @@ def _check_codebook_size(size: int | None) -> None:
 def _check_model_files(folder: Path, codebook_size: int | None, pack: Pack | None) -> None:
     """Raises `ModelError`, `ConfigError` or `GenerationError` if a model's config or weights cannot be read.
 
-    codebook_size, pack: those asked for; they must fit a zip2zip model's config.
+    codebook_size, pack: the user's choices, None for the model's own; they must fit a zip2zip model's config.
     """
     section = _read_zip_config(folder, codebook_size)
     if section is not None and pack is not None:
@@ -394,9 +394,9 @@ def _check_model_files(folder: Path, codebook_size: int | None, pack: Pack | Non
 
 
 def _read_zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
-    """Returns the config of a zip2zip model with the codebook size asked for (None: its own); None for a plain model.
+    """Returns the config of a zip2zip model, with `codebook_size` if that is not None; returns None for a plain model.
 
-    Raises `ModelError` or `ConfigError`.
+    Raises `ModelError` or `ConfigError` if the config cannot be read.
     """
     config = read_model_config(folder)
     if config["model_type"] != MODEL_TYPE:
@@ -412,10 +412,10 @@ def check_prompts_fit(
     codebook_size: int | None,
     pack: Pack | None,
 ) -> None:
-    """Raises `GenerationError` naming the first conversation whose first prompt a model cannot answer.
+    """Raises `GenerationError` if the model cannot answer the first prompt of a conversation.
 
     The chat template must render the prompt, and the prompt must leave room in the model's context. Later turns are not
-    checked, because their length depends on the answers. codebook_size, pack: as in `_check_model_files`.
+    checked, because their length depends on the answers. codebook_size, pack: None for the model's own.
     """
     context = read_model_config(folder).get("max_position_embeddings")
     for number, prompts in enumerate(conversations, start=1):
@@ -433,7 +433,7 @@ def check_prompts_fit(
 
 
 def _count_positions(folder: Path, base_ids: Sequence[int], codebook_size: int | None, pack: Pack | None) -> int:
-    """Returns how many positions the base ids of a new request take; a lower bound for a plain model with a pack."""
+    """Returns the number of positions that a prompt takes in a new request; a lower bound for a plain model."""
     section = _read_zip_config(folder, codebook_size)
     if section is None:
         longest = 1 if pack is None else max(map(len, pack), default=1)

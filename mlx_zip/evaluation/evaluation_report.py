@@ -1,4 +1,4 @@
-"""An evaluation as one JSON object, and as a table with a column per model, the baseline first."""
+"""Formats an evaluation as one JSON object, and as a table with one column per model, the baseline first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _RATES_ROWS: list[tuple[str, str, FormatValue]] = [
     ("ended by themselves", "ended", _PERCENT),
     ("base tokens/s", "base_tokens_per_s", _COUNT),
 ]
-_ROW_MEANINGS = {  # part of a model's record: what its rows mean, a line each
+_ROW_MEANINGS = {  # part of a model's record -> lines that explain the part's rows
     "text": (
         "bits per byte: what the text costs the model, lower is better; + means worse than the first model",
         "byte-perplexity: 2 to the power of bits per byte",
@@ -90,8 +90,8 @@ def describe_environment() -> dict[str, Any]:
 def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], data: Any = None) -> dict[str, Any]:
     """Returns the record of an evaluation: time, machine, versions, settings, data and the models' figures.
 
-    models: for each {"model", "kind"}, a zip2zip model's "canonical", and "text", "generation" and "tasks" if measured.
-    data: `Corpus.record()`, or None if no text was scored.
+    models: one mapping per model, with the keys "model" and "kind", "canonical" for a zip2zip model, and "text",
+    "generation" and "tasks" if measured. data: `Corpus.record()`, or None if no text was scored.
     """
     return {
         "version": VERSION,
@@ -103,7 +103,7 @@ def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 
 
 def format_table(record: Mapping[str, Any]) -> str:
-    """Returns the record's figures as a table in plain text, with notes and a line that explains each row."""
+    """Returns the record's figures as a table in plain text, followed by notes and explanations of the rows."""
     models = record["models"]
     rows = [["", *_short_names([model["model"] for model in models])]]
     rows += _figure_rows(models, [("canonical decoding", "canonical", lambda on: "yes" if on else "no")])
@@ -119,9 +119,7 @@ def format_table(record: Mapping[str, Any]) -> str:
 
 
 def _short_names(names: Sequence[str]) -> list[str]:
-    """Returns a short name for each model: the last one to three parts of its path or hub id, as few as keep the names
-    different.
-    """
+    """Returns a short name for each model: the last 1 to 3 parts of its path, as few as make the names differ."""
     parts = [name.rstrip("/").split("/") for name in names]
     for depth in (1, 2, 3):
         labels = ["/".join(part[-depth:])[-32:] or name for part, name in zip(parts, names, strict=True)]

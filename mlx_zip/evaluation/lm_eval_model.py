@@ -1,11 +1,10 @@
 """A zip2zip or plain mlx-lm model as a language model of lm-evaluation-harness. Needs the `eval` extra.
 
 Log-likelihood requests are scored on compressed ids. With border "whole", context and continuation are compressed as
-one text, and the score is the sum of log-probabilities from the first id on that stands for part of the continuation.
-An id that also stands for the context's last base ids counts in full. With border "split", the continuation is
-compressed separately after the context, and no id crosses the border. For a plain model both give the usual score.
-`is_greedy` says whether greedy generation takes exactly these ids, so a zip2zip model that would write the same text
-with other ids counts as not greedy.
+one text, and the score is the sum of log-probabilities of all ids that cover part of the continuation. An id that also
+covers the context's last base ids counts in full. With border "split", the continuation is compressed separately after
+the context, and no id crosses the border. For a plain model both borders give the usual score. `is_greedy` is true if
+greedy generation takes exactly these ids. If a zip2zip model would write the same text with other ids, it is false.
 """
 
 from __future__ import annotations
@@ -39,11 +38,12 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k",
 class ZipLM(TemplateLM):
     """A loaded model and its tokenizer for `lm_eval.simple_evaluate(model=ZipLM(model, tokenizer), ...)`.
 
-    context: maximum number of base ids per request, None for the model's positions, or 2048 if its config does not
-    limit them. batch_size: requests per model call. border: "whole" or "split", see the module. max_gen_toks: maximum
-    number of base tokens to generate for a task that sets no maximum. pack: the pack whose entries every codebook
-    begins with, None for the model's own. seed: seed of the first batch of sampled texts; each later batch adds one.
-    The attribute `truncated` counts the requests whose beginning was cut off. Raises `DataError` for bad arguments.
+    context: maximum number of base ids per request, None for the model's number of positions, or 2048 if the config
+    does not limit it. batch_size: requests per model call. border: "whole" or "split", see the module. max_gen_toks:
+    maximum number of base tokens to generate for a task that sets no maximum. pack: the pack whose entries every
+    codebook begins with, None for the model's own. seed: seed of the first batch of sampled texts; each later batch
+    adds one. The attribute `truncated` counts the requests whose beginning was cut off. Raises `DataError` if `border`,
+    `batch_size` or `context` is out of range.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class ZipLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id that stands before a text without a context: bos, else eos."""
+        """Id to read before a text without a context: bos, else eos."""
         return prefix_id(self.tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Returns the base ids of a text, with a bos before them if the tokenizer adds one and the text has none."""
+        """Returns the base ids of a text; prepends bos if the tokenizer adds bos and the text has none."""
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=False)
         bos = self.tokenizer.bos_token_id
         if bos is None or add_special_tokens is False or ids[:1] == [bos] or not self._adds_bos:
@@ -95,7 +95,7 @@ class ZipLM(TemplateLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encodes context and continuation as one text; returns the base ids of each.
 
-        The context gets as many ids as it has when encoded alone. Spaces at its end are moved to the continuation.
+        The context gets as many ids as it has when encoded alone. Spaces at the context's end go to the continuation.
         """
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
@@ -136,7 +136,7 @@ class ZipLM(TemplateLM):
         return answers
 
     def _compress_request(self, text: str, context: list[int], continuation: list[int]) -> tuple[Compressed, int]:
-        """Returns a request as the model reads it, and the index of its first id that is part of the score.
+        """Returns a compressed request, and the index of the first id that counts in the score.
 
         text: the continuation. context, continuation: base ids.
         """
@@ -146,11 +146,11 @@ class ZipLM(TemplateLM):
             parts = [np.concatenate(parts)]
         row = compress_row(self.model, *parts, pack=self.pack)
         first = int(np.searchsorted(row.ends, border, side="right"))
-        if first == 0:  # one entry of the pack stands for the whole context, and no id comes before it
+        if first == 0:  # the first id, an entry of the pack, covers the whole context: no id predicts it
             row = compress_row(self.model, np.array([self.prefix_token_id], np.uint32), *parts, pack=self.pack)
             border += 1
             first = int(np.searchsorted(row.ends, border, side="right"))
-        if row.ends[first - 1] == border:  # no id stands for text on both sides, so generation would begin here
+        if row.ends[first - 1] == border:  # no id crosses the border, so generation would begin here
             row = replace(row, breaks=tuple({*row.breaks, first - 1}))
         return row, first
 
@@ -158,7 +158,7 @@ class ZipLM(TemplateLM):
         """Returns the last ids of a context, as many as fit into the model with the continuation.
 
         The continuation's last base id takes no position, because it is predicted but not read. text: the continuation,
-        for the message. Raises `DataError` for a continuation that is empty or does not fit.
+        for the message. Raises `DataError` if the continuation is empty or does not fit.
         """
         room = self.max_length + 1 - len(continuation)
         if room < 1 or not continuation:
@@ -166,12 +166,12 @@ class ZipLM(TemplateLM):
         return self._keep_last_ids(context or [self.prefix_token_id], room)
 
     def _keep_last_ids(self, context: list[int], room: int) -> list[int]:
-        """Returns the last `room` ids of a context; counts it in `truncated` if that shortens it."""
+        """Returns the last `room` ids of a context; adds 1 to `truncated` if the context is longer."""
         self.truncated += len(context) > room
         return context[-room:]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-probabilities of whole texts, in separate windows as `mlx_zip evaluate --data` cuts them."""
+        """Returns the log-probability of each text, scored in windows as by `mlx_zip evaluate --data`."""
         totals = []
         for request in requests:
             (text,) = request.args
@@ -187,13 +187,13 @@ class ZipLM(TemplateLM):
     # ---- generation
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns generated texts, cut before the first stop string; `max_gen_toks` counts base tokens."""
+        """Returns the generated texts, each cut before its first stop string. `max_gen_toks` counts base tokens."""
         arguments: list[Any] = [request.args for request in requests]  # (context, generation arguments)
         options = [_generation_options(given, self.max_gen_toks) for _, given in arguments]
         keys = [json.dumps(option, sort_keys=True) for option in options]
         prompts = [self._make_prompt(text, o["max_tokens"]) for (text, _), o in zip(arguments, options, strict=True)]
         order = sorted(range(len(requests)), key=lambda i: (keys[i], -len(prompts[i])))
-        texts, seeds = [""] * len(requests), count(self.seed)  # equal seeds would answer a repeated request alike
+        texts, seeds = [""] * len(requests), count(self.seed)  # equal seeds would repeat answers
         for _, same in groupby(order, key=lambda i: keys[i]):
             rows = list(same)
             size = self.batch_size if can_batch(self.model) else 1
@@ -205,7 +205,7 @@ class ZipLM(TemplateLM):
         return texts
 
     def _make_prompt(self, context: str, max_tokens: int) -> list[int]:
-        """Returns the context's last base ids, as many as leave room for `max_tokens` more. Raises `DataError`."""
+        """Returns the context's last base ids, leaving room for `max_tokens`. Raises `DataError` if no room is left."""
         room = self.max_length - max_tokens
         if room < 1:
             raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
@@ -220,9 +220,9 @@ class ZipLM(TemplateLM):
 
 
 def _choose_max_length(model: Any, context: int | None) -> int:
-    """Returns the maximum number of base ids per request. context: what the user asked for, None for the model's own.
+    """Returns the maximum number of base ids per request. context: the user's choice, None for the model's maximum.
 
-    Raises `DataError` if the model cannot read so many.
+    Raises `DataError` if `context` is below 1 or exceeds the model's positions.
     """
     limit = context_limit(model)
     if context is None:
@@ -234,9 +234,9 @@ def _choose_max_length(model: Any, context: int | None) -> int:
 
 
 def _generation_options(given: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
-    """Returns a task's generation arguments as options of `stream_generate`; greedy unless the task samples.
+    """Returns a task's generation arguments as options of `stream_generate`; greedy unless the task asks for sampling.
 
-    max_gen_toks: maximum number of base tokens if the task sets none. Raises `DataError` for unknown arguments.
+    max_gen_toks: maximum number of base tokens if the task sets none. Raises `DataError` if an argument is unknown.
     """
     if unknown := sorted(given.keys() - _KNOWN):
         raise DataError(f"generation arguments {', '.join(unknown)} of this task are not supported")

@@ -1,4 +1,4 @@
-"""Rates of generation: base tokens per step of generated text, and of the same text compressed canonically."""
+"""Generates text and measures base tokens per step, as generated and if the text were compressed canonically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRAM_LENGTH = 4
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raises `DataError` for a batch of less than one row."""
+    """Raises `DataError` if `batch_size` is below 1."""
     if batch_size < 1:
         raise DataError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
 
@@ -35,10 +35,9 @@ def check_batch_size(batch_size: int) -> None:
 class RateSettings:
     """How text is generated.
 
-    max_tokens: maximum number of base tokens per turn. temp, top_p, seed: as in `stream_generate`; the index of a
-    batch's first conversation is added to the seed. batch_size: conversations per model call. stop: strings that end a
-    turn. keep_cache: see `measure_rates`. pack: the pack whose entries every codebook begins with, None for the model's
-    own.
+    max_tokens: maximum number of base tokens per turn. temp, top_p, seed: see `stream_generate`; a batch uses `seed`
+    plus the index of its first conversation. batch_size: conversations per model call. stop: strings that end a turn.
+    keep_cache: see `measure_rates`. pack: the pack whose entries every codebook begins with, None for the model's own.
     """
 
     max_tokens: int = 256
@@ -54,7 +53,7 @@ class RateSettings:
         check_batch_size(self.batch_size)
 
     def record(self) -> dict[str, Any]:
-        """Returns the settings by name; in place of the pack, the number of its entries as "start"."""
+        """Returns the settings by name, with the pack's number of entries as "start" in place of "pack"."""
         found = {**vars(self), "start": 0 if self.pack is None else len(self.pack)}
         del found["pack"]
         return found
@@ -64,11 +63,11 @@ class RateSettings:
 class GeneratedTurn:
     """One generated turn with its counts.
 
-    prompt: number of base ids read before the turn. base_ids: generated base ids, without those after the end of the
-    text. steps: number of generated ids. hypertokens: number of generated hypertokens. canonical: number of ids that
-    the compressor makes of the same base ids after the same context, None for a plain model. invalid: number of
-    generated ids that were neither base ids nor entries of the codebook. grams: number of 4-grams of base ids.
-    repeated: number of these that had occurred before in the turn. finish_reason: see `TextStream`.
+    prompt: number of base ids read before the turn. base_ids: generated base ids up to the end of the text. steps:
+    number of generated ids. hypertokens: number of generated hypertokens. canonical: number of ids that the compressor
+    makes of `base_ids` after the same context, None for a plain model. invalid: number of generated ids that were
+    neither base ids nor entries of the codebook. grams: number of 4-grams of base ids. repeated: number of 4-grams that
+    occurred earlier in the turn. finish_reason: see `TextStream`.
     """
 
     text: str
@@ -85,7 +84,7 @@ class GeneratedTurn:
 
 @dataclass
 class _RunningTurn:
-    """What a turn has generated so far. prompt: its base ids. tokens: generated ids.
+    """What a turn has generated so far. prompt: base ids of the prompt. tokens: generated ids.
 
     context: the codebook at the beginning of the turn, None for a new request.
     """
@@ -113,11 +112,10 @@ def measure_rates(
 ) -> RatesResult:
     """Generates every turn of all conversations, which must have equally many turns, and returns the figures.
 
-    By default each turn is a new request whose context is compressed canonically, as on a server without caches, and
-    conversations run in batches. keep_cache: each turn continues from the cache of the turn before, as far as that
-    cache holds a prefix of the new prompt, as in a chat; conversations then run one at a time, and the context holds
-    the emitted ids. keep_cache changes nothing for a plain model, which always reads base ids. progress: called with
-    the number of turns just done.
+    By default each turn is a new request whose context is compressed canonically, and conversations run in batches. If
+    `settings.keep_cache`, each turn continues from the common prefix of the previous turn's cache and the new prompt,
+    as in a chat; conversations run one at a time, and the context holds the emitted ids. `keep_cache` has no effect on
+    a plain model, which always reads base ids. progress: called with the number of turns just done.
     """
     begun, generated = time.perf_counter(), []
     together = 1 if _keeps_cache(model, settings) or not can_batch(model) else settings.batch_size
@@ -129,7 +127,7 @@ def measure_rates(
 
 
 def _keeps_cache(model: Any, settings: RateSettings) -> bool:
-    """Returns whether turns continue from the cache of the turn before. Raises `DataError` if the model has none."""
+    """Returns whether turns continue from the previous turn's cache. Raises `DataError` if the engine has no cache."""
     if settings.keep_cache and scores_itself(model):
         raise DataError("keep_cache (--keep-cache) needs a model on MLX (--engine mlx)")
     return settings.keep_cache and has_hypertokens(model)
@@ -147,7 +145,7 @@ def can_batch(model: Any) -> bool:
 def _generate_conversations(
     model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: RateSettings, seed: int, progress: Callable
 ) -> list[list[GeneratedTurn]]:
-    """Generates some conversations in one batch; returns turns as [conversation][turn]."""
+    """Generates conversations in one batch; returns the turns, indexed by [conversation][turn]."""
     cache = model.make_cache(pack=settings.pack) if _keeps_cache(model, settings) else None
     generated: list[list[GeneratedTurn]] = [[] for _ in rows]
     for number in range(len(rows[0].prompts)):
@@ -169,9 +167,9 @@ def _stream_turn(
     settings: RateSettings,
     seed: int,
 ) -> Iterator[tuple[int, Any]]:
-    """Generates one turn of some conversations; yields (index of the conversation, response).
+    """Generates one turn of each conversation; yields (index of the conversation, response).
 
-    cache: the cache that a single conversation continues from; None for new requests.
+    cache: the cache from which a single conversation continues; None for new requests.
     """
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
@@ -190,9 +188,9 @@ def _stream_turn(
 def stream_responses(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], **options: Any
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (index of the prompt, response) for new requests; several only if `can_batch`.
+    """Yields (index of the prompt, response) for new requests. Takes several prompts only if `can_batch(model)`.
 
-    options: those of `stream_generate`.
+    options: keyword arguments of `stream_generate`.
     """
     if scores_itself(model):
         yield from model.stream(tokenizer, prompts, **options)
@@ -234,8 +232,7 @@ def _count_turn(model: Any, turn: _RunningTurn, pack: Pack | None) -> GeneratedT
 def count_canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
     """Returns the number of ids that the compressor makes of base ids after a prompt.
 
-    prompt: base ids. book: the codebook before the prompt, or after its first base ids; the rest of the prompt is
-    pushed to it.
+    prompt: base ids. book: codebook of a prefix of the prompt (possibly empty); changed: the rest is pushed to it.
     """
     book.push(compress_next(book, np.array(prompt[book.base_length :], np.uint32)))
     return len(book.compress(np.array(base_ids, np.uint32)))
@@ -244,7 +241,7 @@ def count_canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Seque
 def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
     """Returns how many generated ids were neither base ids nor entries of the codebook when they were generated.
 
-    book: the codebook before the first of them; it is not changed. An invalid id creates no entry.
+    book: the codebook before the first id of `tokens`; not changed. An invalid id creates no entry.
     """
     book, invalid = book.copy(), 0
     for token in tokens:
@@ -256,7 +253,7 @@ def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
 
 
 def count_repeated_grams(base_ids: Sequence[int]) -> tuple[int, int]:
-    """Returns how many 4-grams of base ids a text has, and how many of these had occurred earlier in the text."""
+    """Returns the number of 4-grams of base ids in a text, and the number of 4-grams that occurred earlier in it."""
     grams = Counter(tuple(base_ids[i : i + GRAM_LENGTH]) for i in range(len(base_ids) - GRAM_LENGTH + 1))
     return grams.total(), grams.total() - len(grams)
 
@@ -273,7 +270,7 @@ class RatesResult:
     settings: RateSettings
 
     def record(self) -> dict[str, Any]:
-        """Returns the last turn's figures by name and its texts, and the figures of every turn under "turns"."""
+        """Returns the figures and texts of the last turn, and the figures of every turn under "turns"."""
         by_turn = [summarize_turns(generated) for generated in self.turns]
         base_tokens = sum(turn["base_tokens"] for turn in by_turn)
         return {
@@ -289,7 +286,7 @@ class RatesResult:
 def summarize_turns(generated: Sequence[GeneratedTurn]) -> dict[str, Any]:
     """Returns totals over turns and ratios of totals, by name. canonical_* and of_canonical: None for a plain model.
 
-    of_canonical: ids that the compressor would need for the same texts, divided by the steps that were taken.
+    of_canonical: number of ids that the compressor makes of the same texts, divided by the number of generated ids.
     """
     base_tokens = sum(len(turn.base_ids) for turn in generated)
     steps = sum(turn.steps for turn in generated)

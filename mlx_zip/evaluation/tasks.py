@@ -19,8 +19,8 @@ def check_tasks(
 ) -> Any:
     """Checks the arguments of `run_tasks` without a model; returns the harness's `TaskManager`, None without tasks.
 
-    Raises `InstallationError` without the `eval` extra, and `DataError` for an unknown task, a missing folder and a
-    number out of range.
+    Raises `InstallationError` if the `eval` extra is missing, and `DataError` if a task is unknown, the folder is
+    missing or a number is out of range.
     """
     if not tasks:
         return None
@@ -62,11 +62,11 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Runs benchmark tasks and returns a dict: "results" {task: {metric: value}}, versions, and counts of questions.
 
-    "context" is the maximum number of base ids per request, "truncated" the number of requests whose beginning was cut
-    off. tasks: names that the harness knows. include_path: a folder with further task files. num_shots: solved examples
-    before each question, None for the task's own number. limit: maximum number of questions per task, None for all.
-    confirm_run_unsafe_code: whether tasks may run the model's answers as code. manager: what `check_tasks` returned for
-    the same arguments, None to check them here. options: those of `ZipLM`. Raises what `check_tasks` raises.
+    In the result, "context" is the maximum number of base ids per request, and "truncated" the number of requests whose
+    beginning was cut off. tasks: names that the harness knows. include_path: a folder with further task files.
+    num_shots: solved examples before each question, None for the task's own number. limit: maximum number of questions
+    per task, None for all. confirm_run_unsafe_code: whether tasks may run the model's answers as code. manager: result
+    of `check_tasks`, None to call `check_tasks` here, which may raise. options: keyword arguments of `ZipLM`.
     """
     manager = manager or check_tasks(tasks, include_path, num_shots, limit, seed)
     zip_lm = _import_zip_lm()
@@ -94,7 +94,7 @@ def run_tasks(
 
 
 def _to_json_values(value: Any) -> Any:
-    """Returns a value with NumPy's numbers turned into Python's, and NaN and infinity into None, for JSON."""
+    """Converts a value for JSON: NumPy numbers to Python numbers, NaN and infinity to None."""
     if isinstance(value, Mapping):
         return {str(key): _to_json_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -104,7 +104,6 @@ def _to_json_values(value: Any) -> Any:
 
 
 def _import_zip_lm() -> Any:
-    """Returns the class `ZipLM`. Raises `InstallationError` without lm-evaluation-harness."""
     try:
         from mlx_zip.evaluation.lm_eval_model import ZipLM
     except ImportError as error:
@@ -115,7 +114,7 @@ def _import_zip_lm() -> Any:
 
 
 def list_metrics(results: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
-    """Returns (task and metric, value, standard error or None) of every numeric metric of `run_tasks`."""
+    """Returns (task and metric, value, standard error or None) for every numeric metric. results: from `run_tasks`."""
     rows = []
     for task, metrics in results["results"].items():
         for name, value in metrics.items():

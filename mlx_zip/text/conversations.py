@@ -1,4 +1,4 @@
-"""Prompts, from a file or from the beginnings of documents, and the conversations that generation is measured on."""
+"""Reads prompts from a file or from the beginnings of documents; makes conversations to measure generation on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prompt:
 def read_prompts(file: str | Path) -> list[Prompt]:
     """Reads prompts from a .jsonl or .jsonl.gz file of objects with `messages` (role and content) or `prompt` (text).
 
-    Raises `DataError` naming the file and line.
+    Raises `DataError`, naming the file and line, if a line is invalid or there are no prompts.
     """
     if source_kind(str(file)) != "json":
         raise DataError(f"{file}: prompts are read from a .jsonl file")
@@ -41,7 +41,7 @@ def read_prompts(file: str | Path) -> list[Prompt]:
 
 
 def _parse_prompt_line(where: str, line: bytes) -> Prompt:
-    """Returns the prompt in one line of a file. where: file and line number, for messages. Raises `DataError`."""
+    """Returns the prompt in one line of a file. where: file and line, for the `DataError` if the line is invalid."""
     try:
         record = loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -59,7 +59,7 @@ def _are_text_messages(value: Any) -> bool:
 
 
 def document_openings(tokenizer: Any, documents: Sequence[Document], base_ids: int) -> list[Prompt]:
-    """Returns the text of the first `base_ids` base ids of each document; documents without such text are left out.
+    """Returns the text of the first `base_ids` base ids of each document. Leaves out documents that give no text.
 
     Raises `DataError` if `base_ids` is below 1.
     """
@@ -77,10 +77,10 @@ def _first_text(tokenizer: Any, text: str, base_ids: int) -> str:
 def make_conversations(prompts: Sequence[Prompt], count: int, turns: int, repeat: bool) -> list[list[Prompt]]:
     """Returns `count` conversations of `turns` prompts each.
 
-    The last prompt of conversation i is prompt i, whatever `turns` is. The turns before it are the prompts that follow
-    prompt i, the nearest one last. repeat: whether prompts may be used again when there are fewer than `count`, which
-    makes sense for sampled text. Raises `DataError` when there are too few prompts, and when conversations of several
-    turns would mix texts with chat messages.
+    The last prompt of conversation i is `prompts[i]` for any value of `turns`. The turns before are the prompts
+    i + turns - 1 down to i + 1. repeat: whether to use prompts again if there are fewer than `count`, for sampled text.
+    Raises `DataError` if there are too few prompts, or if conversations of several turns would mix texts and chat
+    messages.
     """
     n = len(prompts)
     if count < 1 or turns < 1:
@@ -110,7 +110,7 @@ class Conversation:
     def next_prompt(self) -> list[int]:
         """Returns the base ids that the model reads before it writes this turn: earlier turns, then the new prompt.
 
-        A chat is rendered as a whole by the template, as on a server. A text follows the earlier texts after an eos.
+        A chat is rendered as a whole by the template. A text is appended to the earlier texts after an eos.
         """
         prompt = self.prompts[self.turn]
         if prompt.is_chat:
@@ -121,7 +121,7 @@ class Conversation:
         return list(self._ids)
 
     def answer(self, text: str, base_ids: Sequence[int]) -> None:
-        """Adds what the model wrote in this turn. base_ids: those of `text`, with the eos if the model wrote one."""
+        """Adds the model's answer to this turn. base_ids: base ids of `text`, and the eos if the model wrote one."""
         if self.prompts[self.turn].is_chat:
             self._messages.append({"role": "assistant", "content": text})
         eos = self.tokenizer.eos_token_id

@@ -15,7 +15,7 @@ from mlx_zip.text.sources import Record, Skipped, Source, SourceReader, parse_it
 
 @dataclass(frozen=True)
 class Document:
-    """One text, never empty. source: the file and line that it came from."""
+    """One text that is not empty. source: file and line of the text."""
 
     text: str
     source: str
@@ -30,7 +30,7 @@ class Document:
 class Corpus:
     """The documents of an evaluation. empty: number of records without text, which were skipped.
 
-    cut: whether the limit in bytes ended the reading.
+    cut: whether reading ended at the limit in bytes.
     """
 
     files: tuple[str, ...]
@@ -44,7 +44,7 @@ class Corpus:
         return sum(document.n_bytes for document in self.documents)
 
     def record(self) -> dict[str, Any]:
-        """Returns what a report says of the documents, by name; sha256 covers each document's bytes and a zero byte."""
+        """Returns facts for a report, by name. sha256: hash of all documents, each followed by a zero byte."""
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(document.text.encode("utf-8") + b"\0")
@@ -66,12 +66,11 @@ def read_corpus(
 ) -> Corpus:
     """Reads the documents of text files, JSON lines and data sets; see `mlx_zip.text.sources.Source`.
 
-    A record with a prompt and a completion is one text. separator: line that ends a document in a text file, None if
-    each file is one document. limit_bytes: maximum bytes of text, None for all; the last document is cut after the last
-    whole character that fits. columns: as in `Source`.
+    Prompt and completion of a record are joined to one text. separator: line that ends a document in a text file, None
+    if each file is one document. limit_bytes: maximum bytes of text, None for all; the last document is cut after the
+    last whole character that fits. columns: see `Source`.
 
-    Raises `DataError` naming file and line for a record that cannot be read, which training would skip, and for a
-    conversation, which has no text of its own.
+    Raises `DataError`, naming file and line, if a record is invalid (training would skip it) or a conversation.
     """
     if limit_bytes is not None and limit_bytes < 1:
         raise DataError(f"limit_bytes (--limit-bytes) must be at least 1, got {limit_bytes}")
@@ -96,9 +95,9 @@ def read_corpus(
 
 
 def _iterate_documents(source: Source, enough: float) -> Iterator[Document]:
-    """Yields each record as a document, also those without text.
+    """Yields each record as a document, with empty text if it has none.
 
-    enough: number of bytes after which a document that comes in parts is yielded before its last part.
+    enough: number of bytes after which a document that is read in parts is yielded early, without its later parts.
     """
     parts, n_bytes = [], 0
     for item in SourceReader(source):
@@ -111,7 +110,6 @@ def _iterate_documents(source: Source, enough: float) -> Iterator[Document]:
 
 
 def _text_or_raise(record: Record | Skipped) -> str:
-    """Returns the text of a record, "" for an empty one. Raises `DataError` if it was skipped for a fault."""
     if isinstance(record, Skipped):
         if record.empty:
             return ""

@@ -1,14 +1,14 @@
-"""Published tokenizer files as `tokenizers.Tokenizer` objects, whatever library each was made for.
+"""Reads published tokenizer files of several libraries as `tokenizers.Tokenizer` objects.
 
-    file                                              text is cut             ids
-    tokenizer.json                                    as it says              its own
-    vocab.bpe, merges.txt                             as GPT-2 cuts it        of encoder.json or vocab.json in its
-                                                                              folder, else GPT-2's
-    NAME.tiktoken                                     by NAME (`PATTERNS`)    ranks
-    NAME.model (SentencePiece: BPE or unigram)        by its normalizer       its own
-    NAME.vocab.txt, vocab.txt (BERT's word pieces)    as BERT cuts it         lines
+    file                                              rule for splitting text    source of the ids
+    tokenizer.json                                    in the file                the file
+    vocab.bpe, merges.txt                             GPT-2's                    encoder.json or vocab.json in the same
+                                                                                 folder, else GPT-2's
+    NAME.tiktoken                                     by NAME (`PATTERNS`)       the ranks in the file
+    NAME.model (SentencePiece: BPE or unigram)        in the file                the file
+    NAME.vocab.txt, vocab.txt (BERT's word pieces)    BERT's                     line numbers
 
-Each may be compressed (.gz).
+Each file may be compressed (.gz).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _O200K = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Patterns that split a text before its ranks apply, by name of the vocabulary; rank files do not hold them.
+# Name of a vocabulary -> pattern that splits a text before merges apply. Rank files (.tiktoken) lack the pattern.
 # Source: the publishers of the vocabularies.
 PATTERNS = {name: text.PATTERNS[kind] for name, kind in text.CUT_BY_NAME.items()} | {"o200k": _O200K}
 COMPOSED = "qwen"  # part of the names of vocabularies whose tokenizer first normalizes text to NFC
@@ -55,7 +55,7 @@ def is_tokenizer_file(path: Path) -> bool:
 
 
 def short_tokenizer_name(path: Path) -> str:
-    """Returns a short name for a tokenizer file: its name without the ending of its kind, or else its folder's name."""
+    """Returns a short name for a tokenizer file: the file's name without ending, or the folder's name if that is ""."""
     plain = name_without_gz(path)
     for ending in ("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES):
         plain = plain.removesuffix(ending)
@@ -63,7 +63,7 @@ def short_tokenizer_name(path: Path) -> str:
 
 
 def read_tokenizer_file(path: Path) -> Any:
-    """Returns the `tokenizers.Tokenizer` of a file named as in `KINDS`. Raises `DataError` naming the file."""
+    """Returns the `tokenizers.Tokenizer` of a file named as in `KINDS`. Raises `DataError` if it cannot be read."""
     try:
         with bare_exceptions_as_value_errors():
             return _read_by_kind(path)
@@ -74,7 +74,7 @@ def read_tokenizer_file(path: Path) -> Any:
 
 
 def _read_by_kind(path: Path) -> Any:
-    """Returns the `tokenizers.Tokenizer` of a file; what kind of file it is follows from its name."""
+    """Returns the `tokenizers.Tokenizer` of a file. The file's name decides how it is read."""
     plain = name_without_gz(path)
     if not is_tokenizer_file(path):
         raise DataError(f"{path}: not the name of a tokenizer file ({KINDS})")
@@ -98,7 +98,7 @@ def _read_by_kind(path: Path) -> Any:
 
 
 def find_gpt2_merges(folder: Path) -> Path | None:
-    """Returns the merge list of a folder that holds one with its vocabulary (GPT-2's two files), None otherwise."""
+    """Returns the path of a merge list in `folder` whose vocabulary lies beside it (GPT-2's two files), else None."""
     for merges in IDS_FILE_OF:
         for path in sorted([*folder.glob(f"*{merges}"), *folder.glob(f"*{merges}.gz")]):
             if _paired_file(path, IDS_FILE_OF).is_file():
@@ -107,7 +107,7 @@ def find_gpt2_merges(folder: Path) -> Path | None:
 
 
 def tiktoken_split_pattern(path: Path) -> str:
-    """Returns the pattern that splits a text before a rank file applies. Raises `DataError` for an unknown name."""
+    """Returns the pattern by which a .tiktoken file's text is split. Raises `DataError` if the name is unknown."""
     pattern = next((pattern for known, pattern in PATTERNS.items() if known in short_tokenizer_name(path)), None)
     if pattern is None:
         raise DataError(f"{path}: how its text is split is unknown; the name must hold one of {', '.join(PATTERNS)}")
@@ -117,7 +117,7 @@ def tiktoken_split_pattern(path: Path) -> str:
 def _paired_file(path: Path, endings: dict[str, str]) -> Path:
     """Returns the path of the other file of a pair, for example vocab.json for merges.txt; .gz if only that exists.
 
-    endings: ending of this file's name -> ending of the other's.
+    endings: ending of `path` -> ending of the other file's name.
     """
     plain = name_without_gz(path)
     own = next(ending for ending in endings if plain.endswith(ending))
@@ -150,7 +150,6 @@ def _read_tiktoken(path: Path) -> Any:
 
 
 def _read_byte_pairs(vocabulary: Path, merges: Path) -> Any:
-    """Returns the tokenizer of a merge list, with the ids of a JSON vocabulary. Raises `DataError`."""
     try:
         file = TokenizerFile(merges, "merges", read_uncompressed(merges))
         return file.build_tokenizer(checked_vocabulary(json.loads(read_uncompressed(vocabulary))))
@@ -161,7 +160,7 @@ def _read_byte_pairs(vocabulary: Path, merges: Path) -> Any:
 def _read_word_pieces(path: Path) -> Any:
     """Returns the tokenizer of a list of BERT's word pieces, one per line.
 
-    Text is made lower case unless the file's name contains `cased` without `un`; the list itself does not say it.
+    Text is lowercased unless the file's name contains `cased` but not `uncased`; the list itself does not tell.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -180,7 +179,7 @@ def _read_word_pieces(path: Path) -> Any:
 
 
 def well_known_special_tokens(tokenizer: Any) -> dict[str, str]:
-    """Returns those special tokens of a tokenizer that are well known, by transformers' names, such as eos_token."""
+    """Returns name in transformers (such as eos_token) -> special token, for well-known tokens of the vocabulary."""
     known = {
         "bos_token": ("<s>", "<|endoftext|>", "[CLS]"),
         "eos_token": ("</s>", "<|endoftext|>", "[SEP]"),

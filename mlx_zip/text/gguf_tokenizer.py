@@ -1,7 +1,7 @@
-"""Reads the tokenizer in a GGUF file's metadata as what transformers loads: tokenizer.json and its settings.
+"""Converts the tokenizer in a GGUF file's metadata to the files of transformers: tokenizer.json and settings.
 
 Source of the keys: gguf.md of ggml. Source of their meaning and of the values of tokenizer.ggml.pre: llama-vocab.cpp of
-llama.cpp; where llama.cpp differs from the tokenizer that a model was trained with, the latter is followed.
+llama.cpp. Where llama.cpp differs from the tokenizer of a model's training, the training's tokenizer is followed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _TEKKEN = (
 
 @dataclass(frozen=True)
 class Cut:
-    """How a byte-level vocabulary's texts are cut before merges apply.
+    """How a text is split before a byte-level vocabulary's merges apply.
 
-    pattern: regular expression of the pieces, None for GPT-2's. digits: whether each digit is a piece of its own.
-    composed: whether texts are first normalized to NFC. whole: whether a piece that is itself a token skips the merges.
-    begins: whether a text begins with the bos token unless the file says otherwise.
+    pattern: regular expression of the pieces, None for GPT-2's. digits: whether each digit is a separate piece.
+    composed: whether texts are first normalized to NFC. whole: whether a piece that is a token skips the merges.
+    begins: whether a text begins with the bos token if the file has no add_bos_token.
     """
 
     pattern: str | None = None
@@ -70,7 +70,7 @@ _IDS = {  # key in the file -> name of the special token in tokenizer_config.jso
 _ENDINGS = ("eot_token_id", "eom_token_id")
 _ENDING_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 _OTHER_IDS = tuple(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid"))
-_OTHER_IDS += tuple(f"fim_{name}_token_id" for name in ("pad", "rep", "sep"))  # tokens that no setting has to name
+_OTHER_IDS += tuple(f"fim_{name}_token_id" for name in ("pad", "rep", "sep"))  # checked, then ignored
 _EXPECTED = {"add_sep_token": False, "escape_whitespaces": True, "treat_whitespace_as_suffix": False}
 _MOST_ADDED = 1 << 16  # control and user-defined tokens; the library takes a minute for half a million
 _KEPT = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other control tokens strip the white space to their right
@@ -81,7 +81,7 @@ _HARMLESS = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens", "token
 class GgufTokenizer:
     """A tokenizer read from a file. library: a `tokenizers.Tokenizer`. settings: the content of tokenizer_config.json.
 
-    eos_ids: ids that end a text. special_ids: ids by the names that config.json has for them.
+    eos_ids: ids that end a text. special_ids: key of config.json, such as bos_token_id -> id.
     """
 
     library: Any
@@ -91,17 +91,17 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, context: int) -> GgufTokenizer:
-    """Returns the tokenizer in a file's metadata. Raises `DataError` naming the key at fault.
+    """Returns the tokenizer in a file's metadata.
 
     metadata: all keys of the file, with arrays of numbers as NumPy arrays and arrays of strings as lists. architecture:
-    general.architecture. context: the model's number of positions. A key under "tokenizer." that is not known here is
-    an error.
+    general.architecture. context: the model's number of positions. Raises `DataError`, naming the key, if a value is
+    invalid or not supported, or if a key under "tokenizer." is unknown.
     """
     return _MetadataReader(path, metadata, architecture).read_tokenizer(context)
 
 
 class _MetadataReader:
-    """Reads and removes one key of the metadata after the other; keys left at the end are unknown."""
+    """The metadata of a file. Each read removes its key, so that keys left at the end are unknown ones."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str) -> None:
         self.path, self.architecture = path, architecture
@@ -115,7 +115,7 @@ class _MetadataReader:
         return DataError(f"{self.path}: {what}")
 
     def pop_value(self, name: str, kind: type, default: Any = ...) -> Any:
-        """Removes a value from the metadata and returns it; if it is missing, `default` or, without one, an error."""
+        """Removes a key and returns its value. If the key is missing, returns `default`, or raises without default."""
         value = self.left.pop(_GGML + name, default)
         if value is ...:
             raise self.error(f"{_GGML}{name} is missing: the file holds no tokenizer that can be used")
@@ -124,7 +124,7 @@ class _MetadataReader:
         return value
 
     def numbers_per_token(self, name: str, kinds: str, default: float) -> np.ndarray:
-        """Returns an array with a number for each token. kinds: the allowed kinds of its dtype, as NumPy's letters."""
+        """Returns an array with one number per token. kinds: allowed kinds of dtype, as letters of `dtype.kind`."""
         values = self.pop_value(name, np.ndarray, None)
         if values is None:
             return np.full(len(self.tokens), default)
@@ -133,7 +133,6 @@ class _MetadataReader:
         return values
 
     def check_tokens(self) -> None:
-        """Raises `DataError` if there are no tokens, one is empty or occurs twice, or a type is unknown."""
         if len(set(self.tokens)) != len(self.tokens) or not self.tokens or "" in self.tokens:
             raise self.error(f"{_GGML}tokens must hold tokens that differ from one another and are not empty")
         if unknown := sorted({int(kind) for kind in self.types} - {*range(_NORMAL, _BYTE + 1)}):
@@ -144,7 +143,7 @@ class _MetadataReader:
             )
 
     def read_tokenizer(self, context: int) -> GgufTokenizer:
-        """Returns the tokenizer, after all keys have been accounted for."""
+        """Returns the tokenizer. Raises `DataError` if a key is left over."""
         ids = {name: self.token_id(name) for name in (*_IDS, *_ENDINGS, *_OTHER_IDS)}
         try:
             with bare_exceptions_as_value_errors():
@@ -178,7 +177,7 @@ class _MetadataReader:
         )
 
     def token_id(self, name: str) -> int | None:
-        """Returns the id under this key, None if it is missing; a negative id or -1 as uint32 counts as missing."""
+        """Returns the id under the key `name`, None if the key is missing or the id is negative (also -1 as uint32)."""
         value = self.pop_value(name, int, None)
         if value is None or value < 0 or value == 0xFFFFFFFF:
             return None
@@ -187,13 +186,13 @@ class _MetadataReader:
         return value
 
     def end_token_ids(self, ids: Mapping[str, int | None]) -> tuple[int, ...]:
-        """Returns the ids that end a text: the file's own, and control tokens known to end a turn."""
+        """Returns the ids that end a text: the ids that the file names, and control tokens known to end a turn."""
         own = [ids[name] for name in ("eos_token_id", *_ENDINGS)]
         known = [i for i, text in enumerate(self.tokens) if text in _ENDING_TEXTS and self.types[i] == _CONTROL]
         return tuple(dict.fromkeys(i for i in (*own, *known) if i is not None))
 
     def build_byte_level(self) -> tuple[Any, bool]:
-        """Returns the tokenizer of a byte-level vocabulary, and whether its texts begin with the bos token."""
+        """Returns the tokenizer of a byte-level vocabulary, and whether texts begin with the bos token by default."""
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         name = self.pop_value("pre", str)
@@ -218,7 +217,6 @@ class _MetadataReader:
         return tokenizer, cut.begins
 
     def read_merges(self) -> list[tuple[str, str]]:
-        """Returns the pairs of tokens that merge, the first ones first."""
         merges: list[str] = self.pop_value("merges", list)
         pairs = []
         for merge in merges:
@@ -229,11 +227,11 @@ class _MetadataReader:
         return pairs
 
     def build_sentencepiece(self) -> tuple[Any, bool]:
-        """Returns the tokenizer of a vocabulary with scores, and True, because its texts begin with the bos token."""
+        """Returns the tokenizer of a SentencePiece vocabulary, and True: texts begin with the bos token by default."""
         if self.kind != "llama":
             raise self.error(f"{_GGML}model {self.kind[:80]!r} is not supported; supported: gpt2, llama")
         self.pop_value("pre", str, "default")
-        self.pop_value("merges", list, [])  # they follow from the scores
+        self.pop_value("merges", list, [])  # not needed: merges follow from scores
         scores = [float(score) for score in self.numbers_per_token("scores", "f", 0.0)]
         if self.architecture.startswith("gemma"):
             self.respell_spaces()
@@ -244,14 +242,14 @@ class _MetadataReader:
         return SentencePieceModel(self.path, pieces, BPE, b"", prefix, single).build_tokenizer(), True
 
     def respell_spaces(self) -> None:
-        """Spells tokens that consist of spaces with "▁" and makes them normal, so that merges build them (Gemma)."""
+        """For Gemma: spells tokens of spaces with "▁" and sets their type to normal, so that merges build them."""
         for i, token in enumerate(self.tokens):
             if not token.strip(" "):
                 self.tokens[i], self.types[i] = SPACE * len(token), _NORMAL
         self.check_tokens()
 
     def add_tokens(self, library: Any) -> None:
-        """Adds control and user-defined tokens to the library, which finds them in a text before it is cut."""
+        """Adds control and user-defined tokens to `library`, which then finds them before the text is split."""
         from tokenizers import AddedToken
 
         strips = self.architecture == "phi3" and self.kind == "llama"
@@ -263,7 +261,7 @@ class _MetadataReader:
             add([AddedToken(text, normalized=False, special=special, rstrip=strip) for text, strip in pairs])
 
     def add_bos_and_eos(self, library: Any, first: int | None, last: int | None) -> None:
-        """Makes a text begin with the token `first` and end with the token `last`, if they are given."""
+        """Makes the library add the id `first` before each text and the id `last` after it; None: no id."""
         from tokenizers import processors
 
         if first is None and last is None:
@@ -274,7 +272,6 @@ class _MetadataReader:
         library.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two], special_tokens=known)
 
     def chat_templates(self) -> dict[str, Any]:
-        """Returns the chat templates as tokenizer_config.json holds them, {} if there are none."""
         key = "tokenizer.chat_template"
         names = self.left.pop(f"{key}s", [])
         found = {name: self.left.pop(f"{key}.{name}", None) for name in names} if isinstance(names, list) else {}

@@ -1,7 +1,7 @@
 """Constrains an answer to a grammar over base ids, with the library llguidance.
 
 Grammars are written in llguidance's dialect of Lark, from rules that this module makes: JSON that follows a schema,
-text, literals and marks. `GrammarConstraint` follows one answer; an engine takes it as a request's `Constraint`.
+text, literals and marks. A `GrammarConstraint` tracks one answer; an engine uses it as a request's `Constraint`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _vocabularies: weakref.WeakKeyDictionary[Any, GrammarVocabulary] = weakref.WeakK
 
 
 class GrammarVocabulary:
-    """A tokenizer as llguidance needs it. usable: whether an id has bytes or is special, bool [tokens]."""
+    """A tokenizer with the interface that llguidance needs. usable: whether an id has bytes or is special, bool [V]."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._inner = getattr(tokenizer, "_tokenizer", tokenizer)
@@ -52,10 +52,10 @@ class GrammarVocabulary:
         self.library = _import_llguidance().LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.eos_token_id)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Returns ids whose bytes are a text, for llguidance: the tokenizer's own ids if they spell the text exactly.
+        """Encodes a text for llguidance. Returns the tokenizer's ids if their bytes are exactly the text.
 
-        A tokenizer may put a space before a text; so the text is also encoded after a newline. It may also read a
-        special token in the text; then the longest matching tokens are returned.
+        Because a tokenizer may put a space before a text, the text is also encoded after a newline. If no encoding is
+        exact, for example because the text contains a special token, returns the longest matching tokens.
         """
         data = text.encode() if isinstance(text, str) else bytes(text)
         for lead in ("", "\n"):
@@ -66,11 +66,10 @@ class GrammarVocabulary:
         return self._longest_matches(data)
 
     def _spells_exactly(self, ids: list[int], data: bytes) -> bool:
-        """Returns whether ids are no special tokens and have exactly these bytes."""
         return b"".join(self.tokens[i] for i in ids) == data and self._special.isdisjoint(ids)
 
     def _longest_matches(self, data: bytes) -> list[int]:
-        """Returns the ids of the longest tokens that spell the data one after the other; stops where none matches."""
+        """Encodes `data` with the longest matching token at each position; stops where no token matches."""
         ids: list[int] = []
         while data:
             n = next((n for n in range(min(len(data), self._longest), 0, -1) if data[:n] in self._ids), 0)
@@ -91,12 +90,12 @@ def grammar_vocabulary(tokenizer: Any) -> GrammarVocabulary:
 
 
 class GrammarConstraint:
-    """Follows the base ids of one answer by a grammar, as the engine's `Constraint`.
+    """Constrains the base ids of one answer to a grammar; implements the engine's `Constraint`.
 
     tokenizer: our `Tokenizer` or mlx-lm's wrapper. grammar: Lark, with the rule `start`. vocab_size: length of the
     mask; None for the tokenizer's length. eos_ids: ids that end the answer; None for the tokenizer's. Raises
-    `GenerationError` with the reason for a grammar that llguidance refuses or that no answer can follow, and
-    `InstallationError` without llguidance.
+    `GenerationError`, with the reason, if llguidance refuses the grammar or no answer can follow the grammar, and
+    `InstallationError` if llguidance is missing.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class GrammarConstraint:
         self._ended = False
 
     def mask(self) -> NDArray[np.bool_]:
-        """Returns which base ids may come next, [V] bool. Raises `GenerationError` if the grammar takes too long."""
+        """Returns which base ids may come next, bool [V]. Raises `GenerationError` if the grammar is too costly."""
         if self._mask is None:
             self._mask = self._compute_mask()
         return self._mask
@@ -135,11 +134,11 @@ class GrammarConstraint:
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer is complete as it stands."""
+        """Whether the answer may end here."""
         return self._ended or self._matcher.is_accepting()
 
     def accepts(self, base_ids: Sequence[int]) -> bool:
-        """Returns whether all these base ids may come next, without advancing; ids after an eos are ignored."""
+        """Returns whether `base_ids` may come next, in this order. Ids after an eos are ignored. Does not advance."""
         before, ends = self._cut_at_eos(base_ids)
         if self._ended:
             return ends and not before
@@ -150,7 +149,7 @@ class GrammarConstraint:
         return not ends or self._may_end_after(before)
 
     def push(self, base_ids: Sequence[int]) -> None:
-        """Advances by base ids that were emitted. Raises `GenerationError` for ids that are not accepted."""
+        """Advances by base ids that were emitted. Raises `GenerationError` if the ids are not accepted."""
         if not self.accepts(base_ids):
             raise GenerationError("the answer left its grammar")
         before, ends = self._cut_at_eos(base_ids)
@@ -174,7 +173,7 @@ class GrammarConstraint:
 
 @lru_cache(maxsize=64)
 def _compile_grammar(vocabulary: GrammarVocabulary, grammar: str) -> Any:
-    """Returns llguidance's matcher of a grammar at its beginning. Raises `GenerationError` with the reason."""
+    """Returns llguidance's matcher of a grammar. Raises `GenerationError` if no answer can follow the grammar."""
     library = _import_llguidance()
     limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
     source = library.LLMatcher.grammar_from_lark(grammar)
@@ -188,7 +187,6 @@ def _compile_grammar(vocabulary: GrammarVocabulary, grammar: str) -> Any:
 
 
 def _raise_if_failed(matcher: Any) -> None:
-    """Raises `GenerationError` with a matcher's reason if it has failed."""
     if not matcher.is_error():
         return
     reason = first_message_line(ValueError(matcher.get_error().partition(":")[2] or matcher.get_error()))
@@ -197,18 +195,18 @@ def _raise_if_failed(matcher: Any) -> None:
 
 
 def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
-    """Returns the rule for JSON that follows a schema, {} for any object; on one line, spaced as by Python's json.
+    """Returns the grammar rule for one line of JSON that follows a schema, spaced as Python's json writes it.
 
-    lenient: ignore keywords that llguidance does not know, instead of raising `GenerationError` later; and allow only
-    the listed properties of an object that lists some, unless the schema allows others explicitly. Raises
-    `GenerationError` for a schema that is too large, too deep, or no JSON.
+    schema: {} for any object. lenient: ignore keywords that llguidance does not know, instead of raising
+    `GenerationError` when the grammar is compiled; and if an object lists properties, allow no others, unless the
+    schema allows them explicitly. Raises `GenerationError` if the schema is too large, too deep or not valid JSON.
     """
     options = {**_WRITING, "lenient": lenient}
     try:
         check_schema_cost(schema)
         joins = any(
             key == "allOf" for key, _ in iterate_schema_keywords(schema)
-        )  # an object of several schemas has the properties of all
+        )  # allOf: an object has the properties of several schemas, so none may be closed
         schema = _close_objects(schema) if lenient and not joins else schema
         text = json.dumps({**(schema or {"type": "object"}), "x-guidance": options}, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -219,9 +217,9 @@ def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
 
 
 def _close_objects(schema: Any) -> Any:
-    """Returns a schema in which objects that list their properties have no others, unless the schema allows them.
+    """Returns a schema in which objects that list properties allow no other properties, unless explicitly allowed.
 
-    An object with both properties and anyOf, oneOf or $ref stays as it is, because these may name further properties.
+    An object with `properties` and also anyOf, oneOf or $ref stays as it is, because the latter may name properties.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -243,18 +241,18 @@ def _close_nested_objects(key: str, value: Any) -> Any:
 
 
 def literal_rule(text: str) -> str:
-    """Returns the rule for exactly this text."""
+    """Returns the grammar rule for exactly the text `text`."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def mark_rule(tokenizer: Any, text: str) -> str:
-    """Returns the rule for a mark: its token if it is a single one, else its text."""
+    """Returns the grammar rule for the mark `text`: a token if the mark is a single token, else literal text."""
     token = single_token_id(tokenizer, text)
     return literal_rule(text) if token is None else f"<[{token}]>"
 
 
 def rules_until_mark(tokenizer: Any, name: str, text: str) -> str:
-    """Returns the rules, the first called `name`, for any text up to and including a mark."""
+    """Returns grammar rules for any text up to and including the mark `text`. name: name of the first rule."""
     token = single_token_id(tokenizer, text)
     if token in grammar_vocabulary(tokenizer).special_token_ids:
         return f"{name}: {name.upper()}_TEXT <[{token}]>\n{terminal_without_mark(name.upper() + '_TEXT', text)}"
@@ -262,13 +260,12 @@ def rules_until_mark(tokenizer: Any, name: str, text: str) -> str:
 
 
 def terminal_without_mark(name: str, text: str) -> str:
-    """Returns the terminal called `name`: any text that does not contain the mark."""
+    """Returns the grammar terminal called `name` for any text that does not contain the mark `text`."""
     spelled = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text)
     return f"{name}: /(.|\\n)*/ & ~/(.|\\n)*{spelled}(.|\\n)*/"
 
 
 def _import_llguidance() -> Any:
-    """Returns the module llguidance. Raises `InstallationError` without it."""
     try:
         import llguidance
     except ImportError as error:
@@ -276,7 +273,7 @@ def _import_llguidance() -> Any:
     return llguidance
 
 
-# ---- schemas whose patterns would keep the library busy for seconds at every step
+# ---- refusing schemas whose patterns would take llguidance seconds per step
 
 MOST_REPEATED = 20_000  # maximum characters of a pattern with its counted repetitions written out
 MOST_MULTIPLE = 10_000
@@ -284,7 +281,7 @@ _ITEMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re
 
 
 def check_schema_cost(schema: Any) -> None:
-    """Raises `GenerationError` for a pattern that repeats too much, and for a `multipleOf` that is too large."""
+    """Raises `GenerationError` if a pattern repeats too much or a `multipleOf` is too large."""
     for key, value in iterate_schema_keywords(schema):
         patterns = [value] if key == "pattern" else list(value) if key == "patternProperties" else []
         if any(isinstance(pattern, str) and _expanded_pattern_length(pattern) > MOST_REPEATED for pattern in patterns):
@@ -306,7 +303,7 @@ def iterate_schema_keywords(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _expanded_pattern_length(pattern: str) -> int:
-    """Returns about how many characters a pattern has with its counted repetitions written out."""
+    """Returns the approximate length of a regular expression with counted repetitions written out."""
     sums, last = [0], 0  # lengths of the open groups, and of the last item, which a repetition would repeat
     for item in _ITEMS.finditer(pattern):
         if item[1]:

@@ -24,7 +24,7 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Returns whether a name has the form owner/name, which a path with a leading dot, slash or tilde does not."""
+    """Returns whether `name` has the form owner/name. A path with a leading dot, slash or tilde does not."""
     return _ID.fullmatch(name) is not None and not name.endswith((".", "/"))
 
 
@@ -36,7 +36,7 @@ def download_files(
 ) -> Path:
     """Downloads the files of a hub repository that match `patterns` and returns their local folder, named by commit.
 
-    Files in the cache are not fetched again. Raises `error` when the repository does not exist or cannot be reached.
+    Files in the cache are not fetched again. Raises `error` if the repository does not exist or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -49,13 +49,13 @@ def download_files(
 
 
 def hub_error_types() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that the hub client raises, those of the HTTP library that it uses included."""
+    """Returns the exception types that the hub client raises, including those of its HTTP library."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     return (OSError, HFValidationError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
 
 
-# ---- rows of data sets, through the `datasets` library: saved folders, parquet files, names on the hub
+# ---- rows of data sets, read with the `datasets` library from saved folders, parquet files or the hub
 
 PARQUET = ".parquet"
 _FAILURES = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
@@ -64,10 +64,10 @@ _FAILURES = (ValueError, TypeError, LookupError, AttributeError, NotImplementedE
 def iterate_dataset_rows(
     name: str, subsets: tuple[str, ...] = (), split: str = "train", revision: str | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields (place, row) for each row of a data set, in its order; of several subsets one row from each in turn.
+    """Yields (place, row) for each row of a data set, in order; of several subsets, one row from each in turn.
 
-    place: name, subset and number of the row, for messages. A data set on the hub is streamed, not stored. Raises
-    `DataError` naming the data set, and `InstallationError` without the `datasets` library.
+    place: name of the data set, subset and row number, for messages. A data set on the hub is streamed, not stored.
+    Raises `DataError` if the data set cannot be read, and `InstallationError` if the `datasets` library is missing.
     """
     library = _import_datasets()
     with _explain_dataset_errors(name, library):
@@ -84,7 +84,7 @@ def iterate_dataset_rows(
 
 
 def _open_dataset(library: ModuleType, name: str, subset: str | None, split: str, revision: str | None) -> Any:
-    """Returns the rows of one subset of a data set, as an iterable of mappings; None: the only or default subset."""
+    """Returns an iterable of the rows of a data set. subset: None for the only or default subset."""
     folder = Path(name)
     _check_regular_files(folder)
     if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
@@ -101,7 +101,7 @@ def _open_dataset(library: ModuleType, name: str, subset: str | None, split: str
 
 
 def _check_regular_files(folder: Path) -> None:
-    """Raises `DataError` for a device or pipe in a folder, from which the library would read without end."""
+    """Raises `DataError` if a folder contains a device or pipe, because the library would read it without end."""
     for root, folders, files in os.walk(folder):
         folders[:] = [one for one in folders if not one.startswith((".", "__"))]  # which the library leaves out
         for one in files:
@@ -110,7 +110,6 @@ def _check_regular_files(folder: Path) -> None:
 
 
 def _import_datasets() -> ModuleType:
-    """Returns the module `datasets`. Raises `InstallationError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:
@@ -120,7 +119,7 @@ def _import_datasets() -> ModuleType:
 
 @contextmanager
 def _explain_dataset_errors(name: str, library: ModuleType) -> Iterator[None]:
-    """Turns the library's errors on a data set (not found, bad files, lost connection) into a `DataError`."""
+    """Context manager: turns the library's errors (not found, bad files, lost connection) into a `DataError`."""
     try:
         yield
     except DataError:

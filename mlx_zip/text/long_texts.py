@@ -1,4 +1,4 @@
-"""Encodes long texts: refuses them by their size, encodes piece by piece, and stops when the ids are not needed."""
+"""Encodes long texts piece by piece; refuses a text that must exceed the token limit, and stops when cancelled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mlx_zip.text.token_facts import bytes_by_id, leading_special_ids, longest_t
 PIECE = 1 << 16  # characters that the tokenizer gets at a time
 LONGEST_PIECE = 1 << 19  # maximum characters of a piece in which no word ends
 NO_PROMPT, MOST_ESCAPED = 1 << 20, 6  # bytes of a body that may be no prompt; maximum bytes of JSON per byte of text
-Check = Callable[[], None]  # raises if nobody waits for the ids any more
+Check = Callable[[], None]  # raises if the request was cancelled
 _END_OF_WORD = re.compile(r"[^\W\d_](?= [^\W\d_])")
 _ACROSS_WORDS = re.compile(rb"[A-Za-z\x80-\xff] ")
 _PROBES = (("one", "two"), ("A", "b"), ("it's", "a"), ("é", "ü"), ("今日", "は"))
 
 
 class LongTexts:
-    """Checks and cuts long texts for one tokenizer. May be used from any thread.
+    """Checks long texts for one tokenizer and splits them into pieces. May be used from any thread.
 
     most: maximum base tokens of a prompt, None for no limit.
     """
@@ -30,7 +30,7 @@ class LongTexts:
         self.tokenizer, self.most = tokenizer, most
 
     def check_text_size(self, size: int, what: str = "it") -> None:
-        """Raises `PromptTooLongError` if `size` bytes of text need too many tokens. what: name of the text."""
+        """Raises `PromptTooLongError` if `size` bytes of text need more than `most` tokens. what: name of the text."""
         if self.most is None or size <= self.most or self._longest_token_bytes is None:
             return
         if (least := -(-size // self._longest_token_bytes)) > self.most:
@@ -39,8 +39,8 @@ class LongTexts:
     def check_request_size(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes must have a prompt that is too long.
 
-        prompts: maximum number of prompts in the body, a prediction counted as one. JSON has up to six bytes per byte
-        of a text. Reasoning counts here even if the chat template leaves it out.
+        prompts: maximum number of prompts in the body, counting a prediction as a prompt. JSON has up to six bytes per
+        byte of text. Reasoning in the body counts even if the chat template leaves it out.
         """
         if size > NO_PROMPT:
             what = "it" if prompts == 1 else "one of the request's texts"
@@ -49,9 +49,9 @@ class LongTexts:
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
         """Yields (piece, whether it begins in the middle of a word) for all pieces of a text.
 
-        The base ids that `encode` returns for the pieces are together the whole text's, because the text is cut between
-        words. If no word ends within `LONGEST_PIECE` characters, the text is cut there, and the base ids next to the
-        cut may differ.
+        The text is cut between words, so the base ids that `encode` returns for all pieces, joined, equal those of the
+        whole text. If no word ends within `LONGEST_PIECE` characters, the text is cut inside a word, and the base ids
+        next to the cut may differ.
         """
         at, goes_on = 0, False
         while at < len(text):
@@ -60,7 +60,7 @@ class LongTexts:
             at, goes_on = end + (skip or 0), skip is None
 
     def _end_of_piece(self, text: str, at: int) -> tuple[int, int | None]:
-        """Returns where the piece that begins at `at` ends, and how many characters after it are not encoded.
+        """Returns the end of the piece that begins at `at`, and the number of characters to skip after the piece.
 
         The number is None if the cut may be in the middle of a word.
         """
@@ -74,7 +74,7 @@ class LongTexts:
     def encode(self, piece: str, goes_on: bool) -> list[int]:
         """Returns the base ids of a piece. goes_on: whether the piece begins in the middle of a word.
 
-        Such a piece is encoded after a newline, because the tokenizer may put a space in front of every text.
+        If so, the piece is encoded after a newline, because the tokenizer may put a space in front of every text.
         """
         if goes_on:
             before, ids = encode_text(self.tokenizer, "\n"), encode_text(self.tokenizer, f"\n{piece}")
@@ -84,22 +84,22 @@ class LongTexts:
 
     @cached_property
     def _longest_token_bytes(self) -> int | None:
-        """An upper bound on the bytes that one token stands for, None if unknown."""
+        """An upper bound on the bytes of text per token, None if unknown."""
         return longest_token_bytes(self.tokenizer)
 
     @cached_property
     def _skip_between_pieces(self) -> int | None:
-        """How many characters before a word are not encoded when a piece begins with that word.
+        """Number of characters to skip between two pieces: 1 if the tokenizer puts a space before every text, else 0.
 
-        It is 1 for a tokenizer that puts a space in front of every text, else 0. It is None if texts must not be cut
-        between words, because a token may span the end of a word, or the ids of two words depend on each other.
+        None if texts must not be cut between words, because a token may span the end of a word, or the ids of two words
+        depend on each other.
         """
         if any(map(_ACROSS_WORDS.search, bytes_by_id(self.tokenizer))):
             return None
         return next((skip for skip in (0, 1) if all(self._encodes_separately(*pair, skip) for pair in _PROBES)), None)
 
     def _encodes_separately(self, left: str, right: str, skip: int) -> bool:
-        """Returns whether the base ids of two words are those of the first word and those of the rest."""
+        """Returns whether "left right" encodes to the ids of `left` plus the ids of " right" from `skip` on."""
         encode = lambda text: encode_text(self.tokenizer, text)
         return encode(f"{left} {right}") == encode(left) + encode(f" {right}"[skip:])
 
@@ -117,7 +117,7 @@ def utf8_size(text: str) -> int:
 
 
 class LongEncoding:
-    """Encodes the texts of one prompt, as `encode_text` does. check: called before each piece."""
+    """Encodes the texts of one prompt; called like `encode_text`. check: called before each piece."""
 
     def __init__(self, texts: LongTexts, check: Check) -> None:
         self._texts, self._check, self._tokens = texts, check, 0
@@ -125,8 +125,8 @@ class LongEncoding:
     def __call__(self, tokenizer: Any, text: str, special: bool = False) -> list[int]:
         """Returns the base ids of a text.
 
-        Raises what `encode_text` raises, `PromptTooLongError` as soon as the prompt has too many tokens, and what
-        `check` raises.
+        Raises `PromptTooLongError` as soon as the prompt has too many tokens, and the errors of `encode_text` and
+        `check`.
         """
         self._check()
         self._texts.check_text_size(utf8_size(text))

@@ -1,4 +1,4 @@
-"""Prompts as base ids: text, chat messages through the tokenizer's template, or ids as they are."""
+"""Encodes prompts as base ids: text, chat messages (rendered by the tokenizer's template), or base ids."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _QUERY = "\ue000query\ue001"  # private-use characters, which no template looks 
 class Chat:
     """A conversation as a prompt, for the tokenizer's chat template.
 
-    messages: {"role", "content"} each. system: a system message to put in front of them. prefill: how the answer
-    begins; it becomes part of the prompt. options: further arguments of the template. Raises `GenerationError` for
-    fields of another type, and for options that the prompt sets itself.
+    messages: mappings with the keys "role" and "content". system: a system message to put before `messages`. prefill:
+    beginning of the answer, as part of the prompt. options: further arguments of the template. Raises `GenerationError`
+    if a field has another type, or if `options` contains an argument that the prompt itself sets.
     """
 
     messages: Messages
@@ -44,21 +44,21 @@ class Chat:
 
     @property
     def turns(self) -> list[Mapping[str, Any]]:
-        """All messages, the system message and the beginning of the answer included."""
+        """All messages, including the system message and the prefill."""
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         after = [] if self.prefill is None else [{"role": "assistant", "content": self.prefill}]
         return [*before, *self.messages, *after]
 
     def text(self, tokenizer: Any, turns: Messages | None = None) -> str:
-        """Returns the rendered conversation up to where the answer goes on. turns: other messages than `self.turns`."""
+        """Renders the conversation, ready for the answer. turns: messages to render in place of `self.turns`."""
         end = "add_generation_prompt" if self.prefill is None else "continue_final_message"
         return render_chat(tokenizer, self.turns if turns is None else turns, **{end: True}, **self.options)
 
     def next_turn(self, tokenizer: Any) -> str:
-        """Returns the rendered conversation from the last user message on, for a cache that holds what precedes it.
+        """Returns the rendered conversation from the last user message on, for a cache that holds the earlier text.
 
-        The text begins with that message's content, without what the template writes in front of it. Raises
-        `GenerationError` for a template that does not write the content as it stands.
+        The text begins with that message's content, without the template's text before it. Raises `GenerationError` if
+        the template alters the content.
         """
         turns = self.turns
         last = max((i for i, turn in enumerate(turns) if turn.get("role") == "user"), default=0)
@@ -74,12 +74,12 @@ class Chat:
     def ids(
         self, tokenizer: Any, answers: Mapping[str, Sequence[int]] | None = None, encode: Encode | None = None
     ) -> list[int]:
-        """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for it.
+        """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for the text.
 
-        encode: used in place of `encode_text`. An assistant message whose content is one of `answers` is represented by
-        those ids, because the tokenizer may split its text otherwise than the model did. A message with reasoning or
-        tool calls is too, if the text that the template writes for it is one of `answers`. If the template does not
-        write a content as it stands (white space around it apart), the message is encoded as text.
+        encode: used in place of `encode_text`. An assistant message becomes the ids in `answers` if its content is a
+        key of `answers`, because the tokenizer may split the text differently than the model did. For a message with
+        reasoning or tool calls, the text that the template writes must be a key. If the template alters a content
+        (other than its surrounding white space), the message is encoded as text.
         """
         whole, at, encode = self.text(tokenizer), 0, encode or encode_text
         ids: list[int] = []
@@ -91,7 +91,6 @@ class Chat:
     def _find_known_answers(
         self, tokenizer: Any, whole: str, answers: Mapping[str, Sequence[int]]
     ) -> list[KnownAnswer]:
-        """Returns the answers whose ids are known, where they stand in the rendered conversation `whole`."""
         turns = self.turns
         said, prefill = (turns, []) if self.prefill is None else (turns[:-1], turns[-1:])
         marks = thinking_marks(tokenizer) if answers else None
@@ -100,7 +99,7 @@ class Chat:
 
 
 def as_chat(prompt: Any) -> Chat | None:
-    """Returns a `Chat`, or a list of messages as a `Chat`; None for a prompt of any other kind."""
+    """Returns `prompt` as a `Chat` if it is a `Chat` or a list of messages, else None."""
     if isinstance(prompt, Chat):
         return prompt
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
@@ -120,9 +119,9 @@ def encode_prompt(
 ) -> list[int]:
     """Returns the base ids of a prompt: text, a conversation (`Chat` or messages), or base ids as they are.
 
-    Text gets the tokenizer's special tokens unless it already begins with the bos token or `continues` a cached
-    conversation. A conversation is always rendered whole; answers, encode: as in `Chat.ids`. Raises `GenerationError`
-    for an empty prompt, text that is not valid Unicode, and messages that the chat template refuses.
+    continues: whether the prompt continues a cached conversation. Text gets the tokenizer's special tokens, unless it
+    begins with the bos token or `continues`. A conversation is always rendered whole. answers, encode: see `Chat.ids`.
+    Raises `GenerationError` if the prompt is empty, is not valid Unicode or is refused by the chat template.
     """
     if isinstance(prompt, str):
         ids = (encode or encode_text)(tokenizer, prompt, not continues)
@@ -136,9 +135,9 @@ def encode_prompt(
 
 
 def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    """Returns chat messages as text; `options` go to the chat template.
+    """Renders chat messages as text. options: further arguments of the chat template.
 
-    Raises `GenerationError` with the template's message, or if the rendered text is not valid Unicode.
+    Raises `GenerationError` if the template refuses the messages or the rendered text is not valid Unicode.
     """
     from jinja2 import TemplateError
     from transformers.utils import chat_template_utils as of_tools
@@ -150,7 +149,7 @@ def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
         of_tools.DocstringParsingException,
         of_tools.TypeHintParsingException,
         *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError),
-    ) as error:  # no template, or what its code raises for options that it cannot take
+    ) as error:  # there is no template, or its code fails on these messages or options
         reason = " ".join(str(error).split()) or type(error).__name__
         raise GenerationError(f"the chat template cannot render the messages: {reason}") from error
     check_unicode("what the chat template makes of the messages", text)
@@ -158,7 +157,7 @@ def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def check_system_message(tokenizer: Any, system: str, options: Mapping[str, Any]) -> None:
-    """Raises `GenerationError` if the chat template cannot render a system message. options: as in `Chat`."""
+    """Raises `GenerationError` if the chat template cannot render a system message. options: see `Chat`."""
     try:
         Chat([{"role": "user", "content": "Hello."}], system, options=options).text(tokenizer)
     except GenerationError as error:
@@ -166,9 +165,9 @@ def check_system_message(tokenizer: Any, system: str, options: Mapping[str, Any]
 
 
 def check_unicode(what: str, text: str) -> None:
-    """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold.
+    """Raises `GenerationError` if a text contains half of a surrogate pair, which UTF-8 cannot encode.
 
-    what: name of the text. Python decodes each byte of a command-line argument that is not UTF-8 to such a half.
+    what: name of the text. Python decodes each invalid byte of a command-line argument to half of a surrogate pair.
     """
     try:
         text.encode("utf-8")
@@ -179,7 +178,7 @@ def check_unicode(what: str, text: str) -> None:
 def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     """Returns the base ids of a text, [] for "". special: add special tokens, unless the text begins with bos.
 
-    Raises `GenerationError` for text that is not valid Unicode or that the tokenizer cannot encode.
+    Raises `GenerationError` if the text is not valid Unicode or the tokenizer cannot encode it.
     """
     check_unicode("the prompt", text)
     if not text:
@@ -194,22 +193,21 @@ def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
 
 
 def _checked_base_ids(prompt: Any) -> list[int]:
-    """Returns a list or array of base ids as a list. Raises `GenerationError` for anything else."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise GenerationError("a prompt is a string, a list of chat messages or a flat list of base ids")
     return list(ids)
 
 
-# ---- answers in a rendered conversation whose emitted ids are known
+# ---- finding answers whose emitted ids are known in a rendered conversation
 
 Turns = Sequence[Mapping[str, Any]]
-_PARTS = ("tool_calls", "reasoning_content")  # of a message, which the template writes in its own way
-_MOST_ENDS = 16  # places that are tried as the end of one message
+_PARTS = ("tool_calls", "reasoning_content")  # keys of a message whose values the template reformats
+_MOST_ENDS = 16  # maximum number of positions to try as the end of a message
 
 
 class KnownAnswer(NamedTuple):
-    """An answer in a rendered conversation: its first character, the one after its last, and its emitted ids."""
+    """An answer with known ids in a rendered conversation. begin, end: its characters are `text[begin:end]`."""
 
     begin: int
     end: int
@@ -223,14 +221,14 @@ def find_known_answers(
     answers: Mapping[str, Sequence[int]],
     think_start: str | None = None,
 ) -> list[KnownAnswer]:
-    """Returns the known answers in a conversation, in order; they do not overlap.
+    """Returns the answers in a conversation whose emitted ids are known, in order and without overlap.
 
-    turns: its messages, without a prefill. whole: its text. render: makes text of changed messages. answers: text of an
-    answer, as it was emitted -> its ids. think_start: the mark that the prompt may have ended with; the emitted text
-    then begins after it.
+    turns: messages of the conversation, without a prefill. whole: rendered text of the conversation. render: renders
+    changed messages. answers: emitted text of an answer -> emitted ids. think_start: mark that may have ended the
+    prompt, so that the emitted text begins after the mark.
 
-    A message is found by rendering the conversation with a mark in place of what was emitted. A message with tool calls
-    or reasoning counts if the text in the mark's place is one of `answers`; other messages if their content is.
+    A message is located by rendering the conversation with a unique mark in place of the message. A message with tool
+    calls or reasoning is known if `answers` has the text at the mark's place; any other if `answers` has its content.
     """
     if not answers:
         return []
@@ -240,7 +238,7 @@ def find_known_answers(
     for marked in [sorted({*plain, *composed}), *([plain] if composed else [])]:
         try:
             found = _locate_answers(turns, marked, whole, render, _EmittedAnswers(answers, leads)) if marked else []
-        except GenerationError:  # the template checks that results follow calls, which the marks hide
+        except GenerationError:  # the template misses the tool calls of a result, because marks replace them
             continue
         if found is not None:
             return found
@@ -252,20 +250,20 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
 
 
 class _EmittedAnswers(NamedTuple):
-    """Emitted ids by text. leads: texts that ended the prompt, and so may precede an emitted text in its message."""
+    """Emitted ids by text. leads: possible ends of the prompt, which may precede an emitted text in a message."""
 
     ids: Mapping[str, Sequence[int]]
     leads: Sequence[str]
 
     def ids_of_text(self, text: str) -> Sequence[int] | None:
-        """Returns the ids of an emitted text, None if it is unknown; another thread may remove it at any time."""
+        """Returns the ids of an emitted text, None if the text is unknown. Another thread may remove it at any time."""
         try:
             return self.ids[text]
         except KeyError:
             return None
 
     def find_in_message(self, text: str, at: int) -> KnownAnswer | None:
-        """Returns the known answer with the text of a message, None if unknown. at: the text's first character."""
+        """Returns the known answer that a message's text ends with, else None. at: position of the text."""
         for lead in self.leads:
             if text.startswith(lead) and (ids := self.ids_of_text(text[len(lead) :])) is not None:
                 return KnownAnswer(at + len(lead), at + len(text), ids)
@@ -275,7 +273,7 @@ class _EmittedAnswers(NamedTuple):
 def _locate_answers(
     turns: Turns, marked: Sequence[int], whole: str, render: Callable[[Turns], str], answers: _EmittedAnswers
 ) -> list[KnownAnswer] | None:
-    """Returns the known ones among the marked messages; None if the text around the marks does not fit `whole`."""
+    """Returns the known answers among the messages `marked`; None if the text around the marks differs from `whole`."""
     marks = [f"\ue000answer {i}\ue001" for i in marked]
     parts = _split_at_marks(render(_replace_with_marks(turns, dict(zip(marked, marks, strict=True)))), marks)
     if parts is None or not whole.startswith(parts[0]):
@@ -305,7 +303,7 @@ def _replace_with_marks(turns: Turns, marks: Mapping[int, str]) -> Turns:
 
 
 def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
-    """Returns the texts before, between and after marks; None if a mark does not occur there exactly once."""
+    """Splits a text at the marks, which must occur in order; returns None if a mark does not occur exactly once."""
     parts = [text]
     for mark in marks:
         if parts[-1].count(mark) != 1:
@@ -315,7 +313,7 @@ def _split_at_marks(text: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _possible_message_ends(whole: str, part: str, at: int) -> list[int]:
-    """Returns the first positions, from `at` on, at which `part` begins: there a message may end."""
+    """Returns possible ends of a message: the first positions from `at` on where `part`, the text after it, begins."""
     ends: list[int] = []
     while len(ends) < _MOST_ENDS and (end := whole.find(part, ends[-1] + 1 if ends else at)) >= 0:
         ends.append(end)
@@ -325,9 +323,9 @@ def _possible_message_ends(whole: str, part: str, at: int) -> list[int]:
 def _locate_message(
     turn: Mapping[str, Any], whole: str, at: int, ends: Sequence[int], answers: _EmittedAnswers
 ) -> tuple[int | None, KnownAnswer | None]:
-    """Returns where a marked message ends in the conversation, None if unknown, and its answer if that is known.
+    """Returns the end of a marked message in `whole`, and the known answer in it; None for each that is not found.
 
-    at: where it begins. ends: where it may end.
+    at: position where the message begins. ends: possible ends of the message.
     """
     if any(turn.get(part) for part in _PARTS):
         known = next((found for end in ends if (found := answers.find_in_message(whole[at:end], at))), None)

@@ -1,4 +1,4 @@
-"""SentencePiece's model files, read without that library, as `tokenizers.Tokenizer` objects.
+"""Reads SentencePiece model files as `tokenizers.Tokenizer` objects, without the library sentencepiece.
 
 Source of the format: sentencepiece_model.proto (ModelProto: pieces 1, trainer_spec 2, normalizer_spec 3).
 """
@@ -25,8 +25,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 class SentencePieceModel:
     """The content of a model file.
 
-    pieces: (text, score, kind) of each id. algorithm: `UNIGRAM` or `BPE`. charsmap: compiled replacement rules, b"" for
-    none. dummy_prefix: whether a space is put before the text. single_spaces: whether runs of spaces become one.
+    pieces: (text, score, kind) per id. algorithm: `UNIGRAM` or `BPE`. charsmap: compiled replacement rules, b"" for
+    none. dummy_prefix: whether a space is put before the text. single_spaces: whether to collapse runs of spaces.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class SentencePieceModel:
     single_spaces: bool
 
     def build_tokenizer(self) -> Any:
-        """Returns the `tokenizers.Tokenizer` with these ids. Raises `DataError` for other algorithms."""
+        """Returns the `tokenizers.Tokenizer` with these ids. Raises `DataError` if the algorithm is not supported."""
         from tokenizers import AddedToken, Tokenizer
 
         if self.algorithm not in (UNIGRAM, BPE):
@@ -53,16 +53,14 @@ class SentencePieceModel:
 
     @property
     def _unknown_piece(self) -> str | None:
-        """Text of the piece for unknown characters, None if there is none."""
         return next((text for text, _, kind in self.pieces if kind == _UNKNOWN), None)
 
     @property
     def _has_byte_pieces(self) -> bool:
-        """Whether there are pieces for single bytes, which spell unknown characters."""
         return any(kind == _BYTE for _, _, kind in self.pieces)
 
     def _build_bpe(self) -> Any:
-        """Returns the BPE model: any two pieces that make a third may merge, those with the highest score first."""
+        """Returns the BPE model. Two pieces may merge if they spell a third; the highest score merges first."""
         from tokenizers import models
 
         ids = {text: i for i, (text, _, _) in enumerate(self.pieces)}
@@ -102,7 +100,7 @@ class SentencePieceModel:
 
 
 def read_sentencepiece_model(path: Path) -> SentencePieceModel:
-    """Reads a model file. Raises `DataError` naming a file that is no SentencePiece model."""
+    """Reads a model file. Raises `DataError` if the file is not a SentencePiece model."""
     try:
         fields = list(_iterate_fields(read_uncompressed(path)))
         pieces = tuple(_parse_piece(dict(_iterate_fields(value))) for number, value in fields if number == 1)
@@ -124,7 +122,6 @@ def read_sentencepiece_model(path: Path) -> SentencePieceModel:
 
 
 def _parse_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
-    """Returns text, score and kind of a piece. fields: those of its protobuf message, by number."""
     score = struct.unpack("<f", _field_value(fields, 2, b"\0\0\0\0"))[0]
     if not math.isfinite(score):
         raise ValueError(f"a piece has the score {score}")
@@ -132,7 +129,7 @@ def _parse_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
 
 
 def _field_value(fields: dict[int, Any], number: int, default: Any) -> Any:
-    """Returns a field's value, or `default` if it is missing. Raises `ValueError` if their types differ."""
+    """Returns a field's value, or `default` if the field is missing. Raises `ValueError` if the types differ."""
     value = fields.get(number, default)
     if type(value) is not type(default):
         raise ValueError(f"field {number} has the wrong type")
@@ -142,7 +139,7 @@ def _field_value(fields: dict[int, Any], number: int, default: Any) -> Any:
 def _iterate_fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yields (field number, value) for each field of a protobuf message; a value is an integer, or bytes.
 
-    Raises `ValueError` for data that are no such message.
+    Raises `ValueError` or `IndexError` if `data` is not a protobuf message.
     """
     at = 0
     while at < len(data):

@@ -1,7 +1,7 @@
-"""Records from files and data sets, in order, each with the place it came from.
+"""Reads records from files and data sets in order, each with its place (file and line) for messages.
 
-Reading has two halves, so that the costly one can run in other processes: `SourceReader` splits sources into items
-without parsing them; `parse_item` makes a record of an item, or says why it cannot.
+Reading has two halves, so that the costly half can run in other processes: `SourceReader` splits sources into items
+without parsing; `parse_item` turns an item into a record, or returns the reason why the item is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CODE = (
 )
 DATA = (*JSONL, ".csv", ".tsv", ".arrow", hub.PARQUET)  # endings of the files in a data set's folder
 KEYS = ("text", "messages", "prompt", "completion", "tools")
-LONGEST = 1 << 22  # bytes after which a document is cut at the next line into items that are tokenized one by one
+LONGEST = 1 << 22  # bytes after which a document is cut at the next line into separately tokenized items
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -36,10 +36,11 @@ _BOM = b"\xef\xbb\xbf"
 class Source:
     """Files and data sets that are read one after the other, as one stream of records.
 
-    data: .txt, .jsonl and source files, each also with .gz; .parquet files; folders of source files; folders and hub
-    names of data sets. share: weight of this source in a mixture. separator: line that ends a document in a .txt file,
-    None if each file is one document. columns: one of `KEYS` -> the name that records have for it. subsets, split,
-    revision: those of a data set; several subsets are read in turn, one row from each.
+    data: .txt, .jsonl and source-code files, each also with .gz; .parquet files; folders of source-code files; folders
+    and hub names of data sets. share: weight of this source in a mixture. separator: line that ends a document in a
+    .txt file, None if each file is one document. columns: key in `KEYS` -> name of the column in the records. subsets,
+    split, revision: of a data set; several subsets are read in turn, one row from each. Raises `DataError` if a value
+    is invalid.
     """
 
     data: tuple[str, ...]
@@ -69,17 +70,17 @@ class Source:
             raise DataError(f"columns: {wrong[0]!r} is no name of a column")
 
     def check(self) -> None:
-        """Raises `DataError` for a file that is not there or of a kind that cannot be read."""
+        """Raises `DataError` if a file is missing or of a kind that cannot be read."""
         for name in self.data:
             source_kind(name)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One record as it was read, not yet parsed. where: its file and line, or data set and row.
+    """One record as it was read, not yet parsed. where: file and line, or data set and row, of the record.
 
     kind: what `raw` holds: "text" (UTF-8 bytes), "json" (the bytes of a line) or "row" (a mapping). continues: whether
-    the next item is more of the same document.
+    the next item belongs to the same document.
     """
 
     where: str
@@ -97,7 +98,7 @@ class Item:
 class Record:
     """One document or conversation: either `messages`, or `text`.
 
-    where, continues: as in `Item`. prompt: text before `text` that a model reads but is not trained to write. tools:
+    where, continues: see `Item`. prompt: text before `text` that a model reads but is not trained to write. tools:
     the conversation's tools for the chat template.
     """
 
@@ -111,7 +112,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Skipped:
-    """An item that gives no record, and the reason. empty: the reason is that it has no text, which is no fault."""
+    """An item that is skipped, and the reason. empty: whether the item has no text, which is not an error."""
 
     where: str
     reason: str
@@ -119,7 +120,7 @@ class Skipped:
 
 
 class SourceReader:
-    """Iterates over the items of a source, in order. Raises `DataError` naming what cannot be read."""
+    """Iterates over the items of a source, in order. Raises `DataError` if a file or data set cannot be read."""
 
     def __init__(self, source: Source) -> None:
         source.check()
@@ -128,7 +129,7 @@ class SourceReader:
 
     @property
     def stored(self) -> int:
-        """Number of bytes of files read so far; of compressed files their compressed bytes."""
+        """Number of bytes read from files so far, compressed bytes for compressed files."""
         return self._finished_bytes + (self._file.tell() if self._file is not None else 0)
 
     def __iter__(self) -> Iterator[Item]:
@@ -160,13 +161,13 @@ class SourceReader:
 
 
 def _split_documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iterator[Item]:
-    """Yields the documents of a text file as items; those longer than `LONGEST` bytes come in parts.
+    """Yields the documents of a text file as items; a document longer than `LONGEST` bytes is yielded in parts.
 
     name: the file's name, for `Item.where`. separator: line between two documents, None if the file is one document.
-    Neither the separator nor the newlines around it belong to a document.
+    Neither the separator nor the newlines around the separator belong to a document.
     """
     end = None if separator is None else separator.encode("utf-8")
-    pending: list[bytes] = []  # lines of the item that is not yet complete, which begins at line `first`
+    pending: list[bytes] = []  # lines of the incomplete item, which begins at line `first`
     size, first = 0, 1
     for n, line in enumerate(lines, start=1):
         if end is not None and line.rstrip(b"\r\n") == end:
@@ -186,8 +187,8 @@ def _split_documents(name: str, lines: Iterator[bytes], separator: str | None) -
 def source_kind(name: str) -> str:
     """Returns how a file, folder or data set is read: "text", "json", "folder" or "data set".
 
-    "folder": a folder with source files (`CODE`) and no files of a data set; each source file is a document. Raises
-    `DataError` for any other name.
+    "folder": a folder with source-code files (`CODE`) and no files of a data set; each code or text file is a document.
+    Raises `DataError` if a file is missing or `name` cannot be any of these.
     """
     plain = name.removesuffix(".gz")
     path = Path(name)
@@ -211,9 +212,9 @@ def source_kind(name: str) -> str:
 
 
 def source_files(name: str) -> list[str]:
-    """Returns the files that a name is read from, in order; for a data set, [] or the .parquet file that it names.
+    """Returns the files that are read for `name`, in order; for a data set, [] or the .parquet file `name`.
 
-    Raises `DataError`, as `source_kind`.
+    Raises `DataError` as `source_kind` does.
     """
     kind = source_kind(name)
     if kind == "folder":
@@ -225,7 +226,7 @@ def source_files(name: str) -> list[str]:
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a name is read from files, not from a data set, so that the size is known beforehand."""
+    """Returns whether `name` is read from files, so that the size is known, and not from a data set."""
     return source_kind(name) != "data set"
 
 
@@ -234,7 +235,7 @@ def _holds_only_code(files: list[str]) -> bool:
 
 
 def _holds_records(file: str) -> bool:
-    """Returns whether a file holds records, by its name; by its beginning if the name ends in .json."""
+    """Guesses whether a file holds records of a data set, from its name, or for .json from the first bytes."""
     plain = file.removesuffix(".gz")
     if plain.endswith((*DATA, "/dataset_dict.json", "/dataset_info.json")):
         return True
@@ -249,7 +250,7 @@ def _holds_records(file: str) -> bool:
 
 
 def _visible_files(folder: Path) -> list[str]:
-    """Returns the sorted files in a folder and its subfolders, without hidden ones and folders that begin with __."""
+    """Returns the sorted files in a folder and its subfolders, without hidden files and folders and __NAME folders."""
     found: list[str] = []
     for root, folders, files in os.walk(folder):
         folders[:] = [one for one in folders if not one.startswith((".", "__"))]
@@ -258,7 +259,7 @@ def _visible_files(folder: Path) -> list[str]:
 
 
 def parse_item(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skipped:
-    """Returns the record in an item, or why it has none. columns: as in `Source`."""
+    """Returns the record in an item, or `Skipped` with the reason. columns: see `Source`."""
     try:
         if item.kind == "text":
             return _record_from_text(item, item.raw.decode("utf-8"))
@@ -273,7 +274,6 @@ def parse_item(item: Item, columns: Mapping[str, str] | None = None) -> Record |
 
 
 def _record_from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str, str]) -> Record | Skipped:
-    """Returns the record of an item with fields. fields: value of each of `KEYS`, None if missing."""
     if fields["messages"] is not None:
         return _record_from_messages(item, fields["messages"], fields["tools"])
     if fields["prompt"] is not None and fields["completion"] is not None:
@@ -287,7 +287,6 @@ def _record_from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str
 
 
 def _record_from_text(item: Item, text: Any, prompt: str | None = None) -> Record | Skipped:
-    """Returns the record of an item with text, and with a prompt before it if there is one."""
     if not isinstance(text, str):
         return Skipped(item.where, f"{'text' if prompt is None else 'completion'} is {type(text).__name__}, not text")
     if not text.strip() and not item.continues:
@@ -298,7 +297,6 @@ def _record_from_text(item: Item, text: Any, prompt: str | None = None) -> Recor
 
 
 def _record_from_messages(item: Item, messages: Any, tools: Any) -> Record | Skipped:
-    """Returns the record of an item with chat messages, which may have tools."""
     if not isinstance(messages, list):
         return Skipped(item.where, f"messages is {type(messages).__name__}, not a list")
     for k, message in enumerate(messages):
@@ -316,9 +314,9 @@ def _record_from_messages(item: Item, messages: Any, tools: Any) -> Record | Ski
 
 
 def _invalid_unicode_reason(text: str) -> str | None:
-    """Returns the reason why a text is not valid Unicode, None if it is.
+    """Returns the reason why a text is not valid Unicode, None if it is valid.
 
-    JSON can spell half of a surrogate pair, which UTF-8 cannot hold.
+    JSON can contain half of a surrogate pair, which UTF-8 cannot encode.
     """
     try:
         text.encode("utf-8")

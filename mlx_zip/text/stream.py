@@ -1,8 +1,8 @@
 """Turns generated base ids into text that may be shown, and finds where a text ends.
 
-A text ends at an eos, at a stop string (matched on text, wherever token borders lie) or at the token limit. The
-tokenizer's streaming detokenizer makes text of ids. `TextStream.characters` relates ids to characters of the text,
-because text may be shown only with a later id, or not at all.
+A text ends at an eos, at a stop string (matched in the text, independent of token borders) or at the token limit. The
+tokenizer's streaming detokenizer decodes the ids. Text may be shown one or more ids later than it was generated, or not
+at all, so `TextStream.characters` counts the characters that were generated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_zip.text.tokenizers import as_tokenizer
 class StopMatcher:
     """Cuts text before the stop string that is completed first, and holds back text that may become a stop string.
 
-    The result does not depend on how the text was cut into pieces.
+    The result does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -61,10 +61,10 @@ def partial_mark_length(text: str, marks: Sequence[str]) -> int:
 
 
 class TextPiece(NamedTuple):
-    """What one generated id adds to a text. text: what may now be shown.
+    """What one generated id adds to a text. text: the text that may now be shown.
 
-    base_ids: its base ids up to the end of the text, eos included. finish_reason: "stop" or "length" if the text has
-    ended (see `TextStream`), else None.
+    base_ids: base ids of the generated id, up to the end of the text, including eos. finish_reason: "stop" or "length"
+    if the text has ended (see `TextStream`), else None.
     """
 
     text: str
@@ -73,13 +73,13 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """The text of one generated sequence, fed with expansions (the base ids of one emitted id).
+    """Decodes one generated sequence, which is fed one expansion (the base ids of one emitted id) at a time.
 
     tokenizer: our `Tokenizer`, mlx-lm's `TokenizerWrapper` (the text is then the one that mlx-lm prints), or a bare
     tokenizer of transformers.
 
-    Ends with finish_reason "stop" at an eos, even inside an expansion, or at a stop string, and with "length" after
-    `max_tokens` base tokens (None: no limit), also inside an expansion. Ids without a token give no text.
+    Ends with finish_reason "stop" at an eos or a stop string, and with "length" after `max_tokens` base tokens (None:
+    no limit), also in the middle of an expansion. Ids without a token add no text.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None, stop: Iterable[str] = ()) -> None:
@@ -89,11 +89,11 @@ class TextStream:
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._max_tokens = max_tokens
         self._stops = StopMatcher(stop)
-        self._taken = 0  # characters
+        self._taken = 0  # number of characters
         self.base_tokens = 0
 
     def feed(self, expansion: Sequence[int], last: bool = False) -> TextPiece:
-        """Takes the base ids of one generated id and returns what it adds to the text.
+        """Takes the base ids of one generated id and returns the piece that the id adds to the text.
 
         last: whether no further id can follow, because the limit is reached or the context is full.
         """
@@ -111,18 +111,18 @@ class TextStream:
 
     @property
     def characters(self) -> int:
-        """Number of characters that the base ids so far have given, including text that is held back or cut off."""
+        """Number of characters decoded so far, including text that is held back or cut off."""
         return self._taken
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that has ended the text, None if none has."""
+        """The stop string that ended the text, else None."""
         return self._stops.stopped_by
 
     def finish(self, reason: str) -> TextPiece:
-        """Ends the text for a reason other than its ids and returns the text held back.
+        """Ends the text at the caller's request and returns the text held back.
 
-        reason: the finish_reason, unless a stop string ends the text that was held back.
+        reason: the finish_reason, unless the text held back completes a stop string (then "stop").
         """
         return self._last_piece("", (), reason)
 
@@ -133,17 +133,17 @@ class TextStream:
         return self._take_new_text()
 
     def _take_new_text(self) -> str:
-        """Returns the detokenizer's text beyond what was taken before.
+        """Returns the part of the detokenizer's text that was not taken before.
 
         The detokenizer's text may shrink for a while: with a byte-fallback decoder, the first byte of a character turns
-        preceding characters that are spelt in bytes into replacement characters, until the new character is complete.
+        preceding characters that are spelled as bytes into replacement characters, until the character is complete.
         """
         text = self._detokenizer.text
         new, self._taken = text[self._taken :], max(self._taken, len(text))
         return new
 
     def _last_piece(self, text: str, counted: tuple[int, ...], reason: str) -> TextPiece:
-        """Returns the last piece with all text held back. counted: its base ids. reason: why the text ends here."""
+        """Returns the last piece: `text` plus held-back text. counted: the piece's base ids. reason: see `finish`."""
         self._detokenizer.finalize()
         text += self._stops.feed(self._take_new_text())
         if self._stops.matched:

@@ -1,4 +1,4 @@
-"""Facts about a tokenizer's ids: which are special, which hold digits, which begin a text, which bytes each has."""
+"""Facts about a tokenizer's ids: special ids, ids with digits, ids added before a text, and the bytes of each id."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from mlx_zip.vocab.first_stage import BYTE_OF
 
 _COMPOSING = {"NFC", "NFKC"}
 _KEEPING = {"Sequence", "Prepend", "NFD", *_COMPOSING, "ByteLevel", "Metaspace", "Split", "Punctuation", "Digits"}
-_MOST_SHRINKING = 4  # maximum factor by which composing characters (NFC, NFKC) shortens a text
+_MOST_SHRINKING = 4  # maximum factor by which NFC or NFKC shortens a text
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Returns the ids of special tokens, which mark something and are no text."""
+    """Returns the ids of special tokens, such as bos, which do not stand for text."""
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
 def digit_ids(tokenizer: Any) -> set[int]:
-    """Returns the ids of all tokens whose text has a digit in it."""
+    """Returns the ids of all tokens whose text contains a digit."""
     ids = sorted(set(tokenizer.get_vocab().values()))
     texts = tokenizer.batch_decode([[i] for i in ids], skip_special_tokens=False)
     return {i for i, text in zip(ids, texts, strict=True) if any(map(str.isdigit, text))}
 
 
 def leading_special_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer adds before a text by itself, for example bos."""
+    """Returns the special ids that the tokenizer adds before every text, for example bos."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     return next((tuple(whole[:i]) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), ())
 
 
 def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.int64]]:
-    """Returns a text's base ids, uint32 [n], without special tokens, and the UTF-8 bytes of each, int64 [n].
+    """Returns a text's base ids, uint32 [n], without special tokens, and the UTF-8 bytes of each id, int64 [n].
 
-    An id gets the bytes from its first character up to the next id's first character; of several ids that begin at the
-    same character, the last gets them. Without offsets, bytes are spread evenly. They always sum to the text's bytes.
+    An id gets the bytes from its first character up to the next id's first character. If several ids begin at the same
+    character, the last of these ids gets the bytes. If the tokenizer has no offsets, bytes are spread evenly. The bytes
+    always sum to the text's bytes.
     """
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     encoded = inner(text, add_special_tokens=False, return_offsets_mapping=inner.is_fast, verbose=False)
@@ -57,14 +58,14 @@ def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.in
 
 
 def bytes_before_characters(text: str) -> NDArray[np.int64]:
-    """Returns the UTF-8 bytes before each of n characters and before the end, int64 [n + 1]."""
+    """Returns the number of UTF-8 bytes before each of n characters, and before the end of the text, int64 [n + 1]."""
     characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
     return np.concatenate([[0], np.cumsum(widths)])
 
 
 def longest_token_bytes(tokenizer: Any) -> int | None:
-    """Returns an upper bound on the bytes of text that one token stands for, None if there is no bound.
+    """Returns an upper bound on the bytes of text per token, None if there is no bound.
 
     A tokenizer that leaves out or replaces parts of a text, for example white space, has no bound.
     """
@@ -81,7 +82,7 @@ def longest_token_bytes(tokenizer: Any) -> int | None:
 
 
 def _keeps_whole_text(step: Any) -> bool:
-    """Returns whether a step of a normalizer or pre-tokenizer leaves nothing of a text out."""
+    """Returns whether a step of a normalizer or pre-tokenizer keeps all of a text."""
     if step["type"] == "Replace":
         return step["pattern"] == {"String": " "}
     return step["type"] in _KEEPING and step.get("behavior") != "Removed"
@@ -90,9 +91,9 @@ def _keeps_whole_text(step: Any) -> bool:
 def bytes_by_id(tokenizer: Any) -> list[bytes]:
     """Returns the bytes that each id adds to a text: b"" for ids without a token, the name for an added token.
 
-    tokenizer: our `Tokenizer`, mlx-lm's wrapper, or one of transformers. A space that the decoder drops at the
-    beginning of a text is kept. For vocabularies that are neither byte-level nor of SentencePiece's kind, each id is
-    decoded after a fixed text.
+    tokenizer: our `Tokenizer`, mlx-lm's wrapper, or a tokenizer of transformers. A leading space counts, although a
+    decoder may drop it at the beginning of a text. For vocabularies that are neither byte-level nor SentencePiece, each
+    id is decoded after a fixed text.
     """
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     vocabulary = inner.get_vocab()
@@ -105,7 +106,7 @@ def bytes_by_id(tokenizer: Any) -> list[bytes]:
 
 
 def _token_bytes_function(tokenizer: Any, names: list[str | None]) -> Any:
-    """Returns the function from an id to its bytes, except for added tokens. names: id -> the token's name."""
+    """Returns a function from an id, not of an added token, to the id's bytes. names: id -> the token's name."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     steps = [] if backend is None else list(_iterate_steps(json.loads(backend.to_str()).get("decoder")))
     kinds = {step["type"] for step in steps}
@@ -120,7 +121,7 @@ def _token_bytes_function(tokenizer: Any, names: list[str | None]) -> Any:
 
 
 def _iterate_steps(part: Any) -> Iterator[Any]:
-    """Yields the steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json has it: nested maps, or None."""
+    """Yields the steps of a normalizer, pre-tokenizer or decoder. part: nested maps from tokenizer.json, or None."""
     if part is not None:
         yield part
         for step in (inner for name in ("normalizers", "pretokenizers", "decoders") for inner in part.get(name, ())):
@@ -128,7 +129,7 @@ def _iterate_steps(part: Any) -> Iterator[Any]:
 
 
 def _sentencepiece_bytes(name: str) -> bytes:
-    """Returns the bytes of a token of SentencePiece's kind: a piece with "▁" for spaces, or a byte as "<0x0A>"."""
+    """Returns the bytes of a SentencePiece token: a piece with "▁" for spaces, or a single byte such as "<0x0A>"."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes.fromhex(name[3:5])
     return name.replace("▁", " ").encode()
@@ -136,13 +137,13 @@ def _sentencepiece_bytes(name: str) -> bytes:
 
 # ---- the texts and bytes of single tokens, for log-probabilities and for the parts of hypertokens
 
-_MOST = 1 << 16  # remembered tokens
+_MOST = 1 << 16  # maximum number of cached tokens
 
 
 class TokenTexts:
-    """Maps a token's base ids to its text and its UTF-8 bytes, `tokens[base_ids] -> (text, bytes)`.
+    """Maps a token's base ids to the token's text and UTF-8 bytes: `tokens[base_ids] -> (text, bytes)`.
 
-    The text of a token that holds part of a character has replacement characters; its bytes are exact.
+    If a token holds only part of a character, the text has replacement characters, but the bytes are exact.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -160,24 +161,23 @@ class TokenTexts:
         return found
 
     def _text(self, base_ids: tuple[int, ...]) -> str:
-        """Returns what the base ids add to a text; decoders may drop a space at the beginning of a text."""
+        """Returns the text that the base ids add after other text (a decoder may drop a space at the beginning)."""
         return self.decode([*self._before, *base_ids])[len(self.decode(self._before)) :]
 
     def decode(self, base_ids: Sequence[int]) -> str:
-        """Returns the text of base ids, special tokens included; ids without a token have none."""
+        """Returns the text of base ids, including special tokens; ids without a token are ignored."""
         known = [i for i in base_ids if i < len(self._tokenizer)]
         return self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _bytes(self, base_ids: tuple[int, ...]) -> bytes:
-        """Returns the bytes of base ids that hold part of a character."""
         return b"".join(self._bytes_by_id[i] for i in base_ids if i < len(self._bytes_by_id))
 
     @cached_property
     def _bytes_by_id(self) -> list[bytes]:
-        """The bytes of all base ids; most answers need none of them."""
+        """The bytes of all base ids, computed on first use, because most answers do not need them."""
         return bytes_by_id(self._tokenizer)
 
 
 def count_characters(data: bytes) -> int:
-    """Returns how many characters begin in a part of a text in UTF-8."""
+    """Returns the number of characters that begin in `data`, a part of a UTF-8 text."""
     return sum(byte & 0xC0 != 0x80 for byte in data)

@@ -1,7 +1,7 @@
-"""Tokenizers: one loader for any published format, a model's folder, a bundled model's name or a hub id.
+"""Loads tokenizers: from a file of any published format, a model's folder, a bundled model's name or a hub id.
 
-A loaded tokenizer is one of transformers, wrapped with what every engine needs: chat template, ids that end a text,
-streaming detokenizer.
+A loaded tokenizer wraps a tokenizer of transformers and adds what every engine needs: chat template, ids that end a
+text, streaming detokenizer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # a fold
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokenizer:
     """Returns the tokenizer of a folder, a tokenizer file (`formats.KINDS`), a bundled model's name or a hub id.
 
-    An adapted model's folder gives the adapted vocabulary's exact ids. A tokenizer.json is read together with the
-    settings and the chat template in its folder. Raises `DataError`.
+    For an adapted model's folder, the tokenizer's ids equal those of `AdaptedVocabulary.encode`. A tokenizer.json is
+    read together with the settings and the chat template in its folder. Raises `DataError` if loading fails.
     """
     file = _standalone_tokenizer_file(resolve_model_name(name))
     if file is not None:
@@ -52,9 +52,9 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
 
 
 def find_damaged_json(folder: Path) -> str | None:
-    """Returns which JSON file of a model's folder holds no object, and why; None if each that is there holds one.
+    """Returns a message if a JSON file in a model's folder holds no JSON object, naming the file, else None.
 
-    The libraries that load a model do not say which file they could not read.
+    The libraries that load a model do not name the file that they cannot read.
     """
     for name in _SETTINGS:
         file = folder / name
@@ -67,17 +67,16 @@ def find_damaged_json(folder: Path) -> str | None:
 
 
 def _missing_file_reason(folder: Path) -> str | None:
-    """Returns a message if a folder has no tokenizer file, naming the kinds that are read, else None."""
     if any(is_tokenizer_file(file) for file in folder.iterdir()):
         return None
     return f"it has no tokenizer file ({KINDS})"
 
 
 def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
-    """Returns the folder of a tokenizer; of a hub id only the tokenizer's files are downloaded.
+    """Returns the folder of a tokenizer. For a hub id, downloads only the tokenizer's files.
 
-    name: a folder, a tokenizer.json, a bundled model's name or a hub id. Raises `DataError`, without asking the hub if
-    the name is no hub id.
+    name: a folder, a tokenizer.json, a bundled model's name or a hub id. Raises `DataError` if no tokenizer is found;
+    the hub is not asked if `name` is not a hub id.
     """
     path = resolve_model_name(name)
     if path.name == "tokenizer.json" and path.is_file():
@@ -94,15 +93,14 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
 
 
 def must_be_local_path(name: str) -> bool:
-    """Returns whether a name can only be a local path, because it does not have the form of a hub id."""
+    """Returns whether `name` can only be a local path, because it does not have the form of a hub id."""
     return not hub.is_hub_id(name)
 
 
 def _standalone_tokenizer_file(path: Path) -> Path | None:
     """Returns the tokenizer file to read without transformers' settings, None if transformers should read `path`.
 
-    It is `path` if that is a tokenizer file but no tokenizer.json, or the merge list in a folder `path` without
-    settings.
+    Returns `path` if it is a tokenizer file other than tokenizer.json, or the merge list in a folder without settings.
     """
     if path.is_dir():
         return None if any((path / name).is_file() for name in _SETTINGS) else find_gpt2_merges(path)
@@ -117,7 +115,7 @@ def _wrap_for_transformers(library: Any) -> Any:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Silences transformers' warnings about our model type and its rope settings while a tokenizer is loaded."""
+    """Context manager: silences transformers' warnings about the model type "zip2zip" and its rope settings."""
     logger = logging.getLogger("transformers.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -137,13 +135,13 @@ _THINKING = (
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>", "<channel|>"),
 )
-_FULL_MARKS = {"<|channel>": "<|channel>thought"}  # where the mark is more than its token
+_FULL_MARKS = {"<|channel>": "<|channel>thought"}  # token -> whole mark, if the mark is longer than the token
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
-    """Returns our `Tokenizer` or mlx-lm's `TokenizerWrapper` as given, and a bare tokenizer of transformers wrapped.
+    """Wraps a bare tokenizer of transformers; returns our `Tokenizer` or mlx-lm's `TokenizerWrapper` unchanged.
 
-    Raises `GenerationError` for anything else.
+    Raises `GenerationError` if `tokenizer` is none of these.
     """
     if hasattr(tokenizer, "detokenizer"):
         return tokenizer
@@ -155,8 +153,8 @@ def as_tokenizer(tokenizer: Any) -> Any:
 def thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
     """Returns the texts that mark the beginning and end of a model's reasoning, None for a model without such marks.
 
-    They are the tokenizer's own marks if it is mlx-lm's wrapper and has some; else a known pair of which both are
-    tokens, or both stand in the chat template.
+    Returns the marks of mlx-lm's wrapper if it has some; else a known pair of marks if both are tokens, or if both
+    occur in the chat template.
     """
     begin, end = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
     if isinstance(begin, str) and isinstance(end, str):
@@ -167,13 +165,13 @@ def thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
 
 
 def single_token_id(tokenizer: Any, text: str) -> int | None:
-    """Returns the id of the token that is exactly this text, None if there is none."""
+    """Returns the id of the token whose text is exactly `text`, None if there is no such token."""
     found = tokenizer.convert_tokens_to_ids(text)
     return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == text else None
 
 
 def chat_template(tokenizer: Any) -> str:
-    """Returns the text of a tokenizer's chat template, "" without one; of several, the one for tools or the default."""
+    """Returns a tokenizer's chat template, "" if there is none; of several, the one for tools, else the default."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("tool_use") or template.get("default")
@@ -186,11 +184,11 @@ def _thinking_tokens(tokenizer: Any) -> tuple[str, str] | None:
 
 
 class Tokenizer:
-    """Wraps a tokenizer of the transformers library; every other attribute is that tokenizer's.
+    """Wraps a tokenizer of the transformers library. Attributes that are not defined here are those of the tokenizer.
 
-    It has the names of mlx-lm's `TokenizerWrapper`, so code that is given either works with both.
+    Has the interface of mlx-lm's `TokenizerWrapper`, so that code can take either.
 
-    eos_token_ids: ids that end a text, the tokenizer's own eos included.
+    eos_token_ids: ids that end a text, including the tokenizer's own eos.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
@@ -216,13 +214,13 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], tokenize: bool = True, **options: Any) -> Any:
         """Renders chat messages to ids, or to text with tokenize=False. options: further arguments of the template.
 
-        As in mlx-lm, `enable_thinking` is `has_thinking` unless `options` has it.
+        As in mlx-lm, `enable_thinking` defaults to `has_thinking`.
         """
         options = {"enable_thinking": self.has_thinking, "return_dict": False} | options
         return self._tokenizer.apply_chat_template(list(messages), tokenize=tokenize, **options)
 
     def add_eos_token(self, token: str) -> None:
-        """Adds a token, or an id in digits, to `eos_token_ids`."""
+        """Adds an id to `eos_token_ids`. token: the token's text, or the id as decimal digits."""
         single_token_id = int(token) if token.isdecimal() else self._tokenizer.convert_tokens_to_ids(token)
         if single_token_id is None:
             raise ValueError(f"{token!r} is not a token of this tokenizer")
@@ -241,9 +239,9 @@ class Tokenizer:
 
 
 def add_eos_tokens(tokenizer: Any, tokens: Iterable[str]) -> None:
-    """Makes further tokens end a text: each a token's text, or an id in digits.
+    """Makes further tokens end a text. tokens: texts of tokens, or ids as decimal digits.
 
-    tokenizer: a `Tokenizer`, or mlx-lm's wrapper. Raises `GenerationError` for one that is no token.
+    tokenizer: a `Tokenizer`, or mlx-lm's wrapper. Raises `GenerationError` if an item is not a token.
     """
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
@@ -254,15 +252,15 @@ def add_eos_tokens(tokenizer: Any, tokens: Iterable[str]) -> None:
 
 # ---- ids to text, one at a time
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are no complete character (yet)
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not a complete character
 
 
 class Detokenizer:
-    """Streams the text of ids with mlx-lm's interface: `add_token`, `text`, `last_segment`, `finalize`, `reset`.
+    """Decodes ids one by one, with mlx-lm's interface: `add_token`, `text`, `last_segment`, `finalize`, `reset`.
 
-    `text` is the text so far and only grows; an incomplete character is held back until `finalize`. For each id, only
-    the ids of the previous piece of text and the new ids are decoded. The previous piece is needed because a decoder
-    may drop a space at the beginning of a text.
+    `text` is the text so far and only grows. An incomplete character is held back until it is complete, or until
+    `finalize`. Each call decodes only the ids of the previous piece of text and the new ids. The previous piece is
+    needed because a decoder may drop a space at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -274,10 +272,10 @@ class Detokenizer:
         self.tokens: list[int] = []
         self.text = ""
         self.offset = 0
-        self._begin = self._shown = 0  # ids from `_begin` are decoded; those before `_shown` are in the text
+        self._begin = self._shown = 0  # ids before `_shown` are in `text`; decoding starts at `_begin`
 
     def add_token(self, token: int) -> None:
-        """Adds the next id, and its text to `text` unless the text ends within a character."""
+        """Adds the next id, and appends new text to `text` unless it ends within a character."""
         self.tokens.append(token)
         self._append_new_text(final=False)
 
@@ -292,7 +290,7 @@ class Detokenizer:
         return segment
 
     def _append_new_text(self, final: bool) -> None:
-        """Adds the text of new ids to `text`. final: add incomplete characters too."""
+        """Appends the text of new ids to `text`. final: also append an incomplete character."""
         known, whole = (self._decode_up_to(end) for end in (self._shown, len(self.tokens)))
         if len(whole) <= len(known) or (whole.endswith(REPLACEMENT) and not final):
             return

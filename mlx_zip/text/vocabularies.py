@@ -1,4 +1,4 @@
-"""Vocabularies turn text into base ids and back, read from any tokenizer file; they have no chat template."""
+"""Reads any tokenizer file as a vocabulary, which encodes text to base ids and decodes ids; without chat template."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlx_zip.vocab.adaptbpe.plain import follow_folder
 class Vocabulary:
     """A tokenizer reduced to functions between text and ids.
 
-    encode: text -> base ids, all below `size`, without special tokens. decode: ids -> text. text_of: id -> its text.
-    special_ids: ids that mark something and are no text. library: the library that encodes.
+    encode: text -> base ids, all below `size`, without special tokens. decode: ids -> text. text_of: one id -> text.
+    special_ids: ids of special tokens, such as bos. library: name of the library that encodes.
     """
 
     name: str
@@ -33,15 +33,15 @@ class Vocabulary:
         return f"Vocabulary({self.name!r}, size={self.size})"
 
     def digit_ids(self) -> list[int]:
-        """Returns the ids whose text is digits, apart from spaces; zip2zip++ never merges them."""
+        """Returns the ids whose text is digits only, ignoring spaces. zip2zip++ never merges these ids."""
         texts = ((i, self.text_of(i).strip("▁ ")) for i in range(self.size))
         return [i for i, text in texts if text.isascii() and text.isdigit()]
 
 
 def read_vocabulary(name: str | Path) -> Vocabulary:
-    """Reads a tokenizer file (`formats.KINDS`), a folder, a bundled model's name or a hub id.
+    """Returns the vocabulary of a tokenizer file (`formats.KINDS`), a folder, a bundled model's name or a hub id.
 
-    An adapted model's folder gives its exact ids. Raises `DataError` naming what cannot be read.
+    For an adapted model's folder, ids equal those of `AdaptedVocabulary.encode`. Raises `DataError` if reading fails.
     """
     path = resolve_model_name(name)
     file = path
@@ -52,7 +52,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
     tokenizer = read_tokenizer_file(file)
     follow_folder(tokenizer, file.parent)
     is_sentencepiece = file.name.removesuffix(".gz").endswith(".model")
-    tokenizer.encode_special_tokens = is_sentencepiece  # as that library does: a text's "<s>" is text
+    tokenizer.encode_special_tokens = is_sentencepiece  # as in SentencePiece, "<s>" in a text is text
     decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     return Vocabulary(
         path.name if path.is_dir() else short_tokenizer_name(file),

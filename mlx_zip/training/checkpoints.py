@@ -1,14 +1,14 @@
-"""Checkpoints: folders that are written whole, hold all that the next step depends on, and are checked on reading.
+"""Writes and reads checkpoints: folders with everything that the next step depends on, checked on reading.
 
     step-000200/  trained.safetensors    the trained weights
                   optimizer.safetensors  the optimizer's and the random generator's state
                   state.json             `Progress` and the run's fingerprint
 
-On the CPU a resumed run gives the numbers of one that never stopped, bit for bit. GPUs add up the gradients of gathered
-rows in an order that changes from run to run, so there the last digits differ.
+On the CPU a resumed run gives the same bits as an uninterrupted run. GPUs sum the gradients of gathered rows in an
+order that changes from run to run, so the last digits differ.
 
-A run that is killed at any moment finds its last complete checkpoint. An incomplete one has another name, and is
-removed when the next checkpoint is written.
+A run can be killed at any moment and resumes from the last complete checkpoint. An incomplete checkpoint has another
+name, and is removed when the next checkpoint is written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RANDOM = "random."
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. step: optimizer steps done. seen_*: what they read, over all machines. seconds: run time."""
+    """A run's progress. step: optimizer steps done. seen_*: totals read, over all machines. seconds: run time."""
 
     step: int = 0
     seen_samples: int = 0
@@ -48,7 +48,7 @@ class Progress:
     seconds: float = 0.0
 
     def after_step(self, samples: int, ids: int, base_ids: int, n_bytes: int, seconds: float) -> Progress:
-        """Returns the progress after one more step, which read these numbers and took `seconds`."""
+        """Returns the progress after one more step. The arguments are the amounts read in the step, and its seconds."""
         return Progress(
             self.step + 1,
             self.seen_samples + samples,
@@ -62,9 +62,10 @@ class Progress:
 def save_checkpoint(
     run: Path, trainee: nn.Module, optimizer: optim.Optimizer, progress: Progress, fingerprint: str, keep: int
 ) -> None:
-    """Writes the checkpoint of `progress.step`, unless it is the last one already, and removes all but the last `keep`.
+    """Writes the checkpoint of `progress.step`, and removes all but the last `keep` checkpoints.
 
-    Raises `TrainingError` if it cannot be written, or would hold NaN or inf; earlier checkpoints stay as they are.
+    Does nothing if the last checkpoint is of this step. Raises `TrainingError` if the checkpoint cannot be written or
+    would contain NaN or inf; earlier checkpoints stay as they are.
     """
     found = list_checkpoints(run)
     if found and found[-1][0] == progress.step:
@@ -78,7 +79,7 @@ def save_checkpoint(
         )
     state = {name: value for name, value in tree_flatten(optimizer.state) if isinstance(value, mx.array)}
     state[f"{_RANDOM}0"] = get_random_key()
-    for left in run.glob(f"{CHECKPOINTS}/.step-*"):  # of killed processes: only one process writes here at a time
+    for left in run.glob(f"{CHECKPOINTS}/.step-*"):  # from killed processes: only one process writes here at a time
         shutil.rmtree(left, ignore_errors=True)
     try:
         with atomic_folder(path) as folder:
@@ -100,7 +101,7 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def load_last_checkpoint(run: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
-    """Restores the last checkpoint of a run by `load_checkpoint`; returns zero progress if the run has none."""
+    """Restores the last checkpoint of a run with `load_checkpoint`; returns `Progress()` if there is no checkpoint."""
     found = list_checkpoints(run)
     return load_checkpoint(found[-1][1], trainee, optimizer, fingerprint) if found else Progress()
 
@@ -108,7 +109,7 @@ def load_last_checkpoint(run: Path, trainee: nn.Module, optimizer: optim.Optimiz
 def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
     """Restores weights, optimizer and random state from a checkpoint, and returns its progress.
 
-    fingerprint: that of this run. Raises `TrainingError` naming what cannot be read or does not fit.
+    fingerprint: this run's fingerprint. Raises `TrainingError` if the checkpoint cannot be read or does not fit.
     """
     try:
         state = read_json_object(path / STATE_FILE)
@@ -116,7 +117,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
             check_regular_file(path / file)
         mark = state.pop("fingerprint")
         progress = Progress(**state)
-        if mark == fingerprint:  # else another run's checkpoint is reported below
+        if mark == fingerprint:  # otherwise the error below tells of another run
             _check_progress_counts(path, progress)
         trained: Any = mx.load(str(path / TRAINED_FILE))
         saved: Any = mx.load(str(path / OPTIMIZER_FILE))
@@ -143,9 +144,9 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
 
 
 def load_trained_weights(run: Path, trainee: nn.Module) -> None:
-    """Puts the trained weights of another run's last checkpoint into a trainee.
+    """Loads the trained weights of the last checkpoint of the run `run` into `trainee`.
 
-    Raises `TrainingError` if the run has no checkpoint, or trained other weights than this trainee's.
+    Raises `TrainingError` if the run has no checkpoint, or if the names or shapes of its weights differ.
     """
     path = _find_last_weights(run)
     try:
@@ -162,7 +163,7 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
 
 
 def hash_trained_weights(run: Path) -> str:
-    """Returns the SHA-256 of the file that `load_trained_weights` reads. Raises `TrainingError`."""
+    """Returns the SHA-256 of the file that `load_trained_weights` reads. Raises `TrainingError` if there is none."""
     path = _find_last_weights(run)
     try:
         with path.open("rb") as file:
@@ -179,14 +180,13 @@ def _find_last_weights(run: Path) -> Path:
 
 
 def _check_array_shapes(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:
-    """Raises `TrainingError` unless a file's arrays have the names, shapes and dtypes of `tree`'s."""
     wanted = {name: (value.shape, value.dtype) for name, value in tree_flatten(tree) if isinstance(value, mx.array)}
     if {name: (value.shape, value.dtype) for name, value in found.items()} != wanted:
         raise TrainingError(f"{path} does not hold what this run trains; delete {path.parent.name} to go on without it")
 
 
 def _check_progress_counts(path: Path, progress: Progress) -> None:
-    """Raises `ValueError` for a count that is out of range, and for another step than the folder is named for."""
+    """Raises `ValueError` if a count is out of range, or if the folder's name is that of another step."""
     counts = vars(progress)
     for name, value in counts.items():
         whole = name != "seconds"
@@ -197,14 +197,14 @@ def _check_progress_counts(path: Path, progress: Progress) -> None:
 
 
 def find_not_finite(arrays: Mapping[str, mx.array]) -> str:
-    """Returns the name of the first array that holds a NaN or inf, "" if none does."""
+    """Returns the name of the first array that contains NaN or inf, "" if no array does."""
     finite = {name: mx.isfinite(value).all() for name, value in arrays.items()}
     mx.eval(finite)
     return next((name for name, fine in finite.items() if not fine.item()), "")
 
 
 def checkpoint_name(step: int) -> str:
-    """Returns the name of the folder for the checkpoint of a step."""
+    """Returns the folder name of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
@@ -215,12 +215,12 @@ def get_random_key() -> mx.array:
 
 
 def set_random_key(key: mx.array) -> None:
-    """Restores a random state; MLX takes it as a 64-bit seed whose two halves are the key."""
+    """Sets MLX's random state to `key`, by seeding MLX with the 64-bit number whose halves are the key's two values."""
     halves: Any = key.tolist()
     high, low = halves
     mx.random.seed(high << 32 | low)
 
 
 def progress_counts(progress: Progress) -> mx.array:
-    """Returns all counts but the seconds, int64 [5], to send to other machines."""
+    """Returns all fields except `seconds`, int64 [5], to send to other machines."""
     return mx.array(list(vars(progress).values())[:-1], mx.int64)

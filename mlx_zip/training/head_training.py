@@ -1,4 +1,4 @@
-"""Trains a draft head (`mlx_zip train --draft-head`) for a model whose own weights stay as they are."""
+"""Trains a draft head (`mlx_zip train --draft-head`) for a model whose own weights are frozen."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from mlx_zip.training.trainer import Trainer
 
 
 class HeadTrainer(Trainer):
-    """A run that trains a draft head. Its loss is not that of a text, so no bits per byte are reported."""
+    """A run that trains a draft head. The loss is not a text's likelihood, so no bits per byte are reported."""
 
     loss_is_of_text = False
 
     def describe_validation(self, line: dict[str, float]) -> str:
-        """Returns in words what `measure_validation` returned."""
+        """Returns the figures of `measure_validation` as text. line: result of `measure_validation`."""
         return f"validation: {line['val_accepted_ids']:.3f} proposed ids accepted per pass"
 
     def measure_validation(self) -> dict[str, float]:
-        """Measures the head on `validation_batches`: loss in nats per guess, accepted ids per position."""
+        """Measures the head on `validation_batches`: loss in nats per guess, and accepted ids per position."""
         sums = self.sum_validation()
         count = max(sums["count"], 1)
         return {"val_loss": sums["nats"] / count, "val_accepted_ids": sums["accepted"] / count}
 
 
 def check_head_options(options: RunOptions, settings: TrainSettings) -> None:
-    """Raises `TrainingError` for an option that makes no sense where only a head is trained."""
+    """Raises `TrainingError` if an option makes no sense when only a draft head is trained."""
     refused = {
         "--from-scratch: a head needs a trained model": options.scratch is not None,
         "--engine torch: heads are trained with MLX": options.engine != "mlx",
@@ -53,7 +53,7 @@ def check_head_options(options: RunOptions, settings: TrainSettings) -> None:
 
 
 def check_data_fits(plain: bool, params: CodecParams) -> None:
-    """Raises `TrainingError` if the data have a codebook and the model has none. plain: whether the model has none."""
+    """Raises `TrainingError` if the data have a codebook but the model is plain. plain: whether the model is plain."""
     if plain and can_have_entries(params):
         raise TrainingError(
             "--draft-head: the data were prepared with a codebook and the model has none; prepare them with "
@@ -62,7 +62,7 @@ def check_data_fits(plain: bool, params: CodecParams) -> None:
 
 
 def freeze_model(model: Any, settings: TrainSettings) -> Any:
-    """Returns the model with all weights frozen. On the CPU, where quantized weights are slow, they are dequantized."""
+    """Returns the model with all weights frozen, and dequantized on the CPU, where quantized weights are slow."""
     if mx.default_device() == mx.cpu:
         model = dequantize(model, settings.dtype)
     elif settings.dtype == "float32":
@@ -72,10 +72,10 @@ def freeze_model(model: Any, settings: TrainSettings) -> Any:
 
 
 def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: TrainSettings) -> HeadTrainee:
-    """Returns the frozen model with a new head. folder: the model's, params: the data's codec.
+    """Returns the frozen model with a new draft head. folder: the model's folder. params: the data's codec.
 
-    Samples that begin with the pack in the model's folder get its tuned rows. Raises `TrainingError` for a model that
-    cannot have a head, `DataError` for a pack that cannot be read.
+    If samples begin with the entries of the pack in `folder`, the pack's tuned rows are used. Raises `TrainingError` if
+    the model cannot have a head, and `DataError` if the pack cannot be read.
     """
     pack: Pack | None = None
     if isinstance(model, Model) and params.start:
@@ -89,7 +89,7 @@ def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: T
 
 
 def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
-    """Writes the head to `out`, and to the model's folder if `--model` names one on this machine.
+    """Writes the head to `options.out`, and also to `options.model` if that is a local folder.
 
     Raises `TrainingError` if a file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""The training loop that all trainers share: steps, reports, checkpoints, stop signals, and freeing of cached memory.
+"""Runs the training loop of all trainers: steps, reports, checkpoints, stop signals, and freeing of cached memory.
 
 Source of the memory handling: mlx-lm 0.32, `mlx_lm.tuner.trainer` (`train`, `_clear_cache` with its default threshold
 of 0 bytes).
@@ -21,27 +21,27 @@ from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.settings import TrainSettings
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-StopAsked = Callable[[], int | None]  # returns the stop signal received, None before one
+StopAsked = Callable[[], int | None]  # returns the stop signal received, or None
 
 
 class TrainingJob(Protocol):
-    """A trainer that the loop runs. It has loaded its last checkpoint; `progress` says where it stands."""
+    """A trainer that the loop runs, after it has restored the last checkpoint. progress: the run's progress."""
 
     progress: Progress
 
     def step(self, stop: bool) -> bool:
         """Trains one step and counts it in `progress`. stop: whether this machine has received a stop signal.
 
-        Returns whether any machine of the run has received one.
+        Returns whether any machine of the run has received a stop signal.
         """
         ...
 
     def report(self) -> str:
-        """Logs the steps since the last report and returns their figures in words."""
+        """Logs the figures of the steps since the last report and returns them as text."""
         ...
 
     def validate(self) -> str | None:
-        """Logs the loss on validation data and returns it in words, or None without such data."""
+        """Logs the loss on validation data and returns it as text, or returns None if there are no such data."""
         ...
 
     def save(self) -> None:
@@ -50,7 +50,7 @@ class TrainingJob(Protocol):
 
 
 def make_steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
-    """Returns the progress bar of `run_steps`; without a terminal, only reports are printed. done: steps done."""
+    """Returns the progress bar of `run_steps`. Without a terminal, it prints only reports. done: steps done so far."""
     last = settings.iters if until is None else min(until, settings.iters)
     return ProgressBar(last, "step", "Training", done, shown=not quiet, interval_s=math.inf)
 
@@ -61,7 +61,7 @@ def run_steps(
     """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
 
     Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
-    `iters`, saves every `save_every` steps. On a Mac, MLX's memory is wired during training. MLX's cached memory is
+    `iters`, and saves every `save_every` steps. On a Mac, MLX's memory is wired during training. MLX's cached memory is
     freed after every step. asked: returns the stop signal received, or None. Returns whether a signal ended the run.
     """
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
@@ -70,7 +70,7 @@ def run_steps(
             stopping = job.step(asked() is not None)
             free_cached_memory()
             if stopping:
-                job.save()  # before anything is shown: the terminal may be closed
+                job.save()  # before printing, because the terminal may be closed
             bar()
             step = job.progress.step
             if step % settings.steps_per_report == 0 or stopping or step == last:
@@ -86,7 +86,7 @@ def run_steps(
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """Raised after a signal stopped a run and its last step was saved. number: the signal's number."""
+    """Raised when a signal has stopped a run and the last step is saved. number: the signal's number."""
 
     def __init__(self, progress: Progress, number: int) -> None:
         super().__init__(f"stopped after step {progress.step}")
@@ -95,10 +95,11 @@ class TrainingStopped(KeyboardInterrupt):
 
 @contextmanager
 def catch_stop_signals() -> Iterator[StopAsked]:
-    """Yields a function that returns the first stop signal received, or None; it may be called after the block too.
+    """Context manager: yields a function that returns the first stop signal received in the block, or None.
 
-    Only the main thread receives signals: in another thread the function always returns None. A signal that is ignored,
-    as SIGHUP under nohup, stays ignored.
+    A second signal raises `KeyboardInterrupt`. The function may also be called after the block. Only the main thread
+    receives signals: in another thread the function always returns None. A signal that was ignored before, as SIGHUP
+    under nohup, stays ignored.
     """
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Translates mlx-lm's names for training settings to ours, or refuses them with the reason.
+"""Translates mlx-lm's names of training settings to mlx_zip's names, or refuses them with the reason.
 
 Source: mlx-lm 0.32, `mlx_lm.lora` (flags and `CONFIG_DEFAULTS`) and its `lora_config.yaml`.
 """
@@ -12,7 +12,7 @@ from mlx_zip.errors import TrainingError
 
 Values = dict[str, Any]
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {  # values that change nothing, such as mlx-lm's defaults; these are ignored
+_HARMLESS: dict[str, tuple[Any, ...]] = {  # values without effect, such as mlx-lm's defaults, are ignored
     "resume_adapter_file": ("",),
     "test": (False,),
     "train": (True,),
@@ -41,7 +41,7 @@ _COLUMN_NAMES = (
 _REFUSED |= dict.fromkeys(
     _COLUMN_NAMES, "columns are named when data are prepared: `mlx_zip prepare --columns KEY=NAME`"
 )
-_OPTIMIZER_OPTIONS = {  # fixed options of our optimizers; an optimizer_config may only repeat them
+_OPTIMIZER_OPTIONS = {  # fixed options of mlx_zip's optimizers; an optimizer_config may only repeat these values
     "adamw": {"betas": [0.9, 0.95], "eps": 1e-8, "bias_correction": True},
     "adam": {"betas": [0.9, 0.999], "eps": 1e-8, "bias_correction": True},
     "sgd": {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False},
@@ -52,10 +52,10 @@ _SCHEDULE_KEYS = {"name", "warmup", "warmup_init", "arguments"}
 
 
 def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
-    """Returns the settings under our names. Names that mlx-lm does not have are kept; values of None are dropped.
+    """Returns the settings under mlx_zip's names. Keeps names that mlx-lm does not have; drops values of None.
 
-    iters: number of steps of the run if `values` has no `iters`. Raises `TrainingError` for a setting that has no
-    counterpart here, saying what to use instead, and for a setting that is given under two names.
+    iters: number of steps of the run if `values` has no `iters`. Raises `TrainingError` if a setting has no counterpart
+    in mlx_zip, with advice what to use instead, or if a setting is given under two names.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name, reason in _REFUSED.items():
@@ -74,13 +74,12 @@ def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
 
 
 def _add_translated(found: Values, name: str, ours: Values) -> None:
-    """Adds `ours`, translated from mlx-lm's `name`, to the settings. Raises `TrainingError` for one already given."""
     if twice := [one for one in ours if one in found]:
         raise TrainingError(f"{name} of mlx-lm and {twice[0]} name one setting; give one of them")
     found.update(ours)
 
 
-# ---- one function per name of mlx-lm: from its value, the given settings and the run's steps to settings of ours
+# ---- one function per name of mlx-lm: (its value, the given settings, the run's number of steps) -> our settings
 
 
 def _translate_num_layers(value: Any, found: Values, iters: int) -> Values:
@@ -147,7 +146,7 @@ def _translate_lr_schedule(value: Any, found: Values, iters: int) -> Values:
             f"lr_schedule of mlx-lm: its {arguments[1]} steps are not iters minus warmup ({total} - {warmup}); the "
             "cosine ends here where the run does"
         )
-    found.pop("learning_rate", None)  # mlx-lm ignores it too when there is a schedule
+    found.pop("learning_rate", None)  # mlx-lm also ignores it if there is a schedule
     end = arguments[2] if len(arguments) > 2 else 0.0
     rates = {"learning_rate": _to_number(arguments[0]), "min_learning_rate": _to_number(end)}
     return {**rates, **({"warmup": warmup} if warmup else {})}
@@ -161,7 +160,6 @@ def _to_number(value: Any) -> Any:
 
 
 def _check_mapping(name: str, value: Any, known: set[str]) -> Values:
-    """Returns a setting's value as a dict. Raises `TrainingError` unless it is a mapping of known keys."""
     if not isinstance(value, Mapping):
         raise TrainingError(f"{name} of mlx-lm must be a mapping, got {value!r}")
     if unknown := sorted(map(str, value.keys() - known)):

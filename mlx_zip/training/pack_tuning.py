@@ -1,4 +1,4 @@
-"""Tunes a pack: trains the rows of its entries on texts, for one frozen model."""
+"""Tunes a pack: trains the rows of the pack's entries on texts, for one frozen model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TuningResult:
     """The result of `tune_pack`.
 
     rows: the tuned rows, None if a signal ended the run early. before, after: held-out bits per byte before the first
-    and after the last step; `after` is None if `rows` is.
+    and after the last step; `after` is None if `rows` is None.
     """
 
     rows: TunedRows | None
@@ -50,7 +50,7 @@ def load_model_to_tune(name: str, params: CodecParams, position_mode: str, trust
     """Loads the model that a pack is tuned for, with the codec `params`.
 
     name: model folder, bundled model or hub id; a plain model gets a codebook and an averaging encoder. position_mode:
-    how a plain model counts positions; a zip2zip model keeps its own mode. trust_remote_code: as in `load`.
+    how a plain model counts positions; a zip2zip model keeps its own mode. trust_remote_code: see `load`.
     """
     folder = find_model_folder(name)
     if read_model_config(folder)["model_type"] == MODEL_TYPE:
@@ -67,9 +67,9 @@ def load_model_to_tune(name: str, params: CodecParams, position_mode: str, trust
 
 
 def dequantize(model: Model, dtype: str = "float32") -> Model:
-    """Returns the model with all quantized weights dequantized, its hyper-encoders included.
+    """Returns the model with all quantized weights dequantized, including the hyper-encoders.
 
-    dtype: "float32" or "bfloat16", in which the model will compute.
+    dtype: dtype in which the model will compute: "float32" or "bfloat16".
     """
     from mlx_lm.utils import dequantize_model
 
@@ -92,14 +92,15 @@ def tune_pack(
     save_dtype: str = "float32",
     quiet: bool = False,
 ) -> TuningResult:
-    """Trains the rows of a pack's entries with the model frozen, from the run's last checkpoint if there is one.
+    """Trains the rows of a pack's entries with the model frozen; resumes the run's last checkpoint if there is one.
 
     data, valid: samples to train and to validate on, whose codebooks begin with the pack's entries. run: folder of
     checkpoints and metrics. plain: whether the model was plain when it was loaded. name: fingerprint of the model that
-    the rows are for; None: that of `model`, which is wrong for a dequantized one. save_dtype: dtype of the saved rows,
-    float16 or float32. Training begins with the pack's rows for this model if it has any, else with the rows that the
-    model's encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and LoRA settings are
-    ignored; with `settings.dtype` float32 the model is cast to float32. Raises `TrainingError`, `DataError`.
+    the rows are for; None for `model`'s own (pass the original's if `model` was dequantized). save_dtype: dtype of the
+    saved rows, float16 or float32. Training begins with the pack's rows for this model if the pack has any, else with
+    the rows that the model's encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and
+    LoRA settings are ignored. If `settings.dtype` is float32, the model is cast to float32. Raises `TrainingError` if
+    the data do not fit the model or the folder holds another run, and `DataError` if the data are damaged.
     """
     _check_windows_fit(model, data, valid)
     check_enough_samples(data, valid, settings)
@@ -135,7 +136,7 @@ def _check_windows_fit(model: Model, data: CompressedTexts, valid: CompressedTex
 
 
 def _starting_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
-    """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune_pack`."""
+    """Returns the initial input rows and output rows, each float32 [P, D]. name: see `tune_pack`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
     return encode_pack_rows(model, pack.entries, params)
@@ -144,7 +145,7 @@ def _starting_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> 
 def _bits_before_training(trainer: Trainer, first: Any, run: Path) -> float:
     """Returns held-out bits per byte before the first step: from a resumed run's log, else measured with `first`.
 
-    first: the rows to begin with, by parameter name.
+    first: the initial rows, by parameter name.
     """
     for line in read_metrics(run):
         if line["step"] == 0 and isinstance(line.get("val_bits_per_byte"), float):

@@ -1,8 +1,8 @@
-"""Trains and measures models that read patches, and plain models to compare with, from random weights.
+"""Trains and measures patch models, and plain models for comparison, from random weights.
 
-A run's steps depend only on its seed, settings and data. On the CPU, a resumed run gives the numbers of an
-uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`.
-`fit_patch_model` makes a patch model from texts: tokenizer, patch table, training, model folder.
+A run's steps depend only on its seed, settings and data. A resumed run gives the results of an uninterrupted run, on a
+GPU up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`. `fit_patch_model` makes a patch
+model from texts: tokenizer, patch table, training, model folder.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ Uint32s = NDArray[np.uint32]
 class PatchCorpus:
     """A text cut into W windows of T ids.
 
-    ids uint32 [W, T]. unit_bytes int64 [V]: bytes that each id stands for. rows uint16 [V, S]: each id's patch of S
-    symbols, filled with `MARK`; None for a model that reads the ids themselves. Raises `DataError` for an empty text
-    and for an id outside the vocabulary.
+    ids uint32 [W, T]. unit_bytes int64 [V]: number of bytes per id. rows uint16 [V, S]: each id's patch of up to S
+    symbols, padded with `MARK`; None for a model that reads ids. Raises `DataError` if there is no window, or if an id
+    is outside the vocabulary.
     """
 
     ids: Uint32s
@@ -77,18 +77,18 @@ class PatchCorpus:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of symbols in each id's patch, its end mark included, int64 [V]."""
+        """Number of symbols in each id's patch, including the end mark, int64 [V]."""
         assert self.rows is not None
         marked = self.rows == MARK
         return np.where(marked.any(axis=1), marked.argmax(axis=1) + 1, self.rows.shape[1])
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that all windows stand for."""
+        """Number of bytes of text in all windows."""
         return int(self.unit_bytes[self.ids].sum())
 
     def fingerprint(self) -> str:
-        """Returns a hex digest of ids, bytes and patches."""
+        """Returns a hex digest of `ids`, `unit_bytes` and `rows`."""
         digest = sha256(repr(self.ids.shape).encode())
         for part in (self.ids, self.unit_bytes, self.rows):
             digest.update(b"" if part is None else part.tobytes())
@@ -96,7 +96,7 @@ class PatchCorpus:
 
 
 def cut_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
-    """Joins documents, each followed by the id `end`, and returns windows [W, length]; ids left over are dropped."""
+    """Joins documents, each followed by the id `end`, and cuts them to windows [W, length]; drops the last ids."""
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)
@@ -105,7 +105,7 @@ def cut_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Ui
 def sum_nats(model: PatchModel | PlainModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
     """Returns the summed negative log-likelihood of windows `ids` [B, T], in nats.
 
-    A patch model predicts every symbol of every patch, end marks included; a plain model predicts every id.
+    A patch model predicts every symbol of every patch, including end marks; a plain model predicts every id.
     """
     if isinstance(model, PlainModel):
         targets = mx.array(ids.astype(np.int32))
@@ -116,7 +116,7 @@ def sum_nats(model: PatchModel | PlainModel, corpus: PatchCorpus, ids: Uint32s) 
 def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
     """Returns `sum_nats` of a patch model.
 
-    Equal patches are encoded once, the decoder runs up to the longest patch, and the head skips padding.
+    Each distinct patch is encoded once, the decoder runs up to the longest patch, and the head skips padding.
     """
     assert corpus.rows is not None
     kinds, index = np.unique(ids, return_inverse=True)
@@ -132,7 +132,7 @@ def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.
 
 
 def _check_ids_known(model: PatchModel | PlainModel, corpus: PatchCorpus) -> None:
-    """Raises `DataError` unless the model knows every id or symbol of the text, which MLX itself does not check."""
+    """Raises `DataError` unless all ids or symbols of the text are in the model's vocabulary; MLX does not check."""
     if isinstance(model, PlainModel):
         units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
     elif corpus.rows is None or corpus.rows.shape[1] != model.config.patch_size:
@@ -145,16 +145,15 @@ def _check_ids_known(model: PatchModel | PlainModel, corpus: PatchCorpus) -> Non
 
 
 def _check_trainable(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> None:
-    """Raises `DataError` if the model cannot read the text, `TrainingError` if the text does not fill one batch."""
     _check_ids_known(model, corpus)
     if len(corpus.ids) < settings.batch_size:
         raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
 
 
 def evaluate_corpus(model: PatchModel | PlainModel, corpus: PatchCorpus, batch_size: int = 16) -> dict[str, Any]:
-    """Measures all windows, each read on its own. Raises `DataError` if the model cannot read the text.
+    """Measures all windows, each as a separate sequence. Raises `DataError` if the model cannot read the text.
 
-    Returns `bits_per_byte`, `nats`, `bytes`, and `units`, the number of patches or ids. batch_size: windows per call.
+    Returns `bits_per_byte`, `nats`, `bytes`, and `units` (number of patches or ids). batch_size: windows per call.
     """
     _check_ids_known(model, corpus)
     total = 0.0
@@ -180,13 +179,13 @@ def train_patch_model(
 ) -> Progress:
     """Trains from the run's last checkpoint until `settings.iters` steps are done, and saves the last step.
 
-    until: stop earlier, after this step; a later call continues the run. asked: function of `catch_stop_signals`; the
-    run stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
-    steps_per_report, save_every, keep, and those of the optimizer.
+    until: step after which to stop earlier; a later call continues the run. asked: function of `catch_stop_signals`;
+    the run stops after the step in which `asked` first returns a signal. Settings used: iters, batch_size (windows),
+    seed, steps_per_report, save_every, keep, and the optimizer's settings.
 
     Returns the progress. Raises `DataError` if the model cannot read the text; `TrainingError` if the text does not
-    fill one batch, the loss is not a number or the checkpoint is another run's; and `TrainingStopped` after a signal,
-    when the last step is saved.
+    fill one batch, the loss is not a number or the checkpoint is another run's; and `TrainingStopped` if a signal
+    stopped the run, after the last step is saved.
     """
     _check_trainable(model, corpus, settings)
     job = _PatchTrainer(model, corpus, settings, run)
@@ -199,7 +198,7 @@ def train_patch_model(
 
 
 class _PatchTrainer:
-    """Trains a patch model or a plain one as a `TrainingJob`: in one process, without validation during the run."""
+    """Trains a patch model or a plain model as a `TrainingJob`: in one process, without validation during the run."""
 
     def __init__(self, model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings, run: Path) -> None:
         self.model, self.corpus, self.settings, self.run = model, corpus, settings, run
@@ -218,7 +217,6 @@ class _PatchTrainer:
         )  # loss, ids and seconds of the last step
 
     def header(self) -> list[str]:
-        """Returns lines on what is trained, on what data, and at which step the run resumes."""
         parameters = count_parameters(self.model)
         done, windows = self.progress.step, pluralize(len(self.corpus.ids), "window")
         return [
@@ -228,7 +226,6 @@ class _PatchTrainer:
         ]
 
     def step(self, stop: bool) -> bool:
-        """Trains one step on the next windows and returns `stop`; see `TrainingJob`."""
         began, ids = time.perf_counter(), next(self._batches)
         loss, gradients = self._value_and_grad(ids)
         gradients, norm = clip_gradients(gradients, self.settings.max_grad_norm)
@@ -246,7 +243,6 @@ class _PatchTrainer:
         return stop
 
     def report(self) -> str:
-        """Logs the loss of the last step and returns its figures in words; see `TrainingJob`."""
         loss, ids, seconds = self._last_step
         bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
         rate = last_learning_rate(self.optimizer)
@@ -254,10 +250,9 @@ class _PatchTrainer:
         return f"loss {loss:.3f}, {bits:.3f} bits per byte, {ids.size / max(seconds, 1e-9):,.0f} ids/s"
 
     def validate(self) -> None:
-        """Does nothing: there is no validation during the run; see `TrainingJob`."""
+        """Does nothing, because there is no validation during the run; see `TrainingJob`."""
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it exists or no step was taken; see `TrainingJob`."""
         if self.progress.step:
             save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
@@ -265,7 +260,7 @@ class _PatchTrainer:
 def _iterate_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
     """Yields the windows [B, T] of each step from `step` on.
 
-    Each pass over the text has a random order of its own; windows that do not fill its last batch are left out.
+    Each pass over the text has its own random order; windows that do not fill the pass's last batch are left out.
     """
     per_pass, order = len(corpus.ids) // settings.batch_size, np.zeros(0, np.int64)
     for k in range(step, settings.iters):
@@ -284,16 +279,16 @@ def _fingerprint_run(model: PatchModel | PlainModel, corpus: PatchCorpus, settin
 
 # ---- from texts to a model's folder
 
-MODEL = "model"  # folder inside the run's folder that a finished run writes
+MODEL = "model"  # a finished run writes the model to this folder inside the run's folder
 
 
 @dataclass(frozen=True)
 class PatchFitOptions:
     """The patch model to train.
 
-    tokenizer: file of the tokenizer whose tokens become patches; None: a byte-level BPE of `vocab_size` tokens is
-    learned. patch_size: maximum symbols per patch. mode: "stop" or "full", see `Merges`. context: patches per window.
-    latent, local: sizes of the large transformer, and of the local encoder and decoder.
+    tokenizer: file of the tokenizer whose tokens become patches; None to learn a byte-level BPE of `vocab_size` tokens.
+    patch_size: maximum symbols per patch. mode: "stop" or "full", see `Merges`. context: patches per window. latent,
+    local: sizes of the large transformer, and of the local encoder and decoder.
     """
 
     tokenizer: Path | None = None
@@ -314,10 +309,10 @@ def fit_patch_model(
 ) -> SavedPatchModel:
     """Trains a patch model on documents, writes `out/model` and returns the saved model.
 
-    texts: the documents. out: the run's folder; a run found there is continued from its last checkpoint. The first
-    Ctrl-C or SIGTERM ends training after the current step, saves it and raises `TrainingStopped`. Raises `DataError`,
-    `ConfigError`, and `TrainingError` as `train_patch_model` does, if the folder holds something else, or if another
-    process trains there.
+    texts: the documents. out: the run's folder; a run in this folder is continued from its last checkpoint. The first
+    Ctrl-C or SIGTERM ends training after the current step, saves the step and raises `TrainingStopped`. Raises the
+    errors of `train_patch_model`; `ConfigError` if the options give no valid model; and `TrainingError` also if `out`
+    holds other files or another process trains there.
     """
     text = _make_patch_text(texts, options)
     ids = cut_windows([text.ids(one) for one in texts], text.end, options.context)
@@ -342,12 +337,12 @@ def fit_patch_model(
 
 
 def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
-    """Measures a patch model on documents. Raises `DataError` for texts without bytes.
+    """Measures a patch model on documents. Raises `DataError` if the texts have no bytes.
 
     The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last window may be
     shorter. Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches
-    per word; None without words), forward_flops_per_byte (see `hierarchical_flops`, for the mean symbols per patch of
-    these texts), parameters, and exact: whether the patches spell the texts byte by byte.
+    per word; None if there are no words), forward_flops_per_byte (`hierarchical_flops` at these texts' mean symbols per
+    patch, per byte), parameters, and exact (whether the patches' bytes equal the texts').
     """
     ids = cut_windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
     whole = len(ids) // saved.context * saved.context
@@ -385,7 +380,6 @@ def _make_patch_text(texts: Sequence[str], options: PatchFitOptions) -> PatchTex
 def _make_run_record(
     texts: Sequence[str], text: PatchText, options: PatchFitOptions, settings: TrainSettings
 ) -> dict[str, Any]:
-    """Returns settings, options and a digest of the texts, by which `open_run_folder` recognizes the run."""
     digest = sha256()
     for one in texts:
         digest.update(one.encode("utf-8") + b"\0")

@@ -60,9 +60,10 @@ from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
 def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> Outcome:
-    """Trains in `options.out`, from its last checkpoint on; when finished, writes `out/model` or `out/adapter`.
+    """Trains in the folder `options.out`, from the last checkpoint there; when finished, writes the result there.
 
-    Raises `TrainingError`, `DataError`, `ConfigError`, `ModelError`.
+    The result is `out/model`, `out/adapter` or a draft head. Raises `TrainingError`, `DataError`, `ConfigError` or
+    `ModelError` if options, data or model are invalid or do not fit together.
     """
     group = mx.distributed.init()
     start = run_on_all_machines(group, lambda: _load_run_inputs(options, settings, first=group.rank() == 0))
@@ -79,7 +80,7 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
 def _train_and_save(
     group: mx.distributed.Group, options: RunOptions, settings: TrainSettings, start: _RunInputs, quiet: bool
 ) -> Outcome:
-    """Trains what `_load_run_inputs` returned, and saves the result if all steps are done."""
+    """Trains the model in `start`, and saves the result if all steps are done. start: from `_load_run_inputs`."""
     trainee = _make_trainee(start, settings)
     if options.init_from is not None and not list_checkpoints(options.out):
         load_trained_weights(options.init_from, trainee)
@@ -118,7 +119,7 @@ def _make_trainee(start: _RunInputs, settings: TrainSettings) -> Trainee:
 
 
 def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | None) -> None:
-    """Raises `TrainingError` if a pack's rows cannot be trained, or would replace those in the model's folder."""
+    """Raises `TrainingError` if rows of a pack cannot be trained, or would replace rows in the model's folder."""
     if not data.params.start or not isinstance(model, Model):
         raise TrainingError("--pack-rows needs data that were prepared with --pack, and without --start-draw")
     if folder is not None and (folder / IN_FOLDER).exists():
@@ -129,7 +130,7 @@ def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | N
 
 
 def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns the stepper class, or a function like it. config: the model's config.json. Raises `InstallationError`."""
+    """Returns a function that makes the engine's stepper. Raises `InstallationError` if the engine lacks a library."""
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
@@ -141,12 +142,12 @@ def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """All that a run begins with, loaded and checked.
+    """The loaded and checked inputs of a run.
 
-    config: the model's config.json. folder: the model's or, from scratch, the tokenizer's. data, valid: samples to
-    train and to validate on. record: what the run trains, see `open_run_folder`. fingerprint: of this command.
-    run_fingerprint: of the run in the folder, which may have begun with fewer steps. held_out: number of samples of
-    `data` to hold out, on the first machine; 0 on the others. dtype: floating-point type of the saved weights.
+    config: the model's config.json. folder: the model's folder or, from scratch, the tokenizer's. data, valid: samples
+    to train and to validate on. record: see `open_run_folder`. fingerprint: fingerprint of this command.
+    run_fingerprint: fingerprint of the run in the folder, which may have begun with fewer steps. held_out: on the first
+    machine, number of samples of `data` to hold out; 0 on the others. dtype: floating-point type of the saved weights.
     """
 
     model: Any
@@ -163,7 +164,7 @@ class _RunInputs:
 
 
 def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) -> _RunInputs:
-    """Loads and checks all that a run begins with. first: whether this machine is the one that writes files."""
+    """Loads and checks the inputs of a run. first: whether this is the first machine, which writes the files."""
     options.check()
     if settings.draft_head:
         check_head_options(options, settings)
@@ -216,9 +217,9 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
 
 
 def _choose_valid_share(options: RunOptions, begun: BegunRun | None) -> float:
-    """Returns the share of the samples to hold out. Raises `TrainingError` if the run in the folder has another share.
+    """Returns the share of samples to hold out. Raises `TrainingError` if the run in the folder has another share.
 
-    begun: the run in the folder, None for a new one.
+    begun: the run in the folder, None for a new run.
     """
     asked = options.valid_share
     if begun is not None:
@@ -231,9 +232,10 @@ def _choose_valid_share(options: RunOptions, begun: BegunRun | None) -> float:
 
 
 def _continues_with_more_steps(out: Path, begun: BegunRun, iters: int) -> bool:
-    """Whether a run continues with another number of steps than it began with; raises `TrainingError` if it must not.
+    """Returns whether a run continues with more steps than it began with. iters: number of steps now asked for.
 
-    Allowed are the number of steps that it was last raised to and, once these are done, any larger number.
+    Allowed are the number that was asked for last and, once these steps are done, any larger number. Raises
+    `TrainingError` for any other number.
     """
     if iters == begun.iters == begun.raised_to:
         return False
@@ -287,7 +289,7 @@ def _save_result(
 
 
 def _check_vocabulary_and_context(config: Mapping[str, Any], data: JoinedFolders, tokens: int) -> None:
-    """Raises `TrainingError` unless every id has a row and the model's context fits the windows.
+    """Raises `TrainingError` unless every base id has a row and the windows fit into the model's context.
 
     config: the model's config.json. tokens: number of tokens in the tokenizer.
     """
@@ -306,7 +308,7 @@ def _make_run_record(
 ) -> dict[str, Any]:
     """Returns the record of what the run trains, by which `open_run_folder` recognizes the run.
 
-    begun: the run in the folder, None for a new one. Once it has a checkpoint, --init-from is not read again.
+    begun: the run in the folder, None for a new run. If the folder has a checkpoint, --init-from is not read again.
     """
     origin = options.model if options.scratch is None else options.scratch.name
     before = {}
@@ -322,7 +324,7 @@ def _make_run_record(
 
 
 def _make_data_record(part: PreparedShards) -> dict[str, Any]:
-    """Returns what a prepared folder holds and was made from, without any paths, so that folders may be moved."""
+    """Returns a record of a prepared folder's content and origin, without paths, so that folders may be moved."""
     settings = part.index.get("settings") or {}
     try:
         digests = [sorted(source["sha256"].values()) for source in settings.get("sources", ())]

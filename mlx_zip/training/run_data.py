@@ -1,4 +1,4 @@
-"""The data of a run: checked, several prepared folders read as one, some samples held out for validation."""
+"""Checks a run's data, joins several prepared folders, and holds out samples for validation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mlx_zip.training.prepare.shards import PreparedShards, Sample, can_have_ent
 from mlx_zip.training.settings import RunOptions
 
 _SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
-_FEWEST_HELD_OUT = 4  # samples to hold out at least, if the data have enough
+_FEWEST_HELD_OUT = 4  # minimum number of samples to hold out, if the data have enough
 _ONE_HELD_OUT_IN = 5  # hold out at most one in 5 samples
 
 
 def check_prepared(options: RunOptions) -> None:
-    """Raises `DataError` for data that are missing or not prepared, naming the command to run first."""
+    """Raises `DataError`, naming the command to run first, if data are missing or not prepared."""
     for folder in (*options.data, *options.valid):
         if is_prepared(folder):
             continue
@@ -43,7 +43,7 @@ def check_prepared(options: RunOptions) -> None:
 
 
 def _list_text_files(path: Path) -> list[tuple[str, str]]:
-    """Returns (texts, folder to prepare them in) for each text file in a folder, or for a file or a hub name itself."""
+    """Returns (texts, name of the folder to prepare) for `path`, or for each of mlx-lm's split files in `path`."""
     found = [name for name in _SPLITS if (path / name).is_file()]
     if found:
         return [(str(path / name), f"{path.name}-{Path(name).stem}") for name in found]
@@ -58,7 +58,7 @@ def _prepare_command(options: RunOptions, data: str, out: str) -> str:
 
 
 def check_length_and_mask(options: RunOptions, data: JoinedFolders) -> None:
-    """Raises `DataError` if the data were not prepared as --max-seq-length and --mask-prompt ask for."""
+    """Raises `DataError` if the data do not match the options --max-seq-length and --mask-prompt."""
     for part in data.parts:
         if options.max_seq_length is not None and part.context > options.max_seq_length:
             raise DataError(
@@ -77,12 +77,12 @@ def check_length_and_mask(options: RunOptions, data: JoinedFolders) -> None:
 class JoinedFolders:
     """Several prepared folders read as one, in the order given.
 
-    Folders prepared without hypertokens (merge size 1 or codebook size 0) may be joined with compressed ones: all then
-    have the codec of the compressed folders, and the samples of the other folders are marked as plain. Raises
-    `DataError` when the codecs differ otherwise.
+    Folders prepared without hypertokens (merge size 1 or codebook size 0) may be joined with compressed folders: then
+    `params` is the codec of the compressed folders, and the samples of the other folders are marked as plain. Raises
+    `DataError` if the codecs differ in any other way.
 
     lengths, base_ids: number of ids and of base ids in every sample; samples of length 0 are never read. starts: number
-    of entries in every sample's starting codebook. All are int64 [len(self)].
+    of entries in every sample's starting codebook. These arrays are int64 [len(self)].
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
@@ -110,7 +110,7 @@ class JoinedFolders:
         return replace(sample, plain=True) if self._plain[number] else sample
 
     def only(self, chosen: NDArray[np.bool_]) -> JoinedFolders:
-        """Returns the samples of `chosen` (bool [len(self)]) under their old indices; the others have length 0."""
+        """Returns a copy in which samples outside of `chosen`, bool [len(self)], have length 0. Indices stay."""
         made = copy(self)
         made.lengths, made.base_ids = np.where(chosen, self.lengths, 0), np.where(chosen, self.base_ids, 0)
         return made
@@ -120,9 +120,9 @@ class JoinedFolders:
 
 
 def count_held_out(data: JoinedFolders, share: float, batch_size: int) -> int:
-    """Returns the number of samples to hold out: `share` of them, at least 4 and at most a fifth; 0 for a share of 0.
+    """Returns how many samples to hold out: `share` of all, but at least 4 and at most a fifth; 0 if `share` is 0.
 
-    One batch is always left to train on.
+    At least one batch is left to train on.
     """
     usable = int((data.lengths >= 2).sum())
     if not share:
@@ -132,7 +132,7 @@ def count_held_out(data: JoinedFolders, share: float, batch_size: int) -> int:
 
 
 def split_held_out(data: JoinedFolders, count: int, seed: int) -> tuple[JoinedFolders, JoinedFolders | None]:
-    """Returns the samples to train on, and `count` random ones to validate on; (data, None) for a count of 0."""
+    """Returns the samples to train on, and `count` random samples to validate on, None if `count` is 0."""
     if not count:
         return data, None
     drawn = np.random.default_rng([seed, count]).permutation(np.flatnonzero(data.lengths >= 2))[:count]

@@ -1,4 +1,4 @@
-"""The folder of a run, with a record of what it trains; only a command with an equal record may continue the run."""
+"""Manages a run's folder and the record of what the run trains. Only a command with an equal record may continue."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RUN_RECORD = "train.json"
 
 @dataclass(frozen=True)
 class BegunRun:
-    """A run as its record in a folder describes it. iters: number of steps that it was begun with.
+    """A run as described by the record in its folder. iters: number of steps when the run began.
 
-    raised_to: number of steps that it was raised to later, else `iters`. valid_share: share of the samples held out.
-    init_from: digest of the trained weights that it began with, None without --init-from.
+    raised_to: larger number of steps asked for later, else `iters`. valid_share: share of the samples held out.
+    init_from: digest of the trained weights that the run began with, None without --init-from.
     """
 
     iters: int
@@ -31,9 +31,9 @@ class BegunRun:
 
 
 def read_begun_run(out: Path) -> BegunRun | None:
-    """Returns the run in a folder; None if it has saved no step, or if its record has no number of steps.
+    """Returns the run in a folder; None if there is none, it has saved no step or its record has no number of steps.
 
-    Raises `TrainingError` for a damaged record.
+    Raises `TrainingError` if the record is damaged.
     """
     path, hint = out / RUN_RECORD, "; choose another --out"
     if not path.exists() or _has_no_saved_step(out, hint):
@@ -42,7 +42,7 @@ def read_begun_run(out: Path) -> BegunRun | None:
     try:
         iters = record["fixed"]["settings"]["iters"]
     except (LookupError, TypeError):
-        return None  # `open_run_folder` reports it
+        return None  # `open_run_folder` reports the damaged record
     found = {"iters": iters, "raised_to": record.get("raised_to", iters), "valid_share": record.get("valid_share", 0.0)}
     for name, value in found.items():
         whole = isinstance(value, int if name != "valid_share" else int | float) and not isinstance(value, bool)
@@ -52,9 +52,9 @@ def read_begun_run(out: Path) -> BegunRun | None:
 
 
 def _has_no_saved_step(out: Path, hint: str = "") -> bool:
-    """Whether a folder holds nothing but the record, and perhaps the log, of a run that has saved no step.
+    """Returns whether a folder holds only the record, and perhaps the log, of a run that has saved no step.
 
-    Raises `TrainingError`, its message ending in `hint`, if the record is damaged.
+    hint: end of the error message. Raises `TrainingError` if the record is damaged.
     """
     names = _list_names(out)
     if RUN_RECORD not in names or not names <= {RUN_RECORD, METRICS_FILE}:
@@ -68,9 +68,9 @@ def _list_names(out: Path) -> set[str]:
 
 @contextmanager
 def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
-    """Keeps other processes from training in a run's folder while the block runs.
+    """Context manager: keeps other processes from training in the folder `out` until the block ends.
 
-    flag: the flag that names the folder. Raises `TrainingError` if another process trains there.
+    flag: command-line flag of the folder, for the message. Raises `TrainingError` if another process trains in `out`.
     """
     with try_lock_folder(out) as alone:
         if not alone:
@@ -79,7 +79,7 @@ def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
 
 
 def record_more_iters(out: Path, iters: int) -> None:
-    """Records that a finished run continues up to `iters` steps. Raises `TrainingError`."""
+    """Records that a finished run continues up to `iters` steps. Raises `TrainingError` if writing fails."""
     try:
         write_json(out / RUN_RECORD, {**read_json_object(out / RUN_RECORD, raises=TrainingError), "raised_to": iters})
     except OSError as error:
@@ -89,9 +89,9 @@ def record_more_iters(out: Path, iters: int) -> None:
 def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
     """Creates the run's folder, or checks that an existing folder belongs to this run.
 
-    A run that ended before its first checkpoint is removed and replaced. Raises `TrainingError` if the folder holds
-    anything else. record: what the run trains. mark: fingerprint of model, settings and record. flag: the flag that
-    names the folder.
+    A run that ended before its first checkpoint is removed and replaced. record: what the run trains. mark: fingerprint
+    of model, settings and record. flag: command-line flag of the folder, for the message. Raises `TrainingError` if the
+    folder holds another run or other files, or cannot be written.
     """
     path, advice = out / RUN_RECORD, f"choose another {flag}"
     if _has_no_saved_step(out, f"; {advice}"):
@@ -112,7 +112,6 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
 
 
 def _remove_unstarted_run(out: Path, flag: str) -> None:
-    """Removes record and log of a run that has saved no step. Raises `TrainingError` if a process trains there."""
     try:
         with lock_run_folder(out, flag):
             (out / METRICS_FILE).unlink(missing_ok=True)

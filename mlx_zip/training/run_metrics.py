@@ -1,4 +1,4 @@
-"""The log of a run, one JSON line per report or validation; plots it and sends its lines to reporting services."""
+"""Writes a run's log (one JSON line per report or validation), plots it, and sends lines to reporting services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PANELS = (
     ("bytes_per_s", "bytes/s"),
 )
 _SERVICES = ("wandb", "swanlab")
-_MLX_LM_KEYS = {  # our name: mlx-lm's
+_MLX_LM_KEYS = {  # our name -> mlx-lm's name
     "step": "iteration",
     "loss": "train_loss",
     "base_ids_per_s": "tokens_per_second",
@@ -28,7 +28,7 @@ _MLX_LM_KEYS = {  # our name: mlx-lm's
 
 
 class MetricsLog:
-    """The run's log file, one JSON object per line. step: where the run resumes; lines of later steps are removed."""
+    """A run's log file, one JSON object per line. step: step at which the run resumes; later lines are removed."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / METRICS_FILE
@@ -41,7 +41,7 @@ class MetricsLog:
             raise TrainingError(f"cannot write {self.path}: {failure_reason(error)}") from error
 
     def add(self, **values: Any) -> None:
-        """Appends one line and closes the file, so that others can read it at once. Raises `TrainingError`."""
+        """Appends one line to the file, at once on disk. Raises `TrainingError` if the file cannot be written."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
@@ -50,9 +50,9 @@ class MetricsLog:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's log up to the first damaged one, such as a last line cut short by a crash.
+    """Returns the lines of a run's log up to the first damaged line, such as a last line cut short by a crash.
 
-    Raises `DataError` if the log is no ordinary file.
+    Raises `DataError` if the log is not a regular file.
     """
     path = run / METRICS_FILE
     if not path.exists():
@@ -73,8 +73,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def plot_curves(run: Path) -> Path:
     """Draws loss, bits per byte, learning rate and speed from the run's log; returns the path of `curves.png`.
 
-    Each of the four panels shows one quantity over the optimizer steps, in training and in validation. Raises
-    `TrainingError` when there is nothing to draw, `InstallationError` without matplotlib.
+    Each of the four panels shows one quantity by optimizer step, in training and in validation. Raises `TrainingError`
+    if the log is empty, and `InstallationError` if matplotlib is missing.
     """
     lines = read_metrics(run)
     if not lines:
@@ -96,7 +96,7 @@ def plot_curves(run: Path) -> Path:
 
 
 def load_matplotlib() -> tuple[Any, Any]:
-    """Returns matplotlib's classes for a figure and its canvas. Raises `InstallationError` without the library."""
+    """Returns matplotlib's classes for figure and canvas. Raises `InstallationError` if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -106,7 +106,7 @@ def load_matplotlib() -> tuple[Any, Any]:
 
 
 def check_report_services(names: str | None) -> None:
-    """Raises `TrainingError` for an unknown service, `InstallationError` for one that is not installed.
+    """Raises `TrainingError` if a service is unknown, and `InstallationError` if a service's package is missing.
 
     names: services separated by commas; None for none.
     """
@@ -124,7 +124,7 @@ def _split_names(names: str | None) -> list[str]:
 
 
 class ReportServices:
-    """Sends lines of the log to the services in `options.report_to`, where the constructor begins a new run."""
+    """Sends lines of the log to the services in `options.report_to`. The constructor begins a new run at each."""
 
     def __init__(self, options: RunOptions, settings: TrainSettings) -> None:
         from mlx_lm.tuner.callbacks import get_reporting_callbacks

@@ -1,4 +1,4 @@
-"""Makes the lines that a run prints (header, final figures, hints, next commands), and measures the base for them."""
+"""Makes the lines that a run prints (header, final figures, hints, next commands), and measures the starting model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.trainer import SampleData, Trainer
 
 _FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet
-PASSES = 4  # passes over the data after which a rising validation loss is blamed on too little data
+PASSES = 4  # after more passes over the data, a rising validation loss is attributed to too little data
 _FAIR_COMPARISON = (
     "warning: training on one kind of text moves this gap too, with or without hypertokens; what they cost is the gap "
     "to a base trained alike: the same texts prepared with --merge-size 1, then the same training"
 )
-_NOTABLE_CHANGE = 0.005  # share by which a validation must change to count as falling or rising
+_NOTABLE_CHANGE = 0.005  # relative change from which a validation figure counts as falling or rising
 
 
 def header_lines(trainer: Trainer, what: str) -> list[str]:
-    """Returns lines on what is trained, on which device and data, and at which step a run resumes.
+    """Returns lines of text: trained parameters, device, data, and the step at which the run resumes.
 
-    what: what is trained, in words.
+    what: description of the trained model.
     """
     trained = sum(array.size for _, array in named_arrays(trainer.trainee.trainable_parameters()))
     total = get_total_parameters(trainer.trainee)
@@ -55,7 +55,7 @@ def _describe_counts(data: SampleData) -> str:
 
 
 def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
-    """Returns lines on a finished run: what its figures mean, hints, and the commands to run next."""
+    """Returns lines of text about a finished run: figures and their meaning, hints, and commands to run next."""
     done = trainer.progress
     passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
     lines = [
@@ -74,7 +74,7 @@ def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
 
 
 def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
-    """Returns lines on the last validation, compared with the model before training. bits: bits per byte, in order."""
+    """Returns lines of text: the last validation, and the gap to the model before training. bits: see `hints`."""
     last = next(line for line in reversed(log) if "val_bits_per_byte" in line)
     base = next((line["base_bits_per_byte"] for line in log if "base_bits_per_byte" in line), None)
     lines = [f"held-out text: {bits[-1]:.4f} bits per byte"]
@@ -89,7 +89,7 @@ def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
 def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
     """Returns advice on more steps or more data.
 
-    bits: bits per byte of each validation, in order. passes: how often the data were read. done: the run's progress.
+    bits: bits per byte of each validation, in order. passes: number of passes over the data. done: the run's progress.
     new_encoders: whether the model has hyper-encoders.
     """
     found = []
@@ -121,10 +121,10 @@ def _next_commands(options: RunOptions, done: Progress) -> list[str]:
 
 
 def measure_base_bits(trainer: Trainer) -> float:
-    """Returns bits per byte of the validation samples when the trainer's model reads them as base ids only.
+    """Returns bits per byte of the validation samples, read by the trainer's model as base ids only.
 
-    Called before the first step, it measures the model that training begins with. A base id counts if the id that it
-    was compressed into counts.
+    Before the first step, this measures the model that training begins with. A base id counts if the compressed id that
+    covers the base id counts.
     """
     assert trainer.valid is not None
     params, nats, n_bytes = trainer.valid.params, 0.0, 0
@@ -139,7 +139,7 @@ def measure_base_bits(trainer: Trainer) -> float:
 
 
 def expand_sample(sample: Sample, params: CodecParams) -> Sample:
-    """Returns a sample with its ids expanded to base ids; a base id counts if the id that it comes from counts."""
+    """Expands a sample's ids to base ids. The loss counts a base id if it counted the compressed id."""
     if not can_have_entries(params):
         return sample
     book = Codebook(sample.params(params))

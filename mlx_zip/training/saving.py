@@ -1,7 +1,7 @@
 """Saves the result of training: a model folder, or only a LoRA adapter and the hyper-encoders.
 
-A model that was quantized before training is quantized again. Its layers with LoRA adapters are saved in 8 bits by
-default (`--adapted-bits`): unquantized, they would make a 4-bit model several times larger; in the base's 4 bits, most
+A model that was quantized before training is quantized again. Layers with LoRA adapters are saved in 8 bits by default
+(`--adapted-bits`): unquantized layers would make a 4-bit model several times larger; with the base's 4 bits, most
 changes smaller than a rounding step would be lost. Measured once, with one seed and no saved record: `stories-base` in
 4 bits, LoRA of rank 16, 40 steps on source code. Held-out bits per byte fell from 7.07 to 4.70 in training; the saved
 model had 4.70 with unquantized layers, 8 and 6 bits, 4.94 with 5 bits, and 6.37 with 4 bits.
@@ -51,7 +51,7 @@ ZIP_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 _PYTORCH_METADATA = {"format": "pt"}
 _GENERATION = "generation_config.json"
-# not copied to config.json: another name of torch_dtype, custom code, and quantization, which is written anew
+# keys not copied to config.json: dtype (another name of torch_dtype), custom code, and quantization (written anew)
 _KEYS_LEFT_OUT = ("dtype", "auto_map", "quantization", "quantization_config")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 Config = Mapping[str, Any]
@@ -68,13 +68,12 @@ def save_model_folder(
     adapted_bits: str = UNQUANTIZED,
     pack_rows: Mapping[str, mx.array] | None = None,
 ) -> None:
-    """Writes the model folder, whole or not at all. Merges LoRA layers and casts weights to `dtype`, in place.
+    """Writes the model folder atomically. Merges LoRA layers and casts weights to `dtype`, both in place in `model`.
 
-    config: config.json of the model that training began with; hyper-encoder layers that it lists as quantized are
-    quantized again with the same settings. record: what the model was trained from, stored in the new config.json.
-    origin: folder of the model or tokenizer that training began with, whose generation_config.json is copied.
-    adapted_bits: as in `fuse_lora`. pack_rows: as in `save_adapter_folder`. Raises `TrainingError` when the folder
-    cannot be written.
+    config: config.json of the model that training began with; hyper-encoder layers that `config` lists as quantized are
+    quantized again with the same settings. record: origin of the model, to store in the new config.json. origin: folder
+    of the model or tokenizer that training began with, from which generation_config.json is copied. adapted_bits: see
+    `fuse_lora`. pack_rows: see `save_adapter_folder`. Raises `TrainingError` if the folder cannot be written.
     """
     fuse_lora(model, adapted_bits)
     _requantize_encoders(model, config)
@@ -113,7 +112,6 @@ def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str,
 
 
 def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, by side, fingerprints of the weights that make hyper rows. config: the saved model's config.json."""
     prints = SideFingerprints()
     for name, array in named_arrays(model.parameters()):
         prints.add(name, array, host_bytes(array))
@@ -123,8 +121,8 @@ def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str
 def default_save_dtype(model: nn.Module) -> str:
     """Returns the name of the dtype in which a trained model's weights are saved by default.
 
-    It is float32; for a quantized model, the dtype of its largest floating-point array, in which the model computes.
-    model: as it was loaded; hyper-encoders are ignored.
+    Returns "float32" for an unquantized model; for a quantized model, the dtype in which the model computes: that of
+    the largest floating-point array outside of the hyper-encoders. model: the model as loaded, before training.
     """
     named = named_arrays(model.parameters())
     if not any(name.endswith(".scales") for name, _ in named):
@@ -137,8 +135,8 @@ def default_save_dtype(model: nn.Module) -> str:
 def fuse_lora(model: nn.Module, bits: str = UNQUANTIZED) -> None:
     """Merges LoRA layers into the linear layers that they adapt, in place and in float32.
 
-    bits: one of `ADAPTED_BITS`, the bits per weight that a quantized layer gets again. One layer is computed at a time,
-    so that the float weights of all need not be in memory together.
+    bits: one of `ADAPTED_BITS`: bits per weight with which a layer that was quantized is quantized again. Computes one
+    layer at a time, so that the float weights of only one layer are in memory.
     """
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
     for name, module in layers:
@@ -149,10 +147,10 @@ def fuse_lora(model: nn.Module, bits: str = UNQUANTIZED) -> None:
 
 
 def _requantize(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
-    """Returns a fused layer with `bits` per weight. base: the layer that was adapted, without its adapter.
+    """Returns the layer `fused`, quantized to `bits`. base: the adapted layer without the adapter.
 
-    Bits other than the base's use affine quantization in groups of the base's size, but of 32 at least. A layer whose
-    input width is not divisible by the group size stays unquantized.
+    `BASE` means the base layer's own quantization. Other numbers of bits use affine quantization in groups of the
+    base's size, at least 32. If the group size does not divide the input width, the layer stays unquantized.
     """
     if bits == UNQUANTIZED or not isinstance(base, nn.QuantizedLinear):
         return fused
@@ -173,9 +171,9 @@ def _requantize_encoders(model: nn.Module, config: Config) -> None:
 
 
 def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
-    """Returns the keys of config.json by which mlx-lm's loader quantizes layers as they are in the model.
+    """Returns the keys of config.json that tell mlx-lm's loader how the model's layers are quantized.
 
-    config: that of the starting model, whose default quantization is kept. Returns {} if no layer is quantized.
+    config: config.json of the starting model, whose default quantization is kept. Returns {} if no layer is quantized.
     """
     layers = {path: found for path, module in model.named_modules() if (found := quantization_settings(module))}
     if not layers:
@@ -194,7 +192,7 @@ def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
 def check_adapter_savable(
     model: nn.Module, config: Mapping[str, Any], settings: TrainSettings, from_scratch: bool
 ) -> None:
-    """Raises `TrainingError` if the run's result cannot be saved as an adapter and encoders. Called before training.
+    """Raises `TrainingError` if the run's result cannot be saved as adapter and encoders. Call this before training.
 
     config: the model's config.json. from_scratch: whether training begins with random weights.
     """
@@ -215,12 +213,10 @@ def save_adapter_folder(
     dtype: str = "float32",
     pack_rows: Mapping[str, mx.array] | None = None,
 ) -> None:
-    """Writes the adapter folder, whole or not at all. base: hub id or path of the plain model that was trained.
+    """Writes the adapter folder atomically. base: hub id or path of the plain model that was trained.
 
-    dtype: floating-point type of the saved weights. pack_rows: trained rows of the pack that the data were
-    prepared with, as `PackAndModelTrainee` returns them; None or empty for none.
-
-    Raises `TrainingError` when it cannot be written.
+    dtype: floating-point type of the saved weights. pack_rows: trained rows of the data's pack, from
+    `PackAndModelTrainee.trained_pack_rows`; None or empty for none. Raises `TrainingError` if writing fails.
     """
     pairs = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
     try:
@@ -248,7 +244,7 @@ def save_adapter_folder(
 
 def _make_zip_config(model: Model, base: str) -> dict[str, Any]:
     found = replace(model.config, format_version=1, base_model=base).to_dict()
-    del found["pad_token_id"]  # the package takes it from the tokenizer, and refuses keys it does not know
+    del found["pad_token_id"]  # zip2zip reads it from the tokenizer and refuses unknown keys
     return found
 
 
@@ -272,7 +268,7 @@ def _make_peft_config(
 
 
 def _to_peft_weights(pairs: Mapping[str, LoRALinear], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Returns the LoRA weights under PEFT's names: A [r, in] and B [out, r], which mlx-lm keeps transposed."""
+    """Returns the LoRA weights under PEFT's names: A [r, in] and B [out, r], transposed from mlx-lm's layout."""
     prefix, weights = "base_model.model.", {}
     for name, layer in pairs.items():
         weights[f"{prefix}{name}.lora_A.weight"] = mx.contiguous(layer.lora_a.T).astype(dtype)

@@ -1,6 +1,6 @@
-"""The settings of a training run: defaults, checks, and the help texts that become the flags' help.
+"""Defines the settings of a training run: defaults, checks, and the help texts of the command-line flags.
 
-No MLX here: `mlx_zip train --help` reads this file and nothing heavier.
+Does not import MLX, so that `mlx_zip train --help` is fast.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SAVES = (MODEL, ADAPTER)
 SAVE_DTYPES = ("float32", "float16", "bfloat16")
 BASE, UNQUANTIZED = "base", "none"
 ADAPTED_BITS = (BASE, "6", "8", UNQUANTIZED)
-VALID_SHARE = 0.02  # share of the samples that is held out by default
-WITHOUT_EFFECT_ON_RESULTS = (  # settings that do not change what a run computes
+VALID_SHARE = 0.02  # share of the samples to hold out by default
+WITHOUT_EFFECT_ON_RESULTS = (  # settings that do not change the trained weights
     "steps_per_report",
     "steps_per_eval",
     "val_batches",
@@ -42,8 +42,8 @@ ADDED_LATER = (
     "pack_learning_rate",
     "draft_head",
     "head_size",
-)  # recorded only if set, so that runs begun by older versions can be continued
-LARGEST_INTEGER = 2**63 - 1  # largest integer that MLX counts with
+)  # recorded only if set, so that runs of older versions can be continued
+LARGEST_INTEGER = 2**63 - 1  # MLX counts in int64
 VALUE_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
@@ -59,15 +59,15 @@ def declare_setting(
 ) -> Any:
     """Returns a dataclass field whose metadata also declares a command-line flag.
 
-    text: the flag's help. choices: the texts that are allowed. least: the smallest whole number that is allowed. shown:
-    the default in words, for the help. metavar: the placeholder for the value in the help.
+    text: the flag's help. choices: allowed values. least: smallest allowed whole number. shown: text to show as default
+    in the help. metavar: placeholder for the value in the help.
     """
     about = {"help": text, "choices": choices, "least": least, "shown": shown, "metavar": metavar}
     return field(default=default, metadata=about)
 
 
 def help_text(one: Field[Any], default: Any = MISSING) -> str:
-    """Returns the help line of a setting, default included. default: the default to show instead of the setting's."""
+    """Returns the help line of the setting `one`, with its default. default: value to show instead of the default."""
     value = one.default if default is MISSING else default
     shown = one.metadata["shown"] or ("off" if value is False else "on" if value is True else value)
     return f"{one.metadata['help']} (default: {shown})"
@@ -75,11 +75,11 @@ def help_text(one: Field[Any], default: Any = MISSING) -> str:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of a run; names follow mlx-lm's `lora` command where it has them.
+    """Settings of a run. Names are those of mlx-lm's `lora` command if it has the setting.
 
-    Each field's help text says what it sets. The learning rate rises over `warmup` steps, then falls along a cosine.
-    lora_dropout and grad_checkpoint exclude each other. Trained weights stay float32 whatever `dtype` is. Raises
-    `TrainingError` naming a setting whose value is not allowed.
+    Each field's help text describes the field. The learning rate rises over `warmup` steps, then falls along a cosine.
+    For LoRA, `lora_dropout` and `grad_checkpoint` exclude each other. Trained weights are float32 for every `dtype`.
+    Raises `TrainingError`, naming the setting, if a value is not allowed.
     """
 
     iters: int = declare_setting(
@@ -194,7 +194,7 @@ class TrainSettings:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 
     def _check_type(self, name: str, kind: Any) -> None:
-        """Raises `TrainingError` unless a setting has its type. Converts whole numbers of float settings to float."""
+        """Raises `TrainingError` unless the setting `name` has the type `kind`. Converts int to float if needed."""
         value = getattr(self, name)
         if not isinstance(value, VALUE_TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise TrainingError(f"{name} must be {TYPE_WORDS[kind]}, got {value!r}")
@@ -214,7 +214,7 @@ class TrainSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainSettings:
-        """Returns the settings of a mapping. Raises `TrainingError` for a name that is not a setting."""
+        """Returns the settings in a mapping. Raises `TrainingError` if a name is not a setting."""
         unknown = values.keys() - {one.name for one in fields(cls)}
         if unknown:
             raise TrainingError(f"unknown training settings: {', '.join(sorted(unknown))}")
@@ -225,7 +225,7 @@ class TrainSettings:
         return asdict(self)
 
     def values_to_record(self) -> dict[str, Any]:
-        """Returns the settings that change what is computed, by name; a run records them and compares them later."""
+        """Returns the settings that change the trained weights, by name. A run records and later compares these."""
         left_out = {*WITHOUT_EFFECT_ON_RESULTS, *(name for name in ADDED_LATER if not getattr(self, name))}
         return {name: value for name, value in self.to_dict().items() if name not in left_out}
 
@@ -234,8 +234,8 @@ class TrainSettings:
 class EncoderOptions:
     """The hyper-encoder that is added to a plain model. Field names are those of zip2zip 0.2.0's encoder config.
 
-    kind: one of `ENCODER_FIELDS`. size: the encoder's width; None: the model's width, the only one allowed unless kind
-    is `res_latent_attn`. intermediate_size: width of its MLP; None: four times `size`.
+    kind: a key of `ENCODER_FIELDS`. size: the encoder's width; None: the model's width. Only `res_latent_attn` allows
+    another width than the model's. intermediate_size: width of the encoder's MLP; None: four times `size`.
     """
 
     kind: str = declare_setting(
@@ -266,7 +266,7 @@ class EncoderOptions:
     )
 
     def config(self, width: int) -> EncoderConfig:
-        """Returns the hyper-encoder's config for a model of the given width. Raises `ConfigError`."""
+        """Returns the hyper-encoder's config for a model of the given width. Raises `ConfigError` if not allowed."""
         if not isinstance(self.kind, str) or self.kind not in ENCODER_FIELDS:
             raise ConfigError(f"encoder {self.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
         size = width if self.size is None else self.size
@@ -291,19 +291,19 @@ class EncoderOptions:
 class RunOptions:
     """What a run reads and writes.
 
-    data, valid: prepared folders to train and to validate on. out: the run's folder. model: folder or hub id to start
-    from. scratch: instead of `model`, path of a config.json, whose model begins with random weights. tokenizer: the
-    tokenizer's folder, needed with `scratch`. encoder: the hyper-encoder that a plain model gets if the data are
-    compressed. canonical: train on the probabilities of canonical decoding, and save a model that decodes canonically;
-    None: as the model's config says. save: what a finished run writes, one of `SAVES`. save_dtype: floating-point type
-    of the saved weights; None: see `default_save_dtype`. adapted_bits: one of `ADAPTED_BITS`, bits per weight that a
-    quantized model's layers get in the saved model if they had LoRA adapters. valid_share: share of the samples of
-    `data` that is held out; None: `VALID_SHARE`, or the share that the run in `out` began with; 0: none.
-    max_seq_length: maximum base ids of a prepared sample; None: not checked. mask_prompt: whether the data must have
-    been prepared without a loss on prompts; None: not checked. report_to: services that get the run's reports ("wandb",
-    "swanlab", or both with a comma). project_name: name of the project there. engine: what computes the steps, one of
-    `ENGINES`; it is not recorded, so a run may continue on another engine. init_from: folder of another run; this run
-    begins with the trained weights of that run's last checkpoint. It is read only while `out` has no checkpoint.
+    data, valid: prepared folders to train and to validate on. out: the run's folder. model: folder or hub id of the
+    model to start from. scratch: instead of `model`, path of a config.json, whose model begins with random weights.
+    tokenizer: the tokenizer's folder, needed with `scratch`. encoder: the hyper-encoder to add to a plain model if the
+    data are compressed. canonical: train on the probabilities of canonical decoding, and save a model that decodes
+    canonically; None: as in the model's config. save: what a finished run writes, one of `SAVES`. save_dtype:
+    floating-point type of the saved weights; None: see `default_save_dtype`. adapted_bits: for a quantized model, bits
+    per weight of the saved layers that had LoRA adapters, one of `ADAPTED_BITS`. valid_share: share of the samples of
+    `data` to hold out; None: `VALID_SHARE`, or the share with which the run in `out` began; 0: none. max_seq_length:
+    maximum base ids of a prepared sample; None: not checked. mask_prompt: whether the data must have been prepared
+    without a loss on prompts; None: not checked. report_to: services for the run's reports ("wandb", "swanlab", or both
+    with a comma). project_name: name of the project at these services. engine: engine that computes the steps, one of
+    `ENGINES`; not recorded, so a run may continue on another engine. init_from: folder of another run, whose last
+    trained weights this run begins with; read only while `out` has no checkpoint.
     """
 
     data: Sequence[Path]
@@ -326,7 +326,7 @@ class RunOptions:
     init_from: Path | None = None
 
     def check(self) -> None:
-        """Raises `TrainingError` naming an option that is missing or not allowed."""
+        """Raises `TrainingError` if an option is missing or not allowed."""
         if (self.model is None) == (self.scratch is None):
             raise TrainingError("give --model, or --from-scratch with a config.json")
         if self.engine not in ENGINES:

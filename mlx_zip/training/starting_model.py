@@ -1,15 +1,15 @@
 """Makes the model that a run starts from: a zip2zip or a plain model, with loaded or random weights.
 
-Rows of a new encoder begin at the scale of the matrix's own rows: `res_latent_attn` begins as its residual, and a
-post-norm transformer has the matrix's scale as the gain of its last norm.
+New encoders first make rows at the scale of the rows of the embedding or head: `res_latent_attn` begins as its
+residual, and in a post-norm transformer the last norm's gain begins at the scale of that matrix.
 
-With `--residual-by-side`, an entry's input row begins as the row of its last base id, from which the text continues,
-and its output row as the mean of its base rows, because the entry competes with each of its base ids. Before any
-training, these rows cost SmolLM2-135M 60 % more bits per byte than reading without hypertokens; rows that begin as the
-first base row, as in zip2zip++, cost 115 % more (a static pack of 1,024 entries, Python sources; measured once). The
-output encoder's last norm begins at a gain of 0.02: the absolute values of a hidden state of SmolLM2 sum to 620, so
-with a gain of 1 a step of 1e-4 can move every entry's logit by 12. Bits per byte after twelve steps: 1.476 with this
-gain, 1.487 with a rate of 3e-6 for both sides, 1.497 with frozen encoders, 1.510 with a gain of 1.
+With `--residual-by-side`, an entry's input row begins as the row of the entry's last base id, from which the text
+continues, and the output row as the mean of the entry's base rows, because the entry competes with each of its base
+ids. Before any training, SmolLM2-135M with these rows needs 60 % more bits per byte than without hypertokens; with rows
+that begin as the first base row, as in zip2zip++, 115 % more (a static pack of 1,024 entries, Python sources; measured
+once). The output encoder's last norm begins at a gain of 0.02: the absolute values of a hidden state of SmolLM2 sum to
+620, so with a gain of 1 a step of 1e-4 can move every entry's logit by 12. Bits per byte after twelve steps: 1.476 with
+a gain of 0.02, 1.487 with a learning rate of 3e-6 for both sides, 1.497 with frozen encoders, 1.510 with a gain of 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.steps.forward_pass import call_with_recompute
 
-_SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
+_SAMPLED_ROWS = 1024  # number of rows from which to estimate the scale of a matrix
 _OUTPUT_NORM_GAIN = 0.02  # initial gain of the output encoder's last norm
 
 
@@ -52,13 +52,14 @@ def make_starting_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model to train on data of codec `params`, and its config.json.
 
-    folder: a model folder, zip2zip or plain. scratch: with folder None, the content of a config.json, whose model gets
-    random weights. encoder: the hyper-encoder that a plain model gets if the codec has a codebook. A zip2zip model
-    gets the data's codebook size, and their merge size if it is larger. canonical: whether the model decodes
-    canonically from now on; None: as its config says.
+    folder: a model folder, zip2zip or plain. scratch: if `folder` is None, the content of a config.json, whose model
+    gets random weights. encoder: the hyper-encoder to add to a plain model if the codec has a codebook. A zip2zip model
+    takes over codebook size and merge size of `params`. canonical: whether the model decodes canonically from now on;
+    None: as in the model's config.
 
-    Raises `TrainingError` if the model's codec differs in another way, has a policy other than freeze, or if a model
-    without a codebook is to decode canonically; `ConfigError` for a model type that is not supported.
+    Raises `TrainingError` if a zip2zip model's merge size is larger than in `params`, its codec differs in anything
+    else than the two sizes, or its policy is not freeze; and if `canonical` is set but there is no codebook. Raises
+    `ConfigError` if the model type is not supported.
     """
     config = dict(scratch or {}) if folder is None else read_model_config(folder)
     if not isinstance(config.get("model_type"), str):
@@ -86,7 +87,7 @@ def make_starting_model(
 
 
 def make_zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOptions) -> dict[str, Any]:
-    """Returns the config.json of the zip2zip model that a plain model becomes. base: the plain model's config.json."""
+    """Returns config.json of a zip2zip model made from a plain model. base: the plain model's config.json."""
     if params.pad_id is None:
         raise TrainingError("the data were prepared without a pad id; prepare them with the model's tokenizer")
     config = ZipConfig(
@@ -140,9 +141,9 @@ def _describe_difference(data: CodecParams, model: CodecParams) -> str:
 
 
 def _load_with_longer_entries(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:
-    """Loads a zip2zip model with the codec of `wanted`, whose entries may be longer than those of `config`.
+    """Loads a zip2zip model with the codec of `wanted`, whose merge size may be larger than that of `config`.
 
-    config: the model's own config.json. Position embeddings missing in the encoders are copies of the last one.
+    config: the model's own config.json. Position embeddings that the encoders lack become copies of the last one.
     """
     before, after = (one["zip2zip"]["compression"]["max_subtokens"] for one in (config, wanted))
     if before == after:  # the number of slots does not change the weights
@@ -166,7 +167,6 @@ def _build_random_model(config: dict[str, Any]) -> nn.Module:
 
 
 def _load_weights(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
-    """Loads a folder's weights under `config`. strict: the tensors must match exactly. Raises `TrainingError`."""
     try:
         return load_model(folder, lazy=False, strict=strict, model_config=config)[0]
     except load_error_types() as error:
@@ -174,13 +174,13 @@ def _load_weights(folder: Path, config: dict[str, Any], strict: bool = True) -> 
 
 
 def _check_decoder_tensors(folder: Path, model: Model) -> None:
-    """Raises `TrainingError` unless the files hold exactly the decoder's tensors.
+    """Raises `TrainingError` unless the folder's files hold exactly the decoder's tensors.
 
-    Loading did not check this, because new encoders are not in the files.
+    Loading was not strict, because new encoders are not in the files.
     """
     found: dict[str, mx.array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
-        found |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names and shapes are looked at
+        found |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names and shapes are read
     wanted = {name for name, _ in named_arrays(model.parameters()) if not name.startswith(SIDES)}
     there = model.sanitize(found).keys()
     if missing := wanted - there:
@@ -190,7 +190,7 @@ def _check_decoder_tensors(folder: Path, model: Model) -> None:
 
 
 def _check_weight_shapes(folder: Path, model: Model) -> None:
-    """Raises `TrainingError` if weights do not fit the config, by building a forward pass without computing it."""
+    """Raises `TrainingError` if weights do not fit the config. Builds a forward pass without computing it."""
     try:
         model(mx.zeros((1, 1), mx.int32))
     except (ValueError, TypeError, RuntimeError) as error:
@@ -198,13 +198,13 @@ def _check_weight_shapes(folder: Path, model: Model) -> None:
 
 
 def _init_encoders(model: Model) -> None:
-    """Initialises new encoders so that the rows they make have the scale of the matrix whose rows they read.
+    """Initializes new encoders so that their rows have the scale of the matrix (embedding or head) that they read.
 
-    `res_latent_attn` begins as its residual, one base row or the mean of the base rows, because its last weight is set
-    to zero (as in zip2zip++). With `residual_by_side`, the output encoder's norm also gets a small gain: an entry's
-    logit is the product of its output row and the hidden state, so at the input encoder's learning rate one step would
-    move the logits of all entries by several nats. A `transformer` ends in a norm, whose gain is set to the matrix's
-    scale. Other kinds stay random.
+    For `res_latent_attn`, the last weight is set to zero (as in zip2zip++), so that the encoder begins as its residual:
+    one base row or the mean of the base rows. With `residual_by_side`, the output encoder's norm also gets a small
+    gain: an entry's logit is the product of its output row and the hidden state, so at the input encoder's learning
+    rate one step would move the logits of all entries by several nats. For `transformer`, the gain of the last norm is
+    set to the matrix's scale. Encoders of other kinds stay random.
     """
     sides: list[tuple[Any, Any]] = [(model.input_encoder, model.model.embed_tokens)]
     if not model.config.encoder.tie_encoders:
@@ -223,7 +223,7 @@ def _init_encoders(model: Model) -> None:
 
 
 def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
-    """Freezes what is not trained, and adds LoRA layers. Raises `TrainingError` if nothing is left to train."""
+    """Freezes weights that are not trained, and adds LoRA layers. Raises `TrainingError` if nothing can be trained."""
     if settings.dtype == "float32" or settings.fine_tune_type == "full":
         model.set_dtype(mx.float32)
     if settings.fine_tune_type == "full":
@@ -247,7 +247,6 @@ def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
 
 
 def _parse_lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
-    """Returns the layers that `names` lists, separated by commas. Raises `TrainingError` for one that no block has."""
     keys = [name.strip() for name in names.split(",") if name.strip()]
     if not keys:
         raise TrainingError(f"lora_keys {names!r} names no layer; leave it out for all linear layers")
@@ -258,10 +257,10 @@ def _parse_lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
 
 
 def fingerprint_run(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """Returns a hex digest of a run's model and facts; only a run of an equal digest may resume its checkpoints.
+    """Returns a hex digest of a run. Only a run with an equal digest may resume its checkpoints.
 
-    It covers config.json, `facts`, every weight's name, shape and dtype, the values of all vectors and, because frozen
-    weights are not in a checkpoint, the first row of each frozen matrix.
+    The digest covers config.json, `facts`, every weight's name, shape and dtype, the values of all vectors and, because
+    frozen weights are not in a checkpoint, the first row of each frozen matrix.
     """
     digest = hashlib.sha256(json.dumps([config, facts], sort_keys=True, default=str).encode())
     trained = {name for name, _ in named_arrays(model.trainable_parameters())}
@@ -276,10 +275,10 @@ def fingerprint_run(model: nn.Module, config: Mapping[str, Any], facts: Mapping[
 
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:
-    """Makes these blocks recompute their activations in the backward pass; names and weights stay as they are.
+    """Makes `blocks` recompute their activations in the backward pass. Names and weights are unchanged.
 
-    The blocks must not draw random numbers, because the second pass would draw others. Other blocks of their class are
-    not affected, unlike with mlx-lm's `grad_checkpoint`, which changes the class itself.
+    The blocks must not draw random numbers, because the second pass would draw others. Unlike mlx-lm's
+    `grad_checkpoint`, which changes the class itself, this does not affect other blocks of the same class.
     """
     made: dict[type, type] = {}
     for block in blocks:

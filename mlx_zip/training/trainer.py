@@ -55,16 +55,16 @@ SampleData = JoinedFolders | CompressedTexts
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. progress: where it stands. stopped_by: the signal that stopped it early, None if none did."""
+    """The end of a run. progress: the run's progress. stopped_by: number of the signal that stopped it, or None."""
 
     progress: Progress
     stopped_by: int | None = None
 
 
 def check_enough_samples(data: SampleData, valid: SampleData | None, settings: TrainSettings) -> None:
-    """Raises `TrainingError` or `DataError` if there is no batch to train on, or no sample to validate on.
+    """Raises `TrainingError` if there is no batch to train on, and `DataError` if there is no sample to validate on.
 
-    Called before a run makes its folder, so that a failure leaves none.
+    Call this before making the run's folder, so that a failure leaves no folder.
     """
     size = mx.distributed.init().size()
     if settings.batch_size % size:
@@ -77,15 +77,16 @@ def check_enough_samples(data: SampleData, valid: SampleData | None, settings: T
 
 
 class Trainer:
-    """One run in one folder. Raises `TrainingError`, `DataError`.
+    """Trains one model in one run folder.
 
-    trainee: the model to train, with all other parameters frozen. data, valid: samples to train and to validate on.
-    run: folder of checkpoints and metrics. fingerprint: a checkpoint is resumed only if its fingerprint equals this.
-    quiet: show no progress. observe: is called with each line of the log. make_stepper: `Stepper`, or a function with
-    its arguments that returns an object with its interface.
+    trainee: the model to train, with parameters frozen that are not trained. data, valid: samples to train and to
+    validate on. run: folder of checkpoints and metrics. fingerprint: only a checkpoint with an equal fingerprint is
+    resumed. quiet: show no progress. observe: called with each line of the log. make_stepper: `Stepper`, or a function
+    with the same arguments that returns an object with the interface of `Stepper`. Raises `TrainingError` or
+    `DataError` if the data are too few or damaged, or the last checkpoint does not fit.
     """
 
-    loss_is_of_text = True  # whether the loss is a text's, which reports give as bits per byte
+    loss_is_of_text = True  # whether the loss is a text's likelihood, so that reports include bits per byte
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Trainer:
         self.stepper = make_stepper(trainee, self.optimizer, settings, self.group)
 
     def _restore_progress(self) -> Progress:
-        """Restores the first machine's last checkpoint, or its new weights, on every machine; returns the progress."""
+        """Restores the first machine's last checkpoint, or else its new weights, on all machines. Returns progress."""
         mx.random.seed(self.settings.seed)
         progress = run_on_all_machines(self.group, self._load_last_checkpoint)
         if self.group.size() == 1:
@@ -132,7 +133,7 @@ class Trainer:
         return replace(Progress(*shared["steps"].tolist()), seconds=progress.seconds)
 
     def _load_last_checkpoint(self) -> Progress:
-        """Restores the last checkpoint on the first machine and returns its progress; zero if there is none."""
+        """On the first machine, restores the last checkpoint. Returns its progress; `Progress()` if there is none."""
         if self.group.rank() > 0:
             return Progress()
         return load_last_checkpoint(self.run, self.trainee, self.optimizer, self.fingerprint)
@@ -140,14 +141,14 @@ class Trainer:
     # ---- the loop
 
     def train(self) -> Outcome:
-        """Trains on all machines until `iters` steps are done or a signal stops the run; saves the last step."""
+        """Trains on all machines until all steps are done or a signal stops the run; saves the last step."""
         self._log = run_on_all_machines(self.group, self._open_log)
         self.trainee.train()
         self._report_sums = _ReportSums(self.progress)
         done = self.progress.step
         bar = make_steps_bar(self.settings, done, self.quiet)
         workers = self.stepper.batch_workers
-        ahead = max(1, workers)  # number of steps whose batches are made in advance, in parallel
+        ahead = max(1, workers)  # number of steps whose batches are made in advance
         with (
             catch_stop_signals() as asked,
             bar,
@@ -178,7 +179,7 @@ class Trainer:
         return sums["stop"] > 0
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it exists; see `TrainingJob`."""
+        """Writes the checkpoint of this step, unless the checkpoint exists; see `TrainingJob`."""
         run_on_all_machines(self.group, self._write_checkpoint)
 
     def _write_checkpoint(self) -> None:
@@ -190,7 +191,7 @@ class Trainer:
     # ---- data
 
     def _make_step_batches(self, step: int) -> list[Batch]:
-        """Returns this machine's part of each batch of step `step`, which counts from 0."""
+        """Returns this machine's part of each batch of a step. step: index of the step, from 0."""
         accumulate = self.settings.grad_accumulation_steps
         per_epoch = len(self._order_epoch(0))
         out = []
@@ -206,11 +207,11 @@ class Trainer:
         return order
 
     def _make_batch(self, data: SampleData, indices: Any) -> Batch:
-        """Returns the batch of the samples with these indices. Raises `DataError` naming a damaged sample."""
+        """Returns the batch of the samples with these indices. Raises `DataError` if a sample is damaged."""
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
         config = model.config if isinstance(model, Model) else None
-        compiled = data is self.data and is_compiled(self.settings)  # validation is not
+        compiled = data is self.data and is_compiled(self.settings)  # validation is not compiled
         try:
             batch = self._call(
                 make_batch,
@@ -232,7 +233,7 @@ class Trainer:
             ) from error
 
     def needs_long_factors(self, batch: Batch) -> bool:
-        """Whether a batch needs LongRoPE's long factors: some position lies beyond the model's original context."""
+        """Returns whether a position exceeds the model's original context, so that LongRoPE needs its long factors."""
         model = self.trainee.model
         context = model.traits.long_context if isinstance(model, Model) else None
         if context is None:
@@ -243,7 +244,7 @@ class Trainer:
     # ---- reports
 
     def log_once(self, line: dict[str, Any]) -> None:
-        """Adds a line to the run's log before `train`, on the first machine, unless the log has it already."""
+        """Adds a line to the log, unless the log has it. Acts only on the first machine. Call this before `train`."""
         if self.group.rank() == 0 and line not in read_metrics(self.run):
             MetricsLog(self.run, self.progress.step).add(**line)
 
@@ -251,7 +252,7 @@ class Trainer:
         return MetricsLog(self.run, self.progress.step) if self.group.rank() == 0 else None
 
     def report(self) -> str:
-        """Logs the steps since the last report and returns their figures in words; see `TrainingJob`."""
+        """Logs the figures of the steps since the last report and returns them as text; see `TrainingJob`."""
         line = self._report_sums.make_line(self.progress)
         line |= {"learning_rate": last_learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
@@ -270,7 +271,7 @@ class Trainer:
         self.observe(line)
 
     def validate(self) -> str | None:
-        """Logs the loss on the validation samples and returns it in words; see `TrainingJob`."""
+        """Logs the figures of a validation and returns them as text; see `TrainingJob`."""
         if self.valid is None:
             return None
         line = self.measure_validation()
@@ -278,7 +279,7 @@ class Trainer:
         return self.describe_validation(line)
 
     def describe_validation(self, line: dict[str, float]) -> str:
-        """Returns in words what `measure_validation` returned."""
+        """Returns the figures of a validation as text. line: result of `measure_validation`."""
         per_step = line["val_base_tokens_per_step"]
         return f"validation {line['val_bits_per_byte']:.4f} bits per byte, {per_step:.3f} base tokens per step"
 
@@ -292,9 +293,9 @@ class Trainer:
         }
 
     def sum_validation(self) -> dict[str, float]:
-        """Returns the sums of the losses over `validation_batches`, and of `n_bytes`, `ids` and `base_ids`.
+        """Returns the sums of the losses, `n_bytes`, `ids` and `base_ids` over `validation_batches`.
 
-        Each sample's first id is read but not predicted: it counts neither in `ids` nor in `base_ids`.
+        Each sample's first id is read but not predicted, so it counts neither in `ids` nor in `base_ids`.
         """
         sums: dict[str, float] = {}
         self.trainee.eval()
@@ -309,7 +310,7 @@ class Trainer:
         return sums
 
     def validation_batches_with_progress(self, task: str) -> Iterator[np.ndarray]:
-        """Yields what `validation_batches` does, and shows how many batches are done."""
+        """Yields the batches of `validation_batches` and shows a progress bar. task: the bar's label."""
         batches = list(self.validation_batches())
         with ProgressBar(len(batches), "batch", task, shown=not self.quiet) as count:
             for indices in batches:
@@ -319,7 +320,7 @@ class Trainer:
     def validation_batches(self) -> Iterator[np.ndarray]:
         """Yields the indices of the validation samples, one array per batch.
 
-        These are all samples, or `val_batches` batches of samples spread evenly over the lengths.
+        Yields all samples if `val_batches` is 0, else `val_batches` batches of samples spread evenly over the lengths.
         """
         assert self.valid is not None
         size = self.settings.batch_size
@@ -332,18 +333,17 @@ class Trainer:
 
 
 class _ReportSums:
-    """Sums of the steps since the last report. since: the progress at that report."""
+    """Sums over the steps since the last report. since: the progress at that report."""
 
     def __init__(self, since: Progress) -> None:
         self.since, self.sums, self.steps = since, dict[str, float](), 0
 
     def add(self, sums: dict[str, float]) -> None:
-        """Adds the sums of one step, as `Stepper.step` returns them."""
         self.steps += 1
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 
     def make_line(self, now: Progress) -> dict[str, Any]:
-        """Returns the log line: losses per id, rates per second, and totals since the run began. now: the progress."""
+        """Returns a log line: losses per id, rates per second, and totals since the run began. now: the progress."""
         seconds, since = max(now.seconds - self.since.seconds, 1e-9), self.since
         count = max(self.sums["count"], 1.0)
         n_bytes = max(now.seen_bytes - since.seen_bytes, 1)

@@ -1,4 +1,4 @@
-"""Reads YAML files that people write; each name may be given once."""
+"""Reads YAML files; refuses a mapping that gives a name twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class _UniqueNamesLoader(yaml.SafeLoader):
     """Builds plain values only, and refuses a mapping that gives one name twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Returns the node of the next mapping. Raises `yaml.YAMLError` for a name that it gives twice."""
+        """Returns the node of the next mapping. Raises `yaml.YAMLError` if the mapping gives a name twice."""
         node = super().compose_mapping_node(anchor)
         given: set[str] = set()
         for key, _ in node.value:
@@ -23,7 +23,7 @@ class _UniqueNamesLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Returns the content of a YAML file. Raises `OSError`, and `ValueError` naming the line and the problem."""
+    """Returns the content of a YAML file. Raises `OSError` if it cannot be read, `ValueError` if it is invalid."""
     try:
         return yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueNamesLoader)
     except (yaml.YAMLError, RecursionError) as error:

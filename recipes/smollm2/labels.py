@@ -1,7 +1,7 @@
-"""Label likelihood: which of a few words a model takes to be the answer to a request. Needs PyTorch.
+"""Measures how often a model gives the right label (one of a few words) the highest likelihood. Needs PyTorch.
 
-Each example is one request through the chat template. The answer is the label whose first base id is the likeliest one
-after it; the request is compressed alone, so that no id stands for a part of request and answer.
+Each example is one request, rendered by the chat template. The model's answer is the label whose first base id is the
+likeliest after the request. The request is compressed alone, so that no id covers parts of both request and answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlx_zip.text.prompts import render_chat
 
 @dataclass(frozen=True)
 class LabelTask:
-    """A data set of classes. request: the prompt, with a place for the text. words: the label of each class."""
+    """A data set for classification. request: prompt in which {} becomes the text. words: label of each class."""
 
     name: str
     file: str
@@ -55,9 +55,9 @@ LABEL_TASKS = (
 
 
 def read_examples(task: LabelTask, folder: Path, most: int) -> list[tuple[str, int]]:
-    """Returns (text, class) of at most `most` examples, taken at even distances. Raises `DataError` for a bad line."""
+    """Returns (text, class) of at most `most` evenly spaced examples. Raises `DataError` if a class is unknown."""
     with gzip.open(folder / task.file, "rt", encoding="utf-8") as file:
-        lines = file.read().rstrip("\n").split("\n")  # a text may hold other ends of lines
+        lines = file.read().rstrip("\n").split("\n")  # a text may contain other line separators
     taken = [lines[at] for at in np.linspace(0, len(lines) - 1, min(most, len(lines))).astype(int)]
     if task.file.endswith(".tsv.gz"):
         found = [(text, int(label)) for text, _, label in (line.rpartition("\t") for line in taken)]
@@ -79,7 +79,7 @@ def first_label_ids(tokenizer: Any, words: tuple[str, ...]) -> list[int]:
 def check_answers(
     model: Any, tokenizer: Any, task: LabelTask, examples: list[tuple[str, int]], most_ids: int
 ) -> np.ndarray:
-    """Returns whether the model finds each example's class, bool [n]. most_ids: base ids of a text that are read."""
+    """Returns whether the model's answer is right for each example, bool [n]. most_ids: maximum base ids per text."""
     wanted, right = first_label_ids(tokenizer, task.words), np.zeros(len(examples), bool)
     for at, (text, label) in enumerate(examples):
         kept = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:most_ids])
@@ -92,11 +92,11 @@ def check_answers(
 
 
 def measure_labels(models: Mapping[str, Path], control: str, folder: Path, most: int, most_ids: int) -> dict[str, Any]:
-    """Returns the share of right answers of each model and task, and differences to a control, paired by example.
+    """Returns each model's accuracy per task, and the difference from a control's accuracy, paired by example.
 
-    models: folders by name. control: the name that the others are compared with. folder: of the data sets. The result:
-    "examples" {task: n}; "models" {name: {task or "all": {"accuracy", "difference", "difference_standard_error"}}}, as
-    shares of 1; the control has only "accuracy".
+    models: folders by name. control: name of the model to compare with. folder: folder of the data sets. most: maximum
+    examples per task. most_ids: maximum base ids per text. The result: "examples" {task: n}; "models" {name: {task or
+    "all": {"accuracy", "difference", "difference_standard_error"}}}, as fractions; the control has only "accuracy".
     """
     examples = {task.name: read_examples(task, folder, most) for task in LABEL_TASKS}
     right: dict[str, dict[str, np.ndarray]] = {}

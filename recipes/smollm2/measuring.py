@@ -1,7 +1,7 @@
-"""Measures a leg on held-out texts: the base, the control, the trained model, and that one with hypertokens masked.
+"""Measures a leg on held-out texts: base, control, trained model, and the trained model without hypertokens.
 
-All of them are float32 folders made from the leg's adapters, and `mlx_zip evaluate` does the measuring. Its records lie
-in leg-N/measured, beside the adapter in the form that the package ships.
+The models are float32 folders, made from the leg's adapters and measured by `mlx_zip evaluate`. The records are written
+to leg-N/measured, and the adapter to ship to leg-N/adapter.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _BASE_NAMED = {ADAPTER_CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_mode
 
 
 def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
-    """Returns the folders that are compared, by name, and makes those that are missing. Raises `TrainingError`.
+    """Returns the folders of the compared models, by name; makes missing folders.
 
-    masked: the trained model's decoder as a plain model, which can neither read nor write hypertokens. model: folder of
-    the base. leg: folder of the trained leg.
+    The model "masked" is the trained model's decoder as a plain model, without hypertokens. model: folder of the base.
+    leg: folder of the trained leg. Raises `TrainingError` if a command fails.
     """
     folder = leg / "models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
 
 
 def fuse_adapter(model: Path, adapter: Path, out: Path, call: RunModule) -> Path:
-    """Makes `out`, the plain model with an adapter's LoRA in its weights, unless it is there; returns it."""
+    """Returns `out`, the plain model `model` with the adapter's LoRA merged; makes the folder if it is missing."""
     lora = out.with_name(f"{out.name}-lora")
     if not lora.exists():
         run_command(call, "mlx_zip", ["convert", "--hf-path", adapter, "--lora-only", "--mlx-path", lora], out.parent)
@@ -59,10 +59,10 @@ def fuse_adapter(model: Path, adapter: Path, out: Path, call: RunModule) -> Path
 def measure_models(
     model: Path, data: Path, packs: Path, classes: Path | None, leg: Path, sizes: MeasureSettings, call: RunModule
 ) -> None:
-    """Writes bits-DOMAIN.json, bits-chat-pack.json, rates.json and labels.json, each unless it is there.
+    """Writes bits-DOMAIN.json, bits-chat-pack.json, rates.json and labels.json to leg/measured, if missing.
 
-    data: folder with the held-out texts; packs: folder with the learned packs; classes: folder with the data sets of
-    classes, None for no labels. Raises `TrainingError`.
+    data: folder with the held-out texts. packs: folder with the learned packs. classes: folder with the data sets for
+    classification, None to leave out labels.json. Raises `TrainingError` if a command fails.
     """
     folders, out = make_models(model, leg, call), leg / "measured"
     out.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def measure_models(
 
 
 def write_as_texts(documents: Path, out: Path, model: Path) -> Path:
-    """Writes documents as texts, conversations as the model's chat template lays them out; returns `out`."""
+    """Writes records to `out` as JSON lines of texts, conversations rendered by the chat template. Returns `out`."""
     found = read_json_lines(documents)
     tokenizer = load_tokenizer(model)
     with out.open("w", encoding="utf-8") as file:
@@ -104,7 +104,7 @@ def write_as_texts(documents: Path, out: Path, model: Path) -> Path:
 
 
 def write_requests(texts: Path, out: Path, most: int) -> int:
-    """Writes the first user turns of held-out conversations as requests of `mlx_zip evaluate`; returns their number."""
+    """Writes up to `most` conversations, cut after the first user turn, as prompts to `out`. Returns their number."""
     found = [record["messages"] for record in read_json_lines(texts)]
     opened = [talk[: 1 + next(i for i, turn in enumerate(talk) if turn["role"] == "user")] for talk in found[:most]]
     with out.open("w", encoding="utf-8") as file:
@@ -113,7 +113,7 @@ def write_requests(texts: Path, out: Path, most: int) -> int:
 
 
 def write_adapter(leg: Path) -> None:
-    """Copies the trained adapter to leg/adapter, naming the base by its hub id and not by a path of this machine."""
+    """Copies the trained adapter to leg/adapter, with the base's hub id in place of a local path."""
     with atomic_folder(leg / "adapter", replace=True) as partial:
         for file in sorted((leg / ZIP / "adapter").iterdir()):
             if key := _BASE_NAMED.get(file.name):
@@ -123,9 +123,9 @@ def write_adapter(leg: Path) -> None:
 
 
 def write_record(leg: Path, number: int) -> None:
-    """Writes measured/record.jsonl: one line per measurement and one training curve per leg so far, without any text.
+    """Writes measured/record.jsonl: one line per measurement, and one training curve per leg up to this one.
 
-    number: the leg's. Models are named base, control, masked or zip. Raises `TrainingError` for a missing record.
+    Generated texts are left out. number: number of the leg. Models are named base, control, masked or zip.
     """
     lines = [_make_training_curve(leg.with_name(f"leg-{n}"), n) for n in range(1, number + 1)]
     for file in sorted((leg / "measured").glob("*.json")):
@@ -148,7 +148,7 @@ def write_record(leg: Path, number: int) -> None:
 
 
 def _make_training_curve(leg: Path, number: int) -> dict[str, Any]:
-    """Returns the mean bits per byte of the training batches in tenths of the leg, for the model and its control."""
+    """Returns the mean bits per byte of training batches, per tenth of the leg, for the model and the control."""
     made: dict[str, Any] = {"part": "curve", "leg": number}
     for name in (ZIP, CONTROL):
         steps = [step for step in read_metrics(leg / name) if "loss" in step]

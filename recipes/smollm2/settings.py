@@ -1,6 +1,6 @@
-"""Every choice of the recipe: packages, sizes, requests, packs, training.
+"""Defines all settings of the recipe: packages, sizes, requests, packs, training.
 
-`FULL` is the run that made the shipped adapter, `SMALL` a test.
+`FULL` made the shipped adapter. `SMALL` is for tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ PYPI, NPM = "PyPI", "npm"
 
 @dataclass(frozen=True)
 class Package:
-    """A package of source files. version: the only version read. held_out: whether it is only measured with."""
+    """A package of source files. version: exact version to read. held_out: whether it is used only for measuring."""
 
     registry: str
     name: str
@@ -54,10 +54,10 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class TextSizes:
-    """Which packages are read, and maximum sizes in bytes.
+    """The packages to read, and maximum numbers of bytes to take.
 
-    package: of one package. library: of Python's standard library. held_out_package: of one held-out package. held_out:
-    of every other held-out file.
+    package: from one package. library: from Python's standard library. held_out_package: from one held-out package.
+    held_out: for each file of held-out texts.
     """
 
     packages: tuple[Package, ...] = PACKAGES
@@ -72,11 +72,11 @@ class TalkSettings:
     """How conversations are sampled; sizes in base ids.
 
     rows, card_rows: number of conversations at a time, on a CPU and on an NVIDIA GPU. question, answer: maximum ids of
-    a turn that the model writes as the user and as the assistant. total: maximum ids of a conversation. top_p: share of
-    the probability that is drawn from. temperatures: one is drawn for each conversation. alone: share of the
-    conversations whose first user turn is the model's own. second: share that has a second user turn. repeated: maximum
-    share of repeated 4-grams in a turn that is kept. train, held_out: ids of conversations to keep. exact: whether to
-    sample in float32 where bfloat16 is faster.
+    a turn that the model writes as user and as assistant. total: maximum ids of a conversation. top_p: total
+    probability of the ids to draw from. temperatures: temperatures from which one is drawn per conversation. alone:
+    share of conversations whose first user turn the model writes. second: share of conversations with a second user
+    turn. repeated: maximum share of repeated 4-grams in a kept turn. train, held_out: total ids of conversations to
+    keep. exact: whether to sample in float32 even if bfloat16 is faster.
     """
 
     rows: int = 40
@@ -98,9 +98,9 @@ class TalkSettings:
 class PackSettings:
     """How packs are learned. size: maximum entries of each pack. most_ids: maximum base ids to learn a pack from.
 
-    merge_size: the model's. growth: number of entries that a codebook may add to the pack's. window: base ids that are
-    compressed separately. domains: domains with a pack of their own. mixed: domains, and their shares, of the mixed
-    pack, which the model is trained with.
+    merge_size: merge size of the model. growth: number of entries that a codebook may add to the pack's entries.
+    window: number of base ids that are compressed separately. domains: domains that get a pack each. mixed: domains of
+    the mixed pack, which the model is trained with, and their shares.
     """
 
     size: int = 1024
@@ -121,11 +121,11 @@ class PackSettings:
 class Leg:
     """One leg of the training.
 
-    mixture: domains and their shares. start: share of each domain's documents that is moved from its beginning to its
-    end. samples: maximum number of windows. context: maximum base ids per window. repeated: whether the documents of a
-    domain that has too few for its share are read again; else the data end there. plain: number of further windows that
-    both models read without hypertokens. encoder: flags of `mlx_zip train` for the model with hypertokens alone. Other
-    fields: flags for both models.
+    mixture: domains and their shares. start: share of each domain's documents to move from the front to the end.
+    samples: maximum number of windows. context: maximum base ids per window. repeated: whether to read a domain's
+    documents again if they are too few for its share; else the data end when a domain ends. plain: number of further
+    windows that both models read without hypertokens. encoder: flags of `mlx_zip train` for only the model with
+    hypertokens. Other fields: flags for both models.
     """
 
     mixture: tuple[tuple[str, float], ...] = (
@@ -156,10 +156,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What is measured. domains: the held-out domains. bytes: maximum bytes of each. context: base ids per window.
+    """What to measure. domains: held-out domains. bytes: maximum bytes per domain. context: base ids per window.
 
-    answers: number of free answers. answer: maximum base ids of each. labels: maximum examples of each data set of
-    classes. label_text: maximum base ids of an example's text.
+    answers: number of free answers. answer: maximum base ids per answer. labels: maximum examples per data set for
+    classification. label_text: maximum base ids of an example's text.
     """
 
     domains: tuple[str, ...] = ("chat", "code", "math", "web")
@@ -173,10 +173,10 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class FrontierSettings:
-    """What hypertokens are compared with. layers: numbers of layers of the shallow models.
+    """Settings of the comparison with shallower models. layers: numbers of layers of the shallow models.
 
-    packs: packs that the model with hypertokens reads with. domains: domains of held-out texts. sizes: base tokens to
-    read and to write when steps are timed, as in `mlx_zip bench generate --sizes`.
+    packs: packs to use with the model with hypertokens. domains: domains of held-out texts. sizes: base tokens to read
+    and to write for timing steps, as in `mlx_zip bench generate --sizes`.
     """
 
     layers: tuple[int, ...] = (24, 16)
@@ -187,7 +187,7 @@ class FrontierSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the recipe. legs: settings of each leg in order; legs after the last have its settings."""
+    """All settings of the recipe. legs: settings of each leg, in order; further legs use the last leg's settings."""
 
     texts: TextSizes = TextSizes()
     talk: TalkSettings = TalkSettings()

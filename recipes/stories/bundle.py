@@ -1,4 +1,4 @@
-"""The recipe's last part: quantized models, the tuned pack, the bundle, and measurements of the models."""
+"""Makes the last part of the recipe: quantized models, tuned pack, bundle, draft head, and measurements."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .commands import Recipe, as_words
 from .settings import Settings
 from .texts import SOURCES
 
-RECORD = "recipe.json"  # file with the settings, in the folder of all results and in the bundle
+RECORD = "recipe.json"  # file with the settings, in the `out` folder and in the bundle
 HEAD = f"bundle/{named.DEFAULT}/draft_head.safetensors"
 QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN_PACK}-tuned.npz"
 
 
 def quantize_models(recipe: Recipe) -> None:
-    """Writes quantized/: the models to bundle, with fewer bits per weight. The zip2zip model has no pack yet."""
+    """Writes quantized/: the models to bundle, quantized. The zip2zip model has no pack yet."""
     bits = recipe.settings.bits
     with atomic_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
@@ -42,7 +42,7 @@ def quantize_models(recipe: Recipe) -> None:
 
 
 def tune_pack(recipe: Recipe) -> None:
-    """Writes packs/own-tuned.npz: the model's own pack, its entries' rows tuned for the quantized model."""
+    """Writes packs/own-tuned.npz: the model's own pack, with rows tuned for the quantized model."""
     settings = recipe.settings
     fixed = {"model": f"{QUANTIZED}/{named.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
     data = {"data": f"{packs.TEXTS}/learn-{packs.OWN_PACK}.jsonl", "run": "runs/tuned"}
@@ -50,7 +50,7 @@ def tune_pack(recipe: Recipe) -> None:
 
 
 def make_bundle(recipe: Recipe) -> None:
-    """Writes bundle/: both models that the package contains, the zip2zip model with its tuned pack."""
+    """Writes bundle/: both models to ship in the package, the zip2zip model with the tuned pack."""
     with atomic_folder(recipe.out / "bundle") as folder:
         for name in recipe.settings.bundled:
             if name == named.DEFAULT:
@@ -65,7 +65,7 @@ def make_bundle(recipe: Recipe) -> None:
 
 
 def train_head(recipe: Recipe) -> None:
-    """Adds a draft head to the bundled zip2zip model, trained on the texts of the model's last training run."""
+    """Trains a draft head on texts of the model's last training run, and adds the head to the bundled zip2zip model."""
     settings, model = recipe.settings, f"bundle/{named.DEFAULT}"
     last = f"{packs.TEXTS}/{settings.packs.rounds[-1].prefix}{packs.OWN_PACK}.jsonl"
     for name, text in (("head", last), ("head-valid", "texts/valid.jsonl")):
@@ -100,7 +100,7 @@ def make_model_card(settings: Settings, checked: bool) -> str:
 
 
 def list_measurements(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields what is measured: (NAME of figures/NAME.json, flags of the `mlx_zip evaluate` that writes it)."""
+    """Yields the measurements as (NAME, flags): `mlx_zip evaluate` with these flags writes figures/NAME.json."""
     size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
     bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
     every = [model_path(run) for run in ("control", "base", "zip")] + bundled
@@ -118,12 +118,12 @@ def list_measurements(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def measure_models(recipe: Recipe) -> None:
-    """Writes figures/: bits per byte of every model, and rates of what the bundled models write.
+    """Writes figures/: bits per byte of every model, and generation rates of the bundled models.
 
-    Rates are those of a story as a first turn and as a later turn of a conversation. Existing files are kept.
+    Rates are measured for a story in the first turn and in a later turn of a conversation. Existing files are kept.
     """
     (recipe.out / "figures").mkdir(exist_ok=True)
-    for old in (recipe.out / "figures").glob("told-*.json"):  # the name of rates in folders of older versions
+    for old in (recipe.out / "figures").glob("told-*.json"):  # older versions named rates so
         old.rename(old.with_name(old.name.replace("told", "rates", 1)))
     for name, flags in list_measurements(recipe.settings):
         file = f"figures/{name}.json"
@@ -135,9 +135,9 @@ def measure_models(recipe: Recipe) -> None:
 
 
 def install_bundle(recipe: Recipe, place: Path) -> None:
-    """Copies the bundle to the folder `place`, whole or not at all; other models in that folder stay.
+    """Copies the bundle to the folder `place`, atomically; other models in that folder stay.
 
-    Raises `TrainingError` when there is no bundle.
+    Raises `TrainingError` if there is no bundle.
     """
     made = recipe.out / "bundle"
     if not made.is_dir():
@@ -145,7 +145,7 @@ def install_bundle(recipe: Recipe, place: Path) -> None:
     with atomic_folder(place) as folder:
         shutil.copytree(made, folder, dirs_exist_ok=True)
         for model in place.iterdir() if place.is_dir() else ():
-            if model.is_dir() and model.name not in recipe.settings.bundled:  # SmolLM2's adapter, of another recipe
+            if model.is_dir() and model.name not in recipe.settings.bundled:  # models of other recipes
                 shutil.copytree(model, folder / model.name)
     size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
     recipe.say(f"== {place}: {size / 1e6:.2f} MB")

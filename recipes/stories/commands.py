@@ -1,4 +1,4 @@
-"""What every stage of the recipe gets: settings, folders, and a way to run the project's own commands."""
+"""Runs the project's own commands for the recipes, and holds the settings and folders of a run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from mlx_zip.errors import TrainingError
 
 from .settings import Settings
 
-RunModule = Callable[[str, Sequence[str], Path], int]  # as `run_in_own_process`
+RunModule = Callable[[str, Sequence[str], Path], int]  # type of `run_in_own_process`
 STOPPED_STATUSES = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
 
 
 def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trainers: int = 1) -> int:
     """Runs `python -m MODULE ARGUMENTS` in a folder and returns its exit status.
 
-    trainers: number of processes that run `mlx_zip train` together and share its batches over MLX's ring on this
-    machine; of several exit statuses the first that is not 0 is returned. Other commands run in one process. Ctrl-C
+    trainers: number of processes that run `mlx_zip train` together and share each batch over MLX's ring on this
+    machine. Other commands run in one process. Of several exit statuses, returns the first that is not 0. Ctrl-C
     reaches the processes from the terminal, and SIGTERM is passed on to them; a training run then saves its last step.
     """
     command = [sys.executable, "-m", *module.split(), *arguments]
@@ -45,16 +45,15 @@ def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trai
 
 
 def run_command(call: RunModule, module: str, words: Sequence[str | Path | int | float], folder: Path) -> None:
-    """Runs a command. Raises `TrainingError` with the command and its exit status if it fails.
+    """Runs `python -m MODULE WORDS` in a folder with `call`.
 
-    Raises `KeyboardInterrupt` if it was stopped by a signal.
+    Raises `TrainingError` if the command fails, and `KeyboardInterrupt` if a signal stopped the command.
     """
     if status := _status_unless_stopped(call(module, [str(word) for word in words], folder)):
         raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")
 
 
 def _status_unless_stopped(status: int) -> int:
-    """Returns a command's exit status. Raises `KeyboardInterrupt` if a signal stopped the command."""
     if status in STOPPED_STATUSES:
         raise KeyboardInterrupt
     return status
@@ -62,7 +61,7 @@ def _status_unless_stopped(status: int) -> int:
 
 @contextlib.contextmanager
 def make_ring(count: int) -> Iterator[list[dict[str, str]]]:
-    """Yields the environment variables of `count` processes that form MLX's ring on free ports of this machine."""
+    """Context manager: yields environment variables for `count` processes that form MLX's ring on free local ports."""
     with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -75,17 +74,17 @@ def make_ring(count: int) -> Iterator[list[dict[str, str]]]:
 
 
 def print_to_stderr(line: str) -> None:
-    """Prints a line to stderr and flushes it, so that it comes before the output of the next command."""
+    """Prints a line to stderr at once, before the output of the next command."""
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings and folders of a recipe, and how its commands are run.
+    """Settings and folders of a recipe; runs commands.
 
-    data: folder of the stories. out: folder of all results. check: refuse files whose checksums are not the recorded
-    ones. call: runs a Python module with arguments in a folder and returns its exit status. say: shows a line of
-    progress.
+    data: folder of the stories. out: folder of all results. check: refuse files whose checksums differ from the
+    recorded checksums. call: runs a Python module with arguments in a folder and returns the exit status. say: shows a
+    line of progress.
     """
 
     settings: Settings
@@ -96,16 +95,16 @@ class Recipe:
     say: Callable[[str], None] = print_to_stderr
 
     def run_mlx_zip(self, name: str, flags: Mapping[str, Any]) -> None:
-        """Runs the command `mlx_zip NAME FLAGS` and shows it as a user would type it.
+        """Runs the command `mlx_zip NAME FLAGS` and shows the command line.
 
-        flags: values by name, see `as_words`. Raises `TrainingError` when the command fails.
+        flags: values by name, see `as_words`. Raises `TrainingError` if the command fails.
         """
         self.run_module("mlx_zip", [*name.split(), *as_words(flags)])
 
     def run_module(self, module: str, arguments: Sequence[str]) -> None:
-        """Runs `python -m MODULE ARGUMENTS` in the folder `out`, so that paths in the arguments are relative to it.
+        """Runs `python -m MODULE ARGUMENTS` in the folder `out`, to which paths in the arguments are relative.
 
-        Raises `TrainingError` when it fails, `KeyboardInterrupt` when it was stopped by a signal.
+        Raises `TrainingError` if the command fails, and `KeyboardInterrupt` if a signal stopped the command.
         """
         self.say("$ " + shlex.join([module.replace(" ", "."), *arguments]))
         if status := _status_unless_stopped(self.call(module, arguments, self.out)):
@@ -116,7 +115,7 @@ class Recipe:
 def as_words(flags: Mapping[str, Any]) -> list[str]:
     """Returns flags as words of a command line, for example {"val_batches": 4} as --val-batches 4.
 
-    A list becomes several words, True a flag without a value; flags that are None or False are left out.
+    A list gives several words, True gives a flag without a value, and flags that are None or False are left out.
     """
     out: list[str] = []
     for name, value in flags.items():

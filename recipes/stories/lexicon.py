@@ -1,7 +1,7 @@
-"""Finds nouns, adjectives and names among the stories' own words by their positions. No NLP library.
+"""Finds nouns, adjectives and names among the stories' words from word positions, without an NLP library.
 
-A word that often follows "the" and is itself followed by a comma or "was" is a noun; one that often stands between
-"a" and a noun is an adjective; what follows "named" is a name. Counts over some thousand stories decide.
+A word counts as a noun if it often follows "the" and is followed by a comma or "was"; as an adjective if it often
+stands between "a" and a noun; as a name if it follows "named". Counts over some thousand stories decide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AFTER_NOUN = _split_to_set(
     told too tried under until up very walked wanted was wasn't we went were when where which while who will with
     would you"""
 )
-# Words that are nouns, or that the counts take for nouns, but that no one would name in a request.
+# Nouns, and words that the counts take for nouns, that nobody would name in a request.
 _DULL_NOUNS = _split_to_set(
     """accident ache actions advice afternoon age air amount anger answer anything anyway area arm arms ashtray
     attention aunt back bad bar beak beat beauty beer best bit bite blood bodies body boo bottom boys brain
@@ -69,10 +69,10 @@ _NO_ADJECTIVE = _split_to_set(
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The words that requests are made of.
+    """The words for requests.
 
-    nouns: each with the article that a request puts before it ("a", "the" or "some"). adjectives, names: as they are
-    written. rarity: for each word in lower case, log(number of stories / number of stories with the word).
+    nouns: noun -> article to put before the noun in a request ("a", "the" or "some"). adjectives: in lower case. names:
+    capitalized. rarity: for each word in lower case, log(number of stories / number of stories with the word).
     """
 
     nouns: dict[str, str]
@@ -82,12 +82,12 @@ class Lexicon:
 
 
 def split_into_words(text: str) -> list[str]:
-    """Splits a text into words (with their apostrophes), punctuation marks and newlines; blanks are dropped."""
+    """Splits a text into words (including apostrophes), punctuation marks and newlines; drops spaces."""
     return _TOKEN.findall(text)
 
 
 def learn_lexicon(stories: Iterable[str], rare: int = 8) -> Lexicon:
-    """Returns the lexicon of some stories. rare: minimum occurrences of a word as noun, adjective or name."""
+    """Returns the lexicon of stories. rare: minimum number of occurrences of a word as noun, adjective or name."""
     counts = _PositionCounts()
     for story in stories:
         counts.add(story)
@@ -100,18 +100,18 @@ def learn_lexicon(stories: Iterable[str], rare: int = 8) -> Lexicon:
 
 
 class _PositionCounts:
-    """Counts how often each word occurs in which position; all words except names are in lower case."""
+    """Counts how often each word occurs in each kind of position. All words except names are in lower case."""
 
     def __init__(self) -> None:
         self.stories = 0
         self.all: Counter[str] = Counter()  # all occurrences
         self.capital: Counter[str] = Counter()  # with a capital letter
-        # after a determiner (and an adjective), and before the end of a noun phrase
+        # after a determiner (and perhaps an adjective), as the last word of a noun phrase
         self.head: Counter[str] = Counter()
-        self.with_a: Counter[str] = Counter()  # those of `head` whose determiner is "a" or "an"
-        self.with_the: Counter[str] = Counter()  # those of `head` whose determiner is "the"
-        self.before_noun: Counter[str] = Counter()  # a determiner before it, and another word after it
-        self.a_before_noun: Counter[str] = Counter()  # those of `before_noun` whose determiner is "a" or "an"
+        self.with_a: Counter[str] = Counter()  # occurrences in `head` after "a" or "an"
+        self.with_the: Counter[str] = Counter()  # occurrences in `head` after "the"
+        self.before_noun: Counter[str] = Counter()  # between a determiner and another word
+        self.a_before_noun: Counter[str] = Counter()  # occurrences in `before_noun` after "a" or "an"
         self.named: Counter[str] = Counter()  # after "named" or "called"
         self.within: Counter[str] = Counter()  # number of stories with the word
 
@@ -128,7 +128,7 @@ class _PositionCounts:
                 self._count_phrase(word, *lower[i + 1 : i + 4])
 
     def _count_phrase(self, determiner: str, first: str, second: str, third: str) -> None:
-        """Counts a determiner and the three words after it, of which the first or the second may be a noun."""
+        """Counts a determiner and the three following words, of which the first or the second may be a noun."""
         if ends_noun(second):
             self._count_noun(determiner, first)
             return
@@ -157,10 +157,10 @@ class _PositionCounts:
         return self.capital[word.lower()] > 0.9 * self.all[word.lower()] and len(word) > 2
 
     def article(self, noun: str) -> str:
-        """Returns the article that a request puts before a noun.
+        """Returns the article to put before a noun in a request.
 
-        A plural gets "the" if stories nearly always use it, else "some". Another noun gets "a" if stories use "a" or
-        "an" often enough, else "the".
+        A plural gets "the" if stories nearly always use "the" before the plural, else "some". A singular gets "a" if
+        stories use "a" or "an" before the noun often enough, else "the".
         """
         head, plural = self.head[noun], any(self.head[one] for one in possible_singulars(noun))
         if plural:
@@ -169,11 +169,11 @@ class _PositionCounts:
 
 
 def possible_singulars(noun: str) -> list[str]:
-    """Returns the words that could be the singular of `noun` if it is a plural."""
+    """Returns the words of which `noun` could be the plural."""
     endings = [("s", ""), ("es", ""), ("ies", "y"), ("ves", "f")]
     return [noun.removesuffix(end) + new for end, new in endings if noun.endswith(end) and not noun.endswith("ss")]
 
 
 def ends_noun(token: str) -> bool:
-    """Returns whether a token shows that the noun phrase before it has ended: punctuation or a word such as "was"."""
+    """Returns whether `token` ends the noun phrase before it: punctuation, or a word such as "was"."""
     return not token[0].isalpha() or token in _AFTER_NOUN

@@ -1,9 +1,9 @@
-"""The recipe's second part: training the zip2zip model with codebook packs, and its control on the same text.
+"""Makes the second part of the recipe: trains the zip2zip model with codebook packs, and the control on the same text.
 
-There are several rounds, each with texts of its own; each continues with the model of the round before. Windows begin
-with the model's own pack, with entries that are drawn from one of several other packs, or with no pack. Packs are
-learned from other parts of the training text than the model is trained on, so that training sees how well a pack serves
-new text; a story that the text repeats may be in both parts.
+There are several rounds, each with its own texts, and each continues with the previous round's model. Windows begin
+with the model's own pack, with entries drawn from one of several other packs, or without a pack. Packs are learned from
+parts of the training text that the model is not trained on, so that in training a pack meets new text. (A story that
+is repeated in the training text may be in both parts.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .commands import Recipe
 from .requests import write_jsonl
 from .settings import Flags, PackSettings, Round, Texts
 
-OWN_PACK = "own"  # name of the pack that the bundled model begins with
+OWN_PACK = "own"  # name of the bundled model's pack
 TEXTS, PACKS, WINDOWS = "pack-texts", "packs", "prepared"
 PACKED, CONTROL = "packed", "packed-control"
 
@@ -33,12 +33,12 @@ def list_drawn_packs(packs: PackSettings) -> list[str]:
 
 
 def list_unseen_packs(packs: PackSettings) -> dict[str, int]:
-    """Returns the names and sizes of the packs that are only measured with, never trained with."""
+    """Returns name -> size of the packs that are used for measuring but not for training."""
     return {f"unseen-{size}": size for size in packs.unseen}
 
 
 def list_text_parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
-    """Yields the parts that the training texts are cut into, in order: (name, numbers of texts of each kind)."""
+    """Yields the parts into which the training texts are cut, in order, as (name, number of texts of each kind)."""
     first, *others = packs.rounds
     yield from list_round_parts(packs, first)
     yield f"learn-{OWN_PACK}", packs.learn_own
@@ -51,9 +51,9 @@ def list_text_parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
 
 
 def list_round_parts(packs: PackSettings, one: Round) -> Iterator[tuple[str, Texts]]:
-    """Yields the parts of text that a round trains on, as (name, numbers of texts).
+    """Yields the parts of text for a round's training, as (name, number of texts of each kind).
 
-    Windows of the first part begin with no pack, those of each other part with the pack that the part is named after.
+    Windows of the first part begin without a pack. Windows of any other part begin with the pack in the part's name.
     """
     yield f"{one.prefix}empty", one.empty
     yield one.prefix + OWN_PACK, one.own
@@ -63,7 +63,7 @@ def list_round_parts(packs: PackSettings, one: Round) -> Iterator[tuple[str, Tex
 def make_texts(recipe: Recipe) -> None:
     """Writes pack-texts/NAME.jsonl for every part: the next training texts of each kind, shuffled together.
 
-    Raises `DataError` when there are too few texts.
+    Raises `DataError` if there are too few texts.
     """
     sources = [_read_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
     with atomic_folder(recipe.out / TEXTS) as folder:
@@ -81,7 +81,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def learn_packs(recipe: Recipe) -> None:
-    """Learns every pack by `mlx_zip vocab pack learn` and writes packs/NAME.npz; existing files are kept."""
+    """Learns every pack with `mlx_zip vocab pack learn` and writes packs/NAME.npz. Existing files are kept."""
     packs = recipe.settings.packs
     wanted = [(OWN_PACK, f"learn-{OWN_PACK}", packs.size)]
     wanted += [
@@ -103,15 +103,15 @@ def list_pack_files(packs: PackSettings) -> list[str]:
 
 
 def pool_size(packs: PackSettings, size: int) -> int:
-    """Returns the size of a pack from which samples draw `size` entries: a third more, if the codebook has room."""
+    """Returns the size of a pack from which samples draw `size` entries: 4/3 of `size`, at most the codebook size."""
     return min(size * 4 // 3, packs.codec["codebook_size"])
 
 
 def make_windows(recipe: Recipe) -> None:
-    """Prepares the windows that every round trains on, and those to validate with.
+    """Prepares the windows of all rounds, and windows for validation.
 
-    prepared/packed-NAME has the compressed windows of a part, which begin with its pack. prepared/PREFIXplain has the
-    uncompressed windows of all parts of a round, for the control.
+    prepared/packed-NAME holds the compressed windows of a part, which begin with the part's pack. prepared/PREFIXplain
+    holds the uncompressed windows of all parts of a round, for the control.
     """
     settings, packs = recipe.settings, recipe.settings.packs
     fixed = {
@@ -136,7 +136,7 @@ def make_windows(recipe: Recipe) -> None:
 
 
 def list_window_files(packs: PackSettings) -> list[str]:
-    """Returns the paths of the files that exist once `make_windows` is done."""
+    """Returns the paths of the index files that `make_windows` writes."""
     names = ["packed-valid", "plain-valid"]
     for one in packs.rounds:
         names += [*(f"packed-{name}" for name, _ in list_round_parts(packs, one)), f"{one.prefix}plain"]
@@ -144,12 +144,12 @@ def list_window_files(packs: PackSettings) -> list[str]:
 
 
 def list_runs(packs: PackSettings) -> dict[str, list[str]]:
-    """Returns the names of the training runs, in order, of the zip2zip model with packs and of its control."""
+    """Returns `PACKED` or `CONTROL` -> names of the training runs of that model, in order of rounds."""
     return {name: [one.prefix + name for one in packs.rounds] for name in (PACKED, CONTROL)}
 
 
 def train_packed(recipe: Recipe) -> None:
-    """Trains the zip2zip model with packs, in all rounds."""
+    """Trains all rounds of the zip2zip model with packs."""
     packs = recipe.settings.packs
 
     def flags(one: Round) -> Flags:
@@ -160,7 +160,7 @@ def train_packed(recipe: Recipe) -> None:
 
 
 def train_control(recipe: Recipe) -> None:
-    """Trains the control in all rounds, on the same texts, uncompressed."""
+    """Trains all rounds of the control, on the same texts uncompressed."""
 
     def flags(one: Round) -> Flags:
         return {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid", **one.control}
@@ -169,9 +169,9 @@ def train_control(recipe: Recipe) -> None:
 
 
 def _train_rounds(recipe: Recipe, name: str, start: str, flags: Callable[[Round], Flags]) -> None:
-    """Trains all rounds, each from the model of the round before; finished rounds are skipped.
+    """Trains all rounds, each from the previous round's model. Skips finished rounds.
 
-    name: `PACKED` or `CONTROL`. start: the run whose model the first round starts from. flags: returns a round's flags.
+    name: `PACKED` or `CONTROL`. start: run whose model the first round starts from. flags: returns a round's flags.
     """
     packs = recipe.settings.packs
     for number, (one, run) in enumerate(zip(packs.rounds, list_runs(packs)[name], strict=True)):

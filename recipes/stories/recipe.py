@@ -1,26 +1,26 @@
-"""The recipe: from a folder of stories to the bundled pair of models, by the project's own commands, in order.
+"""Runs the stages of the recipe in order, from a folder of stories to the two bundled models, with `mlx_zip` commands.
 
-    texts           stories as JSON lines, conversations made of them, requests to test with
-    tokenizer       a tokenizer learned from the stories
-    short           short windows of stories
+    texts           writes stories and conversations as JSON lines, and test requests
+    tokenizer       learns a tokenizer from the stories
+    short           prepares short windows of stories
     base-short      trains the base from random weights on short windows
-    long            long windows of stories and of conversations
+    long            prepares long windows of stories and of conversations
     base            trains the base further on long windows
-    compressed      the long windows and conversations, compressed
+    compressed      prepares the long windows compressed
     zip             trains the base with new hyper-encoders on the compressed windows
     control         trains the base on the long windows for as many steps as `zip`
-    pack-texts      parts of the texts for packs and for training with packs
-    packs           codebook packs, learned from the stories
-    windows         windows that begin with packs, and the windows of the control
-    packed          trains `zip` further on windows that begin with packs, in rounds, the last ones canonical
+    pack-texts      cuts the texts into parts, for learning packs and for training with packs
+    packs           learns codebook packs from the stories
+    windows         prepares windows that begin with packs, and uncompressed windows for the control
+    packed          trains `zip` further on windows that begin with packs, in rounds, the last rounds canonical
     packed-control  trains `control` further on the text of `packed`
-    quantized       both models with fewer bits per weight
-    tuned           the rows of the bundled pack, tuned for the quantized model
-    bundle          both models and the pack
-    head            a draft head for the bundled zip2zip model
-    measure         bits per byte and rates of all models
+    quantized       quantizes both models
+    tuned           tunes the rows of the bundled pack for the quantized model
+    bundle          puts both models and the pack together
+    head            trains a draft head for the bundled zip2zip model
+    measure         measures bits per byte and generation rates of the models
 
-A stage whose results exist is skipped, so the same command continues where the last one stopped.
+A stage whose results exist is skipped, so the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .commands import Recipe
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the recipe. make: runs it. products: returns the paths below `out` that exist once it is finished."""
+    """A stage of the recipe. make: runs the stage. products: returns the paths, relative to `out`, of its results."""
 
     make: Callable[[Recipe], None]
     products: Callable[[Recipe], list[str]]
@@ -88,9 +88,10 @@ STAGES: dict[str, Stage] = {
 
 
 def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
-    """Runs the named stages (none named: all) in order, skipping those whose results exist.
+    """Runs the named stages in the given order, or all if none is named. Skips stages whose results exist.
 
-    Raises `DataError`, `TrainingError`.
+    Raises `DataError` if a name is unknown or an input or the `out` folder does not fit, and `TrainingError` if a
+    command fails.
     """
     if unknown := sorted(set(stages) - set(STAGES)):
         raise DataError(f"--stage: {', '.join(unknown)} is none of {', '.join(STAGES)}")
@@ -105,9 +106,9 @@ def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
 
 
 def _check_out_folder(recipe: Recipe) -> None:
-    """Writes the settings to a new `out` folder; checks that an existing one was begun with the same settings.
+    """Writes the settings to a new `out` folder, or checks that an existing `out` folder was begun with equal settings.
 
-    Raises `DataError` if it was not.
+    Raises `DataError` if the existing folder was begun with other settings or has no record of settings.
     """
     record = {
         "settings": asdict(recipe.settings),

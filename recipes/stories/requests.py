@@ -1,6 +1,6 @@
-"""Conversations made from the stories: each turn asks for the story that follows, in the story's own words.
+"""Makes conversations from stories: in each turn, a user asks for a story about topics that occur in the story.
 
-Topics, phrasings and numbers of turns are drawn from one seed, so the same stories give the same file.
+Topics, phrasings and numbers of turns are drawn from one seed, so equal stories give equal files.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mlx_zip.files import atomic_file
 
 from .lexicon import Lexicon, ends_noun, possible_singulars, split_into_words
 
-ABOUT = (  # {} is one to three things
+ABOUT = (  # {} becomes one to three topics
     "Tell me a story about {}.",
-    "Tell me a story about {}.",  # twice, because people type it most
+    "Tell me a story about {}.",  # twice, because it is the most common request
     "Tell me a story about {}, please.",
     "Can you tell me a story about {}?",
     "Could you tell me a story about {}, please?",
@@ -61,7 +61,7 @@ ABOUT_AGAIN = (
     "What about a story with {}?",
     "One more, about {}.",
 )
-USING = (  # {} is two or three nouns without articles
+USING = (  # {} becomes two or three nouns without articles
     "Tell me a story with the words {}.",
     "I want to hear a story with the words {}.",
     "Write a story that uses the words {}.",
@@ -105,10 +105,10 @@ _PERSON_PATTERN = re.compile(r"\b(?:[Aa]n?|[Tt]he) ((?:[a-z]+ ){0,2})([a-z]+) (?
 def make_conversations(
     stories: Sequence[str], lexicon: Lexicon, seed: int, turns: int | None = None, limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields conversations {"messages": [...]} in which each request is answered by a story; no story is used twice.
+    """Yields conversations {"messages": [...]} in which each request is answered by a story. Uses each story once.
 
-    turns: number of turns of each conversation; None: 1 to 6, drawn. limit: maximum number of conversations; None:
-    until stories run out.
+    turns: number of turns per conversation; None to draw 1 to 6. limit: maximum number of conversations; None to go on
+    until the stories are used up.
     """
     rng = random.Random(seed)
     pool = rng.sample(list(stories), len(stories))
@@ -127,9 +127,9 @@ def make_conversations(
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> int:
-    """Writes records as JSON lines, the file whole or not at all, and returns their number.
+    """Writes records as JSON lines, atomically, and returns the number of records.
 
-    Raises `DataError` when there is no record.
+    Raises `DataError` if there is no record.
     """
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def _make_turn(story: str, turn: int, lexicon: Lexicon, rng: random.Random) -> l
 
 
 def make_request(story: str, lexicon: Lexicon, rng: random.Random, again: bool = False) -> str:
-    """Returns a request for a story. again: it follows another story, so it may be worded "another one, please"."""
+    """Returns a request for a story. again: whether a story came before, so that the request may say "another one"."""
     again = again and rng.random() < 0.7
     topics = find_topics(story, lexicon, rng)
     draw = rng.random()
@@ -162,7 +162,7 @@ def make_request(story: str, lexicon: Lexicon, rng: random.Random, again: bool =
 
 
 def _vary_typing(text: str, rng: random.Random) -> str:
-    """Returns a request as people type: mostly unchanged, at times without its full stop, at times without capitals."""
+    """Varies a request as if typed: mostly unchanged, sometimes without the full stop, sometimes also in lower case."""
     draw = rng.random()
     if draw < 0.12:
         return text.lower().rstrip(".!?")
@@ -170,9 +170,9 @@ def _vary_typing(text: str, rng: random.Random) -> str:
 
 
 def _draw_topics(topics: Sequence[str], rng: random.Random, least: int = 1) -> list[str]:
-    """Returns one to three of the best topics, in their order; a person is seldom the only one.
+    """Returns one to three of the best topics, in order. A person is seldom the only topic.
 
-    topics: best first. least: minimum number of topics to return.
+    topics: topics, best first. least: minimum number of topics to return.
     """
     person = any(word[0].isupper() for word in topics[0].split())
     if person and rng.random() < 0.7:
@@ -183,21 +183,21 @@ def _draw_topics(topics: Sequence[str], rng: random.Random, least: int = 1) -> l
 
 
 def join_topics(topics: Sequence[str]) -> str:
-    """Joins topics to a list in English, for example "a dog, a red ball and the park"."""
+    """Joins topics to an English list, for example "a dog, a red ball and the park"."""
     single = [one for topic in topics for one in topic.split(" and ")]
     return " and ".join(part for part in (", ".join(single[:-1]), single[-1]) if part)
 
 
 def strip_to_nouns(topics: Sequence[str]) -> list[str]:
-    """Returns the nouns of topics without articles and adjectives; people are left out."""
+    """Returns the nouns of topics, without articles and adjectives. Leaves out topics that are persons."""
     articles = ("a ", "an ", "the ", "some ")
     return [topic.split()[-1] for topic in topics if topic.startswith(articles) and " named " not in topic]
 
 
 def find_topics(story: str, lexicon: Lexicon, rng: random.Random, most: int = 5) -> list[str]:
-    """Returns what a story is about: in six of ten cases its person first, then at most `most` nouns with articles.
+    """Returns the topics of a story: in six of ten cases its main person, then at most `most` nouns with articles.
 
-    Nouns that are rare in other stories and frequent in this one come first. Every noun, adjective and name occurs in
+    Nouns that are rare in other stories and frequent in this story come first. Every noun, adjective and name occurs in
     the story.
     """
     person = _find_person(story, lexicon)
@@ -207,9 +207,9 @@ def find_topics(story: str, lexicon: Lexicon, rng: random.Random, most: int = 5)
 
 
 def _find_person(story: str, lexicon: Lexicon) -> str | None:
-    """Returns whom a story is about, for example "a little dog named Max" or "Tom and his mom".
+    """Returns the main person of a story, for example "a little dog named Max" or "Tom and his mom".
 
-    None when it has no name that the lexicon knows.
+    Returns None if the story contains no name of the lexicon.
     """
     if (match := _PERSON_PATTERN.search(story)) and match[2] in {*lexicon.nouns, "girl", "boy", "man", "woman"}:
         adjective = match[1].split()[-1:]
@@ -225,7 +225,7 @@ def _find_person(story: str, lexicon: Lexicon) -> str | None:
 
 
 def _find_nouns(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
-    """Returns (noun, noun with article and adjective) of each word that is used as a noun in the story, best first."""
+    """Returns (noun, noun with article and perhaps adjective) for each noun of the story, best first."""
     tokens = [token.lower() for token in split_into_words(story)]
     phrases: dict[str, str] = {}
     score: dict[str, float] = {}
@@ -239,9 +239,9 @@ def _find_nouns(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
 
 
 def _keep_better_phrase(phrases: dict[str, str], noun: str, before: str, lexicon: Lexicon) -> None:
-    """Sets phrases[noun] to the noun with its article, and with the word `before` it if that is an adjective.
+    """Sets phrases[noun] to article and noun, with `before`, the preceding word, between them if it is an adjective.
 
-    An earlier phrase stays, unless it has no adjective and the new one has.
+    Keeps an earlier phrase, unless only the new phrase has an adjective.
     """
     article = lexicon.nouns[noun]
     adjective = [before] if before in lexicon.adjectives else []

@@ -1,4 +1,4 @@
-"""Every number of the recipe. `FULL` makes the bundled models, `TINY` runs all stages in seconds, as a test."""
+"""Defines all settings of the recipe. `FULL` makes the bundled models; `TINY` runs all stages in seconds, for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Flags = Mapping[str, Any]  # flags of a command, without dashes
 
 
 class Texts(NamedTuple):
-    """Numbers of texts: stories, conversations of several turns, and conversations of one turn (`asked`)."""
+    """Numbers of texts. conversations: those with several turns. asked: conversations with one turn."""
 
     stories: int
     conversations: int
@@ -21,11 +21,12 @@ class Texts(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """One training run with packs, and one of its control with the same texts.
+    """One training run with packs, and one run of the control on the same texts.
 
-    prefix: beginning of the names of its texts and runs. empty: texts for windows that begin without a pack. own: texts
-    for windows that begin with the model's own pack. drawn: texts for windows that begin with another pack, for each of
-    these. packed, control: flags of `mlx_zip train` for the model and for its control.
+    prefix: beginning of the names of the round's texts and runs. empty: number of texts for windows that begin without
+    a pack. own: number of texts for windows that begin with the model's own pack. drawn: number of texts, per other
+    pack, for windows that begin with that pack. packed, control: flags of `mlx_zip train` for the model and the
+    control.
     """
 
     prefix: str
@@ -40,12 +41,12 @@ class Round:
 class PackSettings:
     """Packs, and the training with them.
 
-    codec: codec flags of the model from here on. size: entries of the model's own pack. sizes: one number per other
-    pack, the entries that each sample draws from it. unseen: sizes of packs that are only measured with, never trained
-    with. window: base ids that are compressed separately while packs are learned. learn_own, learn, learn_unseen: texts
-    that the model's own pack, each other pack and each unseen pack is learned from; packs of `large` entries or more
-    are learned from twice `learn`. rounds: training runs in order, each with texts of its own. tune: flags of
-    `mlx_zip vocab pack tune`.
+    codec: codec flags of the model with packs. size: number of entries in the model's own pack. sizes: per other pack,
+    the number of entries that each sample draws from the pack. unseen: sizes of packs that are used for measuring but
+    not for training. window: number of base ids that are compressed separately while packs are learned. learn_own,
+    learn, learn_unseen: numbers of texts to learn the model's own pack, each other pack and the unseen packs from;
+    packs of `large` entries or more are learned from twice `learn`. rounds: training runs in order, each with its own
+    texts. tune: flags of `mlx_zip vocab pack tune`.
     """
 
     codec: Flags
@@ -65,17 +66,18 @@ class PackSettings:
 class Settings:
     """All settings of the recipe.
 
-    vocab_size: tokens of the tokenizer. model: config.json of the base. short, long: base ids per window in the base's
-    first stage and in all later training. repeats: how often each story of a file is in the training text (files that
-    are not named: once). asked, conversations: maximum number of conversations of one turn (for the base's first stage)
-    and of several turns. requests: number of test requests. test_turns: number of the turn that is measured besides the
-    first. codec: codec flags of the zip2zip model. base, chat: flags of `mlx_zip train` for the base's first and second
-    stage. extra: flags for the training of the zip2zip model and of its control; encoder: flags of the hyper-encoder.
-    packs: the further training of the two with packs. head: flags of `mlx_zip train --draft-head`, which trains the
-    bundled model's draft head. bits: bits per bundled weight. validation: number of stories on which bits per byte are
-    measured during training. measure: flags of `mlx_zip evaluate`. protect: which tokens are never merged.
-    shard_samples: samples per file of prepared data. workers: processes of `mlx_zip prepare`; None: its default.
-    temperatures: temperatures of the measured generation. bundled: the training run of each bundled model.
+    vocab_size: number of tokens of the tokenizer. model: config.json of the base. short, long: base ids per window in
+    the base's first stage and in all later training. repeats: how often the training text repeats each story of a file
+    (once for files that are not named). asked, conversations: maximum number of conversations with one turn (for the
+    base's first stage) and with several turns. requests: number of test requests. test_turns: number of the turn that
+    is measured besides the first. codec: codec flags of the zip2zip model. base, chat: flags of `mlx_zip train` for the
+    base's first and second stage. extra: flags of `mlx_zip train` for the zip2zip model and the control. encoder: flags
+    of the hyper-encoder. packs: settings of the further training of these two models with packs. head: flags of
+    `mlx_zip train --draft-head` for the bundled model's draft head. bits: bits per bundled weight. validation: number
+    of stories on which bits per byte are measured during training. measure: flags of `mlx_zip evaluate`. protect:
+    tokens that never merge. shard_samples: samples per file of prepared data. workers: processes of `mlx_zip prepare`;
+    None: the command's default. temperatures: temperatures of the measured generation. bundled: name of a bundled model
+    -> its training run.
     """
 
     vocab_size: int
@@ -107,7 +109,7 @@ class Settings:
     )
 
     def fingerprint(self) -> str:
-        """Returns the SHA-256 of all settings, by which results of other settings in the same folder are refused."""
+        """Returns the SHA-256 of all settings. A folder with results of a different fingerprint is refused."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
@@ -267,7 +269,6 @@ _FEW = {"iters": 4, "batch_size": 4, "warmup": 1, "steps_per_report": 2, "steps_
 
 
 def _shrink_texts(texts: Texts) -> Texts:
-    """Returns numbers of texts for a test run: 4 stories, and one conversation of each kind that `texts` has."""
     return Texts(4, min(texts.conversations, 1), min(texts.asked, 1))
 
 

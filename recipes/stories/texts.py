@@ -1,6 +1,6 @@
-"""The stories that the models are trained on: files, checksums, and how a file is split into stories.
+"""Reads the stories that the models are trained on: lists the files, checks checksums, and splits files into stories.
 
-Nothing is fetched. `SOURCES` names each file well enough to find it or to make it again.
+Does not download anything. `SOURCES` describes each file well enough to find or remake it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _REAL = (
 class Source:
     """One gzipped text file of stories.
 
-    name: its path below the data folder. sha256: of the gzipped file, in hex. origin: what is in it, in words.
+    name: path in the data folder. sha256: SHA-256 of the gzipped file, in hex. origin: description of the content.
     """
 
     name: str
     sha256: str
     origin: str
-    real: bool = False  # a file of TinyStories, else one sampled for this recipe
+    real: bool = False  # whether the file is part of TinyStories; else it was sampled for this recipe
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
@@ -45,7 +45,7 @@ class Source:
     def stories(self, folder: Path, check: bool = True) -> list[str]:
         """Reads this file in `folder` and returns its stories in order. check: refuse a file with another checksum.
 
-        Raises `DataError` naming the file.
+        Raises `DataError`, naming the file, if it cannot be read, is refused or holds no story.
         """
         path = folder / self.name
         text = read_checked(path, self.sha256 if check else None)
@@ -87,17 +87,17 @@ SOURCES = {
 
 
 def read_stories(folder: Path, check: bool = True) -> dict[str, list[str]]:
-    """Reads the files in `folder` and returns the stories of each source, by its name in `SOURCES`.
+    """Reads the files in `folder` and returns the stories of each source, by key of `SOURCES`.
 
-    check: refuse files whose sha256 is not the recorded one, because the recorded figures would not apply to them.
-    Raises `DataError`, which describes missing files.
+    check: refuse files whose sha256 differs from the recorded one, because the recorded figures would not apply.
+    Raises `DataError` if a file is missing, cannot be read or is refused.
     """
     require_files(folder)
     return {key: source.stories(folder, check) for key, source in SOURCES.items()}
 
 
 def require_files(folder: Path) -> None:
-    """Raises `DataError` unless every file of the recipe lies in `folder`."""
+    """Raises `DataError` unless all files of the recipe exist in `folder`."""
     missing = [source for source in SOURCES.values() if not (folder / source.name).is_file()]
     if missing:
         names = ", ".join(source.name for source in missing)
@@ -105,14 +105,14 @@ def require_files(folder: Path) -> None:
 
 
 def describe_sources(sources: Sequence[Source] = tuple(SOURCES.values())) -> str:
-    """Returns a sentence that names the files that the recipe reads, with content, origin and checksum."""
+    """Returns a sentence that lists the files that the recipe reads, with origin and checksum."""
     return "Needed: " + "; ".join(f"{s.name}: {s.origin} (sha256 {s.sha256})" for s in sources)
 
 
 def read_checked(path: Path, sha256: str | None) -> str:
-    """Returns the text of a gzipped UTF-8 file. sha256: checksum that the file must have; None: any.
+    """Returns the text of a gzipped UTF-8 file. sha256: required checksum of the file; None for any.
 
-    Raises `DataError` when the checksum differs or the file cannot be read.
+    Raises `DataError` if the checksum differs or the file cannot be read.
     """
     try:
         stored = path.read_bytes()
@@ -128,12 +128,12 @@ def read_checked(path: Path, sha256: str | None) -> str:
 
 
 def split_sampled(text: str) -> list[str]:
-    """Splits a text at lines that are `SEPARATOR`; removes the newlines around each story and empty stories."""
+    """Splits a text at lines equal to `SEPARATOR`; strips newlines around stories and drops empty stories."""
     return _strip_and_drop_empty(re.split(rf"^{re.escape(SEPARATOR)}$", text, flags=re.MULTILINE))
 
 
 def split_tinystories(text: str) -> list[str]:
-    """Splits a file of TinyStories: a single newline ends a story, an empty line separates paragraphs and is kept."""
+    """Splits a file of TinyStories. A single newline ends a story; an empty line separates paragraphs and is kept."""
     return _strip_and_drop_empty(re.split(r"(?<!\n)\n(?!\n)", text))
 
 

@@ -1,7 +1,7 @@
-"""Turns records into windows of base ids, and says which ids the loss counts and how many bytes each stands for.
+"""Encodes records as windows of base ids, with a loss mask and the bytes per id, and compresses windows.
 
-Windows are compressed by `Codebook.compress`: canonical LZW that writes an entry only after it is installed, as
-generation does. So every target can be predicted at its position, which plain LZW (KwKwK) does not guarantee.
+Windows are compressed by `Codebook.compress`: canonical LZW that writes an entry only after the entry is installed, as
+in generation. So every target can be predicted at its position, which plain LZW (KwKwK) does not guarantee.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mlx_zip.text.token_facts import bytes_before_characters, leading_special_id
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_EOS_WITHIN = 4  # number of last ids in which a conversation's eos is looked for: a template may add a newline
+_EOS_WITHIN = 4  # search this many last ids for a conversation's eos: a template may add text after it
 
 
 @dataclass(frozen=True)
 class EncodedRecord:
     """One document or conversation as base ids, not yet cut into windows.
 
-    ids uint32 [n]. counted bool [n]: whether the loss counts an id. n_bytes int64 [n]: UTF-8 bytes of each id, 0 for
-    special ids. lead: ids to put in front of every window, not part of `ids`. conversation: True for a conversation,
-    and for a prompt with its completion.
+    ids uint32 [n]. counted bool [n]: whether the loss counts an id. n_bytes int64 [n]: UTF-8 bytes per id, 0 for
+    special ids. lead: ids to put in front of every window, not part of `ids`. conversation: True for a conversation
+    or a prompt with completion.
     """
 
     ids: Uint32s
@@ -47,8 +47,8 @@ class EncodedRecord:
 class RecordEncoder:
     """Turns records into base ids.
 
-    train_on: "answers" counts the assistant's turns of a conversation, and the completion of a prompt; "all" counts
-    everything. Documents are always counted whole.
+    train_on: ids of conversations that the loss counts. "answers": the assistant's turns, or the completion of a
+    prompt; "all": all ids. Of documents, the loss always counts all ids.
     """
 
     def __init__(self, tokenizer: Any, train_on: str = "answers") -> None:
@@ -61,9 +61,9 @@ class RecordEncoder:
         self.lead = leading_special_ids(tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[EncodedRecord | Skipped]:
-        """Returns, for each record in order, its base ids, or `Skipped` with the reason why it has none.
+        """Returns for each record, in order, its base ids, or `Skipped` with the reason why the record has none.
 
-        Raises `DataError` for a chat template in which the assistant's turns cannot be found.
+        Raises `DataError` if the assistant's turns cannot be found in the chat template's text.
         """
         plain = [record.text for record in records if record.messages is None and record.prompt is None]
         found = iter(self._fast_tokenizer.encode_batch_fast(plain, add_special_tokens=False))
@@ -83,7 +83,7 @@ class RecordEncoder:
     def _encode_conversation(self, record: Record) -> EncodedRecord | Skipped:
         """Returns the base ids of a conversation, or of a prompt and its completion.
 
-        A prompt and its completion are rendered as a conversation; without a chat template they are concatenated.
+        A prompt and its completion are rendered as a conversation, or concatenated if there is no chat template.
         """
         if record.messages is None and not self.tokenizer.has_chat_template:
             prompt = record.prompt or ""
@@ -96,7 +96,7 @@ class RecordEncoder:
         return self._encode_with_spans(record, text, spans, templated=True)
 
     def _render_conversation(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of a conversation, and (begin, end) in characters of each assistant turn that counts."""
+        """Returns the text of a conversation, and (begin, end) in characters of each turn that the loss counts."""
         messages = record.messages or (
             {"role": "user", "content": record.prompt},
             {"role": "assistant", "content": record.text},
@@ -119,7 +119,7 @@ class RecordEncoder:
     def _encode_with_spans(
         self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
     ) -> EncodedRecord | Skipped:
-        """Returns a text as base ids. `train_on` "answers" counts those within `spans` of characters.
+        """Encodes a text. If `train_on` is "answers", the loss counts only ids within `spans` of characters.
 
         templated: whether a chat template wrote the text.
         """
@@ -153,7 +153,7 @@ class RecordEncoder:
         lead: tuple[int, ...],
         conversation: bool = False,
     ) -> EncodedRecord | Skipped:
-        """Returns an encoded record, `end` appended and `lead` taken off its front."""
+        """Returns an encoded record, with `end` appended to `ids` and `lead` removed from their front."""
         if not len(ids):
             return Skipped(record.where, "the tokenizer makes no ids of its text", empty=True)
         begin = len(lead) if ids[: len(lead)].tolist() == list(lead) else 0  # added to each window later
@@ -172,7 +172,7 @@ class RecordEncoder:
     # ---- bytes
 
     def _count_bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
-        """Returns the UTF-8 bytes of each id, 0 for special ids; their sum is the text's without special tokens."""
+        """Returns the UTF-8 bytes of each id, 0 for special ids. The sum is the text's bytes without special tokens."""
         lengths, special = self._token_bytes
         n_bytes, total = lengths[ids], len(text.encode("utf-8"))
         if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):
@@ -183,9 +183,9 @@ class RecordEncoder:
         return n_bytes
 
     def _count_bytes_by_offset(self, text: str) -> NDArray[np.int64]:
-        """Returns the UTF-8 bytes of each id by the offsets where ids end, for tokenizers that rewrite their text.
+        """Returns the UTF-8 bytes of each id, from the ids' end offsets, for tokenizers that alter the text.
 
-        If several ids make one character, the first of them gets the character's bytes.
+        If several ids make one character, the first of these ids gets the character's bytes.
         """
         ends = [end for _, end in self._fast_tokenizer.encode(text, add_special_tokens=False).offsets]
         places = np.maximum.accumulate(np.array(ends, np.int64))
@@ -194,7 +194,7 @@ class RecordEncoder:
 
     @cached_property
     def _token_bytes(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The UTF-8 bytes of every token, int64 [V], and whether it is special, bool [V]."""
+        """The number of UTF-8 bytes of every token, int64 [V], and whether the token is special, bool [V]."""
         vocabulary = self.tokenizer.get_vocab()
         added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
         lengths = np.zeros(1 + max(max(vocabulary.values()), max(added, default=0)), np.int64)
@@ -216,7 +216,7 @@ class RecordEncoder:
 
 
 def _is_byte_level(tokens: set[str]) -> bool:
-    """Whether all tokens are spelt in the 256 characters by which byte-level BPE writes bytes."""
+    """Returns whether all tokens consist of the 256 characters that stand for bytes in byte-level BPE."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return set("".join(tokens)) <= set(ByteLevel.alphabet())
@@ -236,9 +236,9 @@ def cut_windows(
 ) -> Iterator[Window]:
     """Yields windows of at most `context` base ids, in order. Each begins with a lead, which the loss does not count.
 
-    fill: True: join records, so that all windows but the last are full; each begins with `lead`. False: cut each record
-    on its own; its windows begin with its own lead. None: True for documents, False for conversations. The first id of
-    a window is never counted, because nothing stands before it.
+    fill: True: join records, so that all windows but the last are full, and begin each window with `lead`. False: cut
+    each record separately, and begin each window with the record's own lead. None: True for documents, False for
+    conversations. The loss never counts the first id of a window, because no id precedes it.
     """
     for filled, run in groupby(records, lambda record: not record.conversation if fill is None else fill):
         if filled:
@@ -259,7 +259,6 @@ def _join_records(run: Sequence[EncodedRecord]) -> tuple[Uint32s, NDArray[np.boo
 def _cut_sequence(
     ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int, lead: tuple[int, ...]
 ) -> Iterator[Window]:
-    """Yields the windows of one sequence; the arrays are those of an `EncodedRecord`."""
     front, room = np.array(lead, np.uint32), context - len(lead)
     uncounted = np.zeros(len(lead), np.bool_)
     for begin in range(0, len(ids), room):
@@ -272,8 +271,8 @@ def _cut_sequence(
 def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArray[np.bool_]]:
     """Returns a window's compressed ids uint32 [m] and loss mask bool [m].
 
-    A hypertoken counts only if all its base ids do. The entry of each hypertoken is installed before its position, so a
-    causal model can predict it. Raises `DataError` for an id that is no base id of the codec.
+    The loss counts a hypertoken only if it counts all base ids of the hypertoken. Each hypertoken's entry is installed
+    before its position, so a causal model can predict it. Raises `DataError` if an id is not a base id of the codec.
     """
     book = Codebook(params)
     try:

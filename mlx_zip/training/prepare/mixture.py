@@ -1,4 +1,4 @@
-"""Mixtures of sources by shares of base ids: reads them, chooses which source is next, and how much to keep."""
+"""Mixes sources by shares of base ids: reads mixture files, chooses the next sources, and counts samples to keep."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LIST_FIELDS = ("data", "subsets")
 def load_mixture(name: str | Path) -> tuple[Source, ...]:
     """Returns the sources of a mixture. name: a .yaml file, or the name of a bundled mixture ("zip2zip").
 
-    The file holds `sources`, a list of maps with the fields of `Source`; paths in it are relative to its folder.
-    Raises `DataError` naming the file and the source.
+    The file holds `sources`, a list of maps with the fields of `Source`. Paths are relative to the file's folder.
+    Raises `DataError`, naming the file and the source, if the file cannot be read or a source is invalid.
     """
     from mlx_zip.training.yaml_file import read_yaml
 
@@ -40,7 +40,6 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
 
 
 def _make_source(path: Path, n: int, fields: Any) -> Source:
-    """Returns source number n (from 1) of the mixture file. Raises `DataError` naming both."""
     if not isinstance(fields, dict):
         raise DataError(f"mixture {path}: source {n} is not a map")
     known = set(Source.__dataclass_fields__)
@@ -59,7 +58,6 @@ def _make_source(path: Path, n: int, fields: Any) -> Source:
 
 
 def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
-    """Returns the names in field `key` of source number n, whose value is one name or a list. Raises `DataError`."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f"mixture {path}: source {n}: {key} must be a name or a list of names")
@@ -67,10 +65,10 @@ def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
 
 
 def choose_next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]], size: int) -> list[int]:
-    """Returns the source of each of the next `size` shards, so that the sources' base ids approach their shares.
+    """Returns the source index of each of the next `size` shards, so that the sources' base ids approach the shares.
 
-    shares: of each source. shards: per source, the base ids of each finished shard. A future shard is taken to have
-    its source's mean. While some sources have no shard, those sources are returned, once each.
+    shares: share of each source. shards: per source, the number of base ids of each finished shard. A future shard is
+    assumed to have the mean of its source. While some sources have no shard, returns each of these sources once.
     """
     if new := [s for s, done in enumerate(shards) if not done]:
         return new
@@ -85,20 +83,20 @@ def choose_next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]]
 
 
 def count_kept_samples(shares: Sequence[float], base_ids: Sequence[NDArray[np.int64]], limit: int | None) -> list[int]:
-    """Returns how many of each source's first samples to keep, so that their base ids are in the ratio of the shares.
+    """Returns how many of each source's first samples to keep, so that kept base ids are proportional to the shares.
 
-    shares: each source's share. base_ids: per source, the base ids of each sample. limit: maximum number of samples of
-    all sources together; None: as many as the scarcest source, which is kept whole, allows.
+    shares: each source's share. base_ids: per source, the number of base ids of each sample. limit: maximum number of
+    samples of all sources together; None: no maximum, so that the scarcest source is kept whole.
     """
     ends = [np.cumsum(each) for each in base_ids]
     whole = min((float(end[-1]) if len(end) else 0.0) / share for end, share in zip(ends, shares, strict=True))
 
-    def counts(total: float) -> list[int]:  # samples per source that give about `total` base ids together
+    def counts(total: float) -> list[int]:  # samples per source, for about `total` base ids together
         return [int(np.searchsorted(e, share * total + 0.5)) for e, share in zip(ends, shares, strict=True)]
 
     if limit is None or sum(counts(whole)) <= limit:
         return counts(whole)
-    low, high = 0.0, whole  # totals that keep at most `limit` samples, and more than that
+    low, high = 0.0, whole  # totals that keep at most, and more than, `limit` samples
     while high - low > 0.25 / max(shares):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(counts(middle)) <= limit else (low, middle)

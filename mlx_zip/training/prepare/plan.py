@@ -1,4 +1,4 @@
-"""The options of `prepare`, and the plan made from them: tokenizer, codec, settings that a later run must match."""
+"""Defines the options of `prepare` and makes a plan from them: tokenizer, codec, settings that a rerun must match."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _MERGE_SIZE, _CODEBOOK_SIZE = 3, 2048
 class PrepareOptions:
     """What to prepare, from which texts.
 
-    sources: one source, or those of a mixture. out: the folder to write. model: folder or hub id of a model, which
-    gives the tokenizer and, if it is a zip2zip model, the codec. tokenizer: instead of `model`, folder, file or hub id
-    of a tokenizer. context: maximum base ids per window. merge_size, codebook_size: None: the model's, else 3 and 2048;
-    merge size 1 or codebook size 0 leaves base ids uncompressed. disable: ids that never merge; None: the model's, else
-    the special ids. protect: further ids that never merge: "digits", or ids separated by commas. pack: file of the pack
-    that codebooks begin with; None: the model's own. empty_start: begin without entries. start_draw: number of the
-    pack's entries that are drawn at random for each sample; None: all entries, no drawing. fill_windows: put several
-    records into one window; None: yes for documents, no for conversations. train_on: see `RecordEncoder`.
-    shard_samples: approximate samples per shard. seed: random seed of the drawing. limit: maximum number of samples;
-    None: no limit. max_skipped: maximum number of invalid records that are skipped. Raises `DataError` naming an option
-    that is not allowed.
+    sources: one source, or all sources of a mixture. out: the folder to write. model: folder or hub id of a model, from
+    which the tokenizer and, for a zip2zip model, the codec are taken. tokenizer: instead of `model`, folder, file or
+    hub id of a tokenizer. context: maximum base ids per window. merge_size, codebook_size: None: the zip2zip model's,
+    else 3 and 2048; merge size 1 or codebook size 0 leaves base ids uncompressed. disable: ids that never merge; None:
+    the zip2zip model's, else the special ids. protect: further ids that never merge: "digits", or ids separated by
+    commas. pack: file of the pack that codebooks begin with; None: the model's own. empty_start: begin codebooks
+    without entries. start_draw: number of pack entries to draw at random for each sample; None: all entries, without
+    drawing. fill_windows: put several records into one window; None: yes for documents, no for conversations.
+    train_on: see `RecordEncoder`. shard_samples: approximate samples per shard. seed: random seed of the drawing.
+    limit: maximum number of samples; None: no limit. max_skipped: maximum number of invalid records that are skipped
+    before an error. Raises `DataError` if an option has an invalid value or contradicts another option.
     """
 
     sources: tuple[Source, ...]
@@ -88,9 +88,10 @@ class PrepareOptions:
 
 
 def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
-    """Returns the plan, its tokenizer, and all settings that the result depends on. Raises `DataError`; writes nothing.
+    """Returns the plan, the tokenizer, and all settings that the result depends on. Writes nothing.
 
-    pads: False if the samples are never padded, so that the tokenizer needs no pad or eos token.
+    pads: False if samples are never padded, so that the tokenizer needs no pad or eos token. Raises `DataError` if an
+    input cannot be read or the options do not fit the model or tokenizer.
     """
     for source in options.sources:
         source.check()
@@ -129,9 +130,10 @@ def _find_tokenizer(options: PrepareOptions) -> Path:
 
 
 def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
-    """Returns the codec: each option, else the zip2zip model's own value, else a default. Raises `DataError`.
+    """Returns the codec. Each value is the option's if given, else the zip2zip model's own, else a default.
 
     config: the model's config.json, empty without a model. pads: whether samples are padded and so need a pad id.
+    Raises `DataError` if the values do not fit together.
     """
     own = read_model_codec(config)
     tokens = 1 + max(tokenizer.get_vocab().values())
@@ -175,7 +177,7 @@ def _read_embedding_rows(config: Mapping[str, Any]) -> int | None:
 
 
 def _choose_pad_id(tokenizer: Any, needed: bool) -> int | None:
-    """Returns the tokenizer's pad id, else its eos id, else None; `DataError` instead of None if one is needed."""
+    """Returns the tokenizer's pad id, else its eos id, else None. Raises `DataError` instead of None if `needed`."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
@@ -221,7 +223,7 @@ def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: An
 
 
 def _make_settings_record(options: PrepareOptions, plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
-    """Returns everything that the result depends on, as plain values; digests instead of long lists."""
+    """Returns everything that the result depends on, as values for JSON, with digests in place of long lists."""
     packs = plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {

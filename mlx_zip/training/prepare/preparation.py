@@ -35,20 +35,20 @@ from mlx_zip.training.prepare.sharding import (
 )
 from mlx_zip.training.prepare.shards import make_codec_record
 
-SHARDS_PER_ROUND = 16  # number of shards whose sources are chosen together, by the shares reached so far
+SHARDS_PER_ROUND = 16  # number of shards whose sources are chosen at a time, from the shares reached so far
 ShardRecords = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
 def prepare_data(
     options: PrepareOptions, workers: int = 1, progress: bool = False, report: Callable[[str], object] | None = None
 ) -> dict[str, Any]:
-    """Prepares data and returns the index of the folder.
+    """Prepares data in `options.out` and returns the folder's index.
 
-    workers: number of processes. progress: show a bar on stderr, if that is a terminal. report: is called with a line
-    for every invalid record that is skipped; None prints it on stderr. A folder that an interrupted run with the same
-    options left is completed; for a finished one its index is returned.
+    workers: number of processes. progress: show a bar if stderr is a terminal. report: called with a line for every
+    invalid record that is skipped; None prints the line on stderr. If an earlier run with equal options was
+    interrupted, its folder is completed; if it was finished, nothing is done.
 
-    Raises `DataError` naming file and line, or the option that does not fit; no index is written then.
+    Raises `DataError`, naming file and line or the option, if the data cannot be prepared; then no index is written.
     """
     report = report or (lambda line: print(line, file=sys.stderr))
     if workers < 1:
@@ -70,7 +70,7 @@ def prepare_data(
                 raise
     except BrokenProcessPool as error:
         raise DataError(f"a worker process was killed, by lack of memory perhaps; {_HOW_TO_GO_ON}") from error
-    except OSError as error:  # errors of reading are `DataError`s by now
+    except OSError as error:  # errors in reading were turned into `DataError`
         go_on = f"; {_HOW_TO_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
         raise DataError(f"{options.out} cannot be written: {failure_reason(error)}{go_on}") from error
 
@@ -81,7 +81,7 @@ MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 @contextmanager
 def _start_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
-    """Yields a function that makes a shard of each chunk in `workers` processes and yields their records in order."""
+    """Context manager: yields a function that makes shards of chunks in `workers` processes, and returns records."""
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
         yield lambda chunks: map(maker.make, chunks)
@@ -97,7 +97,7 @@ def _start_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Itera
 
 
 class _Preparation:
-    """One run of `prepare`: its readers, the records of finished shards, and the progress bar."""
+    """One run of `prepare`: readers of the sources, records of finished shards, and the progress bar."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Preparation:
                 self._make_shard_round(make, chunks)
 
     def _make_shard_round(self, make: MakeShards, chunks: Sequence[Chunk]) -> None:
-        """Makes the shards of some chunks, unless an earlier run has made them, and adds up their records."""
+        """Makes the shards of the given chunks, except those that an earlier run made, and collects the records."""
         done = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
         made = make([chunk for chunk in chunks if done[chunk.number] is None])
         for chunk in chunks:
@@ -152,7 +152,6 @@ class _Preparation:
             self.bar.set_done(chunk.stored)
 
     def _report_skipped(self, record: dict[str, Any]) -> None:
-        """Reports the invalid records of a shard: the first ones in words, the number of all others."""
         notes = record["notes"]
         more = record["skipped"].get("wrong", 0) - len(notes)
         for note in [*notes, *([f"{more} more wrong records after these"] if more else [])]:
@@ -160,7 +159,6 @@ class _Preparation:
             self.report(f"skipped {note}")
 
     def _count_skipped(self, record: dict[str, Any]) -> None:
-        """Adds up the skipped records of a shard. Raises `DataError` for more than `max_skipped` invalid ones."""
         self.skipped.update(record["skipped"])
         if self.skipped["wrong"] > self.options.max_skipped:
             first = next(r["notes"][0] for done in self.records for r in done if r["notes"])
@@ -170,7 +168,7 @@ class _Preparation:
             )
 
     def _has_enough_samples(self) -> bool:
-        """Returns whether every source has finished a shard and the samples to keep reach `options.limit`."""
+        """Returns whether every source has a finished shard and the number of samples to keep reaches the limit."""
         limit = self.options.limit
         return limit is not None and all(self.records) and sum(self._count_kept_samples(None)) >= limit
 
@@ -181,7 +179,7 @@ class _Preparation:
         return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
 
     def write_index(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Chooses the samples to keep, writes the index and returns it; removes files that it does not name."""
+        """Chooses the samples to keep, writes and returns the index, and removes files that the index does not name."""
         kept = self._count_kept_samples(self.options.limit)
         if not all(kept):
             poorest = min(range(len(kept)), key=lambda s: sum(record["base_ids"] for record in self.records[s]))

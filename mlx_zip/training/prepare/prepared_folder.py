@@ -1,8 +1,7 @@
-"""The folder that data are prepared in: which shards are finished, and for which settings.
+"""Manages the folder in which data are prepared: the settings, and which shards are finished.
 
-While data are prepared, it holds the settings (`prepare.json`) and a record of each finished shard. The index replaces
-both in the end. A shard's record is written after its arrays, so a shard with a record is complete, whenever the run
-was stopped.
+During preparation the folder holds the settings (`prepare.json`) and a record of each finished shard. At the end the
+index replaces both. A shard's record is written after the shard's arrays, so a shard with a record is always complete.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _INDEX_KEYS = {"shards", "totals", "skipped", "records", "windowed", "sources"}
 
 
 class PreparedFolder:
-    """A folder to prepare data in, for one process at a time; a context manager.
+    """A folder to prepare data in. Context manager: after `open`, other processes are locked out until the block ends.
 
-    Call `open` first: all other methods need a folder that it has accepted.
+    Call `open` before any other method.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,17 +52,17 @@ class PreparedFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Lets another process use the folder."""
+        """Releases the lock on the folder."""
         self._held.close()
 
     def open(self, settings: Mapping[str, Any], report: Callable[[str], object]) -> dict[str, Any] | None:
-        """Makes the folder, or continues one with the same settings; returns its index if it is finished, else None.
+        """Makes or continues the folder. Returns the index if the data are finished, else None.
 
-        Unfinished data of other settings without a finished shard are removed, so that a failed run does not block the
-        next one; `report` is called with a line that says so.
+        If the folder holds unfinished data of other settings without a finished shard, these data are removed, so that
+        a failed run does not block the next run, and `report` is called with a line about it.
 
-        Raises `DataError` for a folder with other files, one with finished shards of other settings, one that another
-        process prepares data in, and a finished one that is damaged; and `OSError`.
+        Raises `DataError` if the folder holds other files, holds shards of other settings, is in use by another process
+        or holds damaged data, and `OSError` if it cannot be written.
         """
         settings = json.loads(json.dumps(settings))
         if self.folder.exists() and not self.folder.is_dir():
@@ -100,11 +99,10 @@ class PreparedFolder:
         return index
 
     def _read_json(self, path: Path) -> dict[str, Any] | None:
-        """Returns the object in a JSON file, None without a file. Raises `DataError` if it is damaged."""
         return read_json_object(path, "; delete the folder and prepare again") if path.exists() else None
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """Returns the record of a shard, None if the shard is not finished. Raises `DataError` if it is damaged."""
+        """Returns a shard's record, None if the shard is not finished. Raises `DataError` if the record is damaged."""
         path = shard_record_path(self.folder, name)
         found = self._read_json(path)
         if found is not None and not (found.keys() >= _RECORD_KEYS and found["name"] == name):
@@ -112,7 +110,7 @@ class PreparedFolder:
         return found
 
     def base_ids(self, record: Mapping[str, Any]) -> NDArray[np.int64]:
-        """Returns the base ids of each sample of a finished shard, given its record."""
+        """Returns the number of base ids of each sample of a finished shard. record: the shard's record."""
         name = record["name"]
         if name not in self._base:
             file = array_path(self.folder, name, "base")
@@ -122,9 +120,9 @@ class PreparedFolder:
         return self._base[name]
 
     def keep_first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
-        """Returns the record of a shard that holds the first `samples` samples of a finished one.
+        """Returns the record of a shard with the first `samples` samples of a finished shard. record: that shard's.
 
-        If these are all its samples, no file is written; else a new shard is. start_width: as in `ShardWriter`.
+        If these are not all samples of the shard, writes a new shard. start_width: see `ShardWriter`.
         """
         if samples == record["samples"]:
             return {key: record[key] for key in _COUNT_KEYS}
@@ -141,14 +139,14 @@ class PreparedFolder:
         return writer.close() | {"source": record["source"]}
 
     def close(self, index: dict[str, Any]) -> dict[str, Any]:
-        """Writes the index, removes files that are not part of the data, and returns the index as read back."""
+        """Writes the index, removes files that the index does not name, and returns the index as read from disk."""
         write_index(self.folder, index)
         index = self._read_json(self.folder / INDEX_FILE) or {}
         self._remove_unnamed_files(index)
         return index
 
     def discard_without_samples(self) -> None:
-        """Removes all that was written, unless a shard with samples is finished, from which a later run continues."""
+        """Removes all written files, unless there is a finished shard with samples, which a later run can use."""
         names = (path.stem for path in self.folder.glob("shard-*.json"))
         if self.folder.exists() and not any((self.record(name) or {}).get("samples") for name in names):
             self.discard()
@@ -157,13 +155,13 @@ class PreparedFolder:
         return any(self.folder.glob("shard-*.json"))
 
     def discard(self) -> None:
-        """Removes all that was written, and the folder too if `open` made it."""
+        """Removes all written files, and also the folder if `open` made the folder."""
         self._remove_unnamed_files({"shards": []})
         if self._made:
             shutil.rmtree(self.folder)
 
     def _remove_unnamed_files(self, index: Mapping[str, Any]) -> None:
-        """Removes all files of `prepare` that an index does not name; other files stay."""
+        """Removes all files that `prepare` wrote and the index does not name. Other files stay."""
         named = {record["name"] for record in index["shards"]}
         pool = _POOL_FILES if index.get("pool") else set()
         for path in self.folder.iterdir():

@@ -1,4 +1,4 @@
-"""Makes one shard of prepared data from one chunk of items; worker processes run this."""
+"""Makes one shard of prepared data from one chunk of items; runs in worker processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_windows
 from mlx_zip.training.prepare.shards import ShardWriter
 
-MOST_NOTES = 20  # skipped records that a shard names; the others are counted
+MOST_NOTES = 20  # maximum number of skipped records that a shard's record names
 BYTES_PER_ID = 4  # rough guess, to estimate how much text fills a shard
 
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """What all shards of a `prepare` run share; fields as in `PrepareOptions`.
+    """Settings of all shards of a `prepare` run. Fields not listed here: see `PrepareOptions`.
 
-    tokenizer: its file or folder. params: the codec. columns: for each source, the names of its records' columns.
-    pool: entries that each sample's starting codebook is drawn from; start_draw: how many are drawn, 0 without a pool.
+    tokenizer: file or folder of the tokenizer. params: the codec. columns: `Source.columns` of each source. pool:
+    entries from which each sample's starting codebook is drawn, None for no drawing. start_draw: number of entries to
+    draw, 0 without a pool.
     """
 
     out: Path
@@ -48,9 +49,9 @@ class PreparationPlan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The items that become one shard. number: the shard's number. source: index of their source in the mixture.
+    """The items of one shard. number: the shard's number. source: index of the items' source in the mixture.
 
-    stored: bytes of all files that had been read when the chunk was complete, for the progress bar.
+    stored: bytes of files read up to the end of this chunk, over all sources, for the progress bar.
     """
 
     number: int
@@ -60,15 +61,15 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """The shard's name, which its files begin with."""
+        """The shard's name, with which the shard's file names begin."""
         return f"shard-{self.number:05d}"
 
 
 @dataclass
 class RecordTally:
-    """Counts of a chunk's records. skipped: how many of each kind. notes: why the first `MOST_NOTES` were skipped.
+    """Counts of a chunk's records. skipped: kind -> number of skipped records. notes: reasons for the first ones.
 
-    records: all records. windowed: those longer than the context.
+    records: number of all records. windowed: number of records that are longer than the context.
     """
 
     skipped: Counter[str] = field(default_factory=Counter)
@@ -77,16 +78,16 @@ class RecordTally:
     windowed: int = 0
 
     def count_skipped(self, skipped: Skipped) -> None:
-        """Counts a record that was skipped, and notes why."""
+        """Counts a skipped record. Adds the reason to `notes` if the record is invalid and `notes` is not full."""
         self.skipped["empty" if skipped.empty else "wrong"] += 1
         if not skipped.empty and len(self.notes) < MOST_NOTES:
             self.notes.append(f"{skipped.where}: {skipped.reason}")
 
 
 def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | None) -> Iterator[tuple[Item, ...]]:
-    """Yields groups of items that give about `samples` windows each. Equal items give equal groups.
+    """Yields groups of items, each with about `samples` windows. Equal items give equal groups.
 
-    context: base ids per window. fill: as `fill_windows` in `PrepareOptions`.
+    context: base ids per window. fill: see `fill_windows` in `PrepareOptions`.
     """
     group: list[Item] = []
     windows = 0.0
@@ -102,22 +103,22 @@ def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | N
 
 
 def _looks_like_document(item: Item) -> bool:
-    """Guesses, before an item is parsed, whether it is a document and not a conversation."""
+    """Guesses without parsing whether an item is a document and not a conversation."""
     keys = ("messages", "prompt") if item.kind == "row" else (b'"messages"', b'"prompt"')
     return item.kind == "text" or not any(key in item.raw for key in keys)
 
 
 class ShardMaker:
-    """Makes the shards of a plan. tokenizer: the plan's, if it is loaded already."""
+    """Makes the shards of a plan. tokenizer: the plan's tokenizer if it is loaded already, None to load it."""
 
     def __init__(self, plan: PreparationPlan, tokenizer: Any = None) -> None:
         self.plan = plan
         self.encoder = RecordEncoder(tokenizer or load_tokenizer(plan.tokenizer, plan.trust_remote_code), plan.train_on)
 
     def make(self, chunk: Chunk) -> dict[str, Any]:
-        """Writes the arrays of a shard, then its record, and returns the record.
+        """Writes the arrays of a shard, then the shard's record, and returns the record.
 
-        Invalid records are skipped and counted; other failures raise `DataError` or `OSError`.
+        Invalid records of the chunk are skipped and counted. Other failures raise `DataError` or `OSError`.
         """
         tally = RecordTally()
         encoded_records = self._encode_records(chunk, tally)
@@ -151,7 +152,7 @@ class ShardMaker:
     def _add_samples(
         self, writer: ShardWriter, encoded_records: list[EncodedRecord], number: int, tally: RecordTally
     ) -> int:
-        """Adds the records' windows, compressed, to shard `number`; returns how many samples were added."""
+        """Adds the records' compressed windows to shard `number`; returns the number of samples added."""
         plan, rng, samples = self.plan, np.random.default_rng([self.plan.seed, number]), 0
         for window in cut_windows(encoded_records, plan.context, plan.fill_windows, self.encoder.lead):
             params, rows = plan.params, None
@@ -168,7 +169,7 @@ class ShardMaker:
 
 
 def shard_record_path(folder: Path, name: str) -> Path:
-    """Returns the path of a finished shard's record, which exists until the index is written."""
+    """Returns the path of a shard's record. The file exists from the end of the shard until the index is written."""
     return folder / f"{name}.json"
 
 
@@ -178,13 +179,13 @@ _maker: ShardMaker | None = None
 
 
 def start_worker(plan: PreparationPlan) -> None:
-    """Prepares a worker process: one tokenizer thread; it exits silently on Ctrl-C, and when its parent exits.
+    """Initializes a worker process: one tokenizer thread, silent exit on Ctrl-C, and exit when the parent exits.
 
-    Nothing is lost by that, because every file is written whole or not at all.
+    No file is left incomplete by an exit, because files are written atomically.
     """
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # in a script's background job it is ignored
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background job
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     follow_parent_process()
     _maker = ShardMaker(plan)

@@ -1,15 +1,15 @@
 """Reads and writes prepared samples: memory-mapped arrays, one codebook per sample.
 
-A prepared folder holds `index.json` and, for each shard, these .npy files, in which samples follow one another:
+A prepared folder holds `index.json` and, for each shard, these .npy files with the concatenated samples:
 
     NAME.ids.npy    uint32 [ids]         compressed ids
-    NAME.mask.npy   bool   [ids]         whether the loss counts this id
-    NAME.ends.npy   int64  [samples]     where each sample ends in ids and mask
-    NAME.base.npy   int64  [samples]     base ids of each sample
-    NAME.bytes.npy  int64  [samples]     UTF-8 bytes of each sample's text
-    NAME.start.npy  int32  [samples, K]  rows of the pool that are the sample's starting codebook (only with a pool)
+    NAME.mask.npy   bool   [ids]         whether the loss counts the id
+    NAME.ends.npy   int64  [samples]     end of each sample in ids and mask (exclusive index)
+    NAME.base.npy   int64  [samples]     number of base ids of each sample
+    NAME.bytes.npy  int64  [samples]     number of UTF-8 bytes of each sample's text
+    NAME.start.npy  int32  [samples, K]  rows of the pool that form the sample's starting codebook (only with a pool)
 
-The codebook itself is not stored, because it follows from the ids. Every file is written whole; the index is the last.
+Codebooks are not stored, because they follow from the ids. Every file is written atomically, and the index last.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ARRAY_TYPES = {"ids": np.uint32, "mask": np.bool_, "ends": np.int64, "base": np.
 class Sample:
     """One training sample.
 
-    ids uint32 [n]: compressed ids. mask bool [n]: whether the loss counts an id. base_ids, n_bytes: how many base ids
-    and UTF-8 bytes they stand for. start: entries that this sample's codebook begins with, in slot order; None: the
-    codec's own. plain: whether it is read without hypertokens, so that its codebook has no entry at all.
+    ids uint32 [n]: compressed ids. mask bool [n]: whether the loss counts an id. base_ids, n_bytes: number of base ids
+    and UTF-8 bytes of the sample. start: entries that the sample's codebook begins with, in slot order; None: the
+    codec's own. plain: whether the sample is read without hypertokens, with an empty codebook.
     """
 
     ids: Uint32s
@@ -55,21 +55,21 @@ class Sample:
     plain: bool = False
 
     def params(self, params: CodecParams) -> CodecParams:
-        """Returns `params` with this sample's starting codebook. Raises `CodecError` if that does not fit."""
+        """Returns `params` with this sample's starting codebook. Raises `CodecError` if the two do not fit together."""
         if self.plain:
             return replace(params, codebook_size=0, start=None)
         return params if self.start is None else replace(params, start=self.start)
 
 
 def can_have_entries(params: CodecParams) -> bool:
-    """Whether a codec can have entries: its codebook has slots, and entries may have two base ids or more."""
+    """Returns whether codebooks of a codec can have entries: codebook size above 0 and merge size above 1."""
     return params.codebook_size > 0 and params.merge_size > 1
 
 
 class ShardWriter:
-    """Collects the samples of one shard and writes them: `add` each, then `close`.
+    """Collects the samples of one shard and writes them: call `add` for each sample, then `close`.
 
-    start_width: K, the number of pool rows that each sample's codebook begins with; 0 without a pool.
+    start_width: K, the number of entries from the pool that each sample's codebook begins with; 0 without a pool.
     """
 
     def __init__(self, folder: Path, name: str, start_width: int = 0) -> None:
@@ -82,7 +82,7 @@ class ShardWriter:
     def add(
         self, ids: Uint32s, mask: NDArray[np.bool_], base_ids: int, n_bytes: int, start: NDArray[np.int32] | None = None
     ) -> None:
-        """Adds a sample, without copying its arrays. start [K]: pool rows that its codebook begins with."""
+        """Adds a sample without copying the arrays. start [K]: pool rows that the sample's codebook begins with."""
         if len(ids) != len(mask):
             raise DataError(f"{self.name}: a sample has {len(ids)} ids and {len(mask)} mask values")
         self._ids.append(ids)
@@ -94,7 +94,7 @@ class ShardWriter:
             self._starts.append(start)
 
     def close(self) -> dict[str, Any]:
-        """Writes the shard's files and returns its record for the index. Raises `OSError`."""
+        """Writes the shard's files and returns the record for the index. Raises `OSError` if writing fails."""
         counts = np.array(self._counts, np.int64).reshape(-1, 3)
         arrays: dict[str, Any] = {
             "ids": np.concatenate([*self._ids, np.empty(0, np.uint32)]).astype(np.uint32, copy=False),
@@ -118,22 +118,22 @@ def array_path(folder: Path, name: str, part: str) -> Path:
 
 
 def make_codec_record(params: CodecParams) -> dict[str, Any]:
-    """Returns the codec's parameters as the index holds them: without starting codebook and policy."""
+    """Returns the codec's parameters for the index, without the starting codebook and the policy."""
     record = asdict(replace(params, start=None))
     del record["start"], record["policy"]
     return {**record, "disabled_ids": list(params.disabled_ids)}
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    """Writes `index.json`; from then on the folder can be read."""
+    """Writes `index.json`, which makes the folder readable for `PreparedShards`."""
     write_json(Path(folder) / INDEX_FILE, {"version": VERSION, **index})
 
 
 class PreparedShards:
     """The samples of a prepared folder, memory-mapped: `len(shards)`, `shards[i] -> Sample`.
 
-    index: the content of index.json. params: the codec. context: maximum base ids per sample. Raises `DataError` naming
-    the file if the folder is not prepared data, is unfinished, or holds files that do not fit together.
+    index: the content of index.json. params: the codec. context: maximum base ids per sample. Raises `DataError` if the
+    folder is not prepared data, is unfinished, or holds files that do not fit together.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -141,7 +141,7 @@ class PreparedShards:
         self.index = _read_index(self.folder)
         try:
             params = CodecParams(**self.index["codec"])
-            # all codecs without a codebook have one form
+            # one canonical form for all codecs without a codebook, so that they compare equal
             self.params = params if can_have_entries(params) else replace(params, codebook_size=0, merge_size=1)
             self.context = _check_count("context", self.index["context"], least=1)
             records = [
@@ -158,7 +158,6 @@ class PreparedShards:
         self._ends = list(accumulate(samples for _, samples in records))
 
     def _open_shard(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
-        """Returns the arrays of a shard by part. Raises `DataError` unless they fit each other and `samples`."""
         arrays = {part: read_array(array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
         if self._pool is not None:
             arrays["start"] = read_array(array_path(self.folder, name, "start"), np.int32, ndim=2)
@@ -209,7 +208,7 @@ class PreparedShards:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a path is a folder with an index of prepared data, which may be damaged."""
+    """Returns whether `folder` contains an index of prepared data. The data themselves may be damaged."""
     path = folder / INDEX_FILE
     if not path.is_file():
         return False
@@ -231,7 +230,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_count(name: str, value: Any, least: int = 0) -> int:
-    """Returns the value if it is a whole number of `least` or more. Raises `ValueError` naming it otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}, not a whole number of {least} or more")
     return value

@@ -1,4 +1,4 @@
-"""Reads, cuts and compresses texts in memory, for training on a few million base ids at most."""
+"""Reads texts, cuts them into windows and compresses them in memory, for training on at most a few million base ids."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mlx_zip.training.prepare.shards import Sample
 def encode_sources(
     sources: Sequence[Source], tokenizer: Any, most_ids: int, skipped: Callable[[str], object]
 ) -> Iterator[EncodedRecord]:
-    """Yields encoded records of at most `most_ids` base ids together; the loss counts all of them.
+    """Yields encoded records with a total of at most `most_ids` base ids; the loss counts all ids.
 
-    Each source gives at most its share of these ids, even if other sources have too few ids. skipped: is called with a
+    Each source gives at most its share of `most_ids`, even if other sources have too few ids. skipped: called with a
     line for every invalid record.
     """
     largest = max(source.share for source in sources)  # divided first, because a sum of large shares could overflow
@@ -46,9 +46,10 @@ def encode_sources(
 
 
 def cut_records(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Window]:
-    """Returns windows of at most `context` base ids, each with the text of one record only.
+    """Returns windows of at most `context` base ids, each with text of only one record.
 
-    If the tokenizer puts no id in front of a text, bos or else eos is put there, so that the first id can be predicted.
+    If the tokenizer puts no id before a text, each window begins with bos or else eos, so that the text's first id can
+    be predicted.
     """
     first = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     lead = () if first is None else (int(first),)
@@ -58,7 +59,7 @@ def cut_records(encoded_records: Sequence[EncodedRecord], tokenizer: Any, contex
 
 @dataclass(frozen=True, eq=False)
 class CompressedTexts:
-    """Compressed windows as samples that a `Trainer` reads. params: their codec. name: their name in messages."""
+    """Compressed windows as samples for a `Trainer`. params: the codec. name: name of the texts, for messages."""
 
     params: CodecParams
     samples: Sequence[Sample]
@@ -85,12 +86,12 @@ class CompressedTexts:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Number of entries in the starting codebook, the codec's, for every sample, int64 [len(self)]."""
+        """Number of entries in the codec's starting codebook, repeated for every sample, int64 [len(self)]."""
         return np.full(len(self), len(self.params.start or ()), np.int64)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the codec, the ids, and which of them the loss counts."""
+        """Hex digest of the codec, the ids and the loss masks."""
         digest = sha256(self.params.to_bytes())
         for sample in self.samples:
             digest.update(len(sample.ids).to_bytes(8, "little") + sample.ids.tobytes() + sample.mask.tobytes())
@@ -98,9 +99,9 @@ class CompressedTexts:
 
 
 def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> CompressedTexts:
-    """Returns windows compressed by a codec. name: the texts' name in messages.
+    """Compresses windows with the codec `params`. name: name of the texts, for messages.
 
-    Raises `DataError` if there are no windows, and for an id that is no base id of the codec.
+    Raises `DataError` if there are no windows, or if an id is not a base id of the codec.
     """
     if not windows:
         raise DataError(f"{name}: there is no text")

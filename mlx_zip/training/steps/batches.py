@@ -1,8 +1,8 @@
-"""Turns samples into the arrays of one training step: inputs, targets, entries, padded to shapes that recur.
+"""Turns samples into the arrays of one training step: inputs, targets, entries, padded to recurring shapes.
 
-All of this runs on the CPU, in numpy and the C codec. Samples of a batch that have equal entries share them. With
-`--compile`, most array sizes follow from the sample length and the number of entries, so that few combinations of
-shapes are traced: 4 instead of 10 in the test's run of 12 batches. Without it, sizes are padded less.
+Runs on the CPU, in numpy and the C codec. Equal entries of several samples are stored once per batch. With `--compile`,
+most array sizes follow from the sample length and the number of entries, so that few combinations of shapes are traced:
+4 instead of 10 in the test's run of 12 batches. Without `--compile`, there is less padding.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mlx_zip.files import follow_parent_process
 from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
-CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns what it returns
+CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns the function's result
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SORTED_TOGETHER = 32  # number of batches whose samples are sorted by length together, so that they need little padding
-_PER_OCTAVE = 8  # fine padded sizes per doubling: at most 12.5 % padding
+_SORTED_TOGETHER = 32  # samples of this many batches are sorted by length, so that each batch needs little padding
+_PER_OCTAVE = 8  # number of fine padded sizes per doubling: at most 12.5 % padding
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Rules for the sizes that a batch's arrays are padded to. coarse: whether to use few sizes, tied to each other.
+    """Rules for the padded sizes of a batch's arrays. coarse: whether to use few sizes.
 
     A compiled step is traced and compiled again for every new combination of shapes. So compiled steps use few sizes,
-    most of which follow from the length and the number of entries (`COARSE_PADDING`); other steps use sizes close to
-    the real ones (`FINE_PADDING`).
+    most of which follow from the length and the number of entries (`COARSE_PADDING`). Other steps use sizes close to
+    the unpadded sizes (`FINE_PADDING`).
     """
 
     coarse: bool = False
@@ -51,17 +51,17 @@ class Padding:
         return round_up_size(n, 64, 2) if self.coarse else round_up_size(n, 32)
 
     def pad_pairs(self, n: int) -> int:
-        """Returns the padded number of pairs of a position and an id that is excluded there."""
+        """Returns the padded number of pairs of a position and an excluded id."""
         return round_up_size(n, 64, 1) if self.coarse else round_up_size(n, 32)
 
     def pad_slots(self, n: int, length: int, codebook_size: int) -> int:
-        """Returns the padded number of slots per sample. length: padded positions; each may install an entry."""
+        """Returns the padded number of slots per sample. length: padded positions, which may each install an entry."""
         if not self.coarse:
             return round_up_size(n, 32)
         return max(round_up_size(n, 32, 2), min(length, round_up_size(codebook_size, 32, 2)))
 
     def pad_read_entries(self, n: int, entries: int) -> int:
-        """Returns the padded number of entries that inputs use. entries: the padded number of all entries."""
+        """Returns the padded number of entries that occur in inputs. entries: the padded number of all entries."""
         if not self.coarse:
             return round_up_size(n, 32)
         size = entries
@@ -71,7 +71,7 @@ class Padding:
 
 
 def round_up_size(n: int, least: int = 8, per_octave: int = _PER_OCTAVE) -> int:
-    """Returns the size to pad n values to, at least `least`: one of `per_octave` evenly spaced sizes per doubling."""
+    """Rounds n up to one of `per_octave` evenly spaced sizes per doubling, and to at least `least`."""
     step = max(least, (1 << max(0, n - 1).bit_length()) // (2 * per_octave))
     return max(least, -(-n // step) * step)
 
@@ -81,16 +81,16 @@ FINE_PADDING, COARSE_PADDING = Padding(), Padding(coarse=True)
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one step as arrays. `arrays` holds those of `forward_pass.Samples`, and:
+    """The samples of one step as arrays. `arrays` holds the arrays of `forward_pass.Samples`, and:
 
-    targets [B, L] int32: the id each position should predict, a base id or vocab_size + slot. weights [B, L] float32: 1
-    where the loss counts, else 0. available [B, L] int32: the number of slots that each position may predict.
+    targets [B, L] int32: the id that each position should predict, a base id or vocab_size + slot. weights [B, L]
+    float32: 1 where the loss counts, else 0. available [B, L] int32: number of slots that each position may predict.
     excluded_at, excluded [P] int32, only for canonical decoding: pairs of a position (row * L + column) and an id that
-    cannot follow there. Without a codebook there are inputs, targets and weights only.
+    cannot follow at this position. Without a codebook, `arrays` holds only inputs, targets and weights.
 
     samples: the samples' indices. ids, base_ids, n_bytes: sums over the samples, without padding. longest: number of
-    inputs of the longest sample. installed: number of entries of all samples; distinct: number of different entries.
-    padding: the rules that the arrays' sizes follow.
+    inputs of the longest sample. installed: sum of the samples' numbers of entries. distinct: number of different
+    entries. padding: rules for the arrays' sizes.
     """
 
     arrays: dict[str, NDArray[Any]]
@@ -114,14 +114,14 @@ def make_batch(
     canonical: bool = False,
     padding: Padding = FINE_PADDING,
 ) -> Batch:
-    """Returns the arrays of some samples, each of two ids or more.
+    """Returns the batch of some samples, which must have two ids or more each.
 
     indices: the samples' indices, for messages. availability: "causal" lets an entry be predicted from the position
-    that installs it, as generation does; "legacy" lets every position predict all of the sample's entries (arXiv
-    2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
-    compressor would not have written (`mlx_zip.sampling.canonical`), under "causal" only. padding: rules for the
-    arrays' sizes, which change losses only by rounding. Raises `DataError` naming a sample whose ids its codebook
-    cannot read, or whose number of base ids differs from the recorded one.
+    that installs the entry on, as in generation; "legacy" lets every position predict all of the sample's entries
+    (arXiv 2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
+    compressor would not have written (`mlx_zip.sampling.canonical`), only if availability is "causal". padding: rules
+    for the arrays' sizes, which change losses only by rounding. Raises `DataError`, naming the sample, if a sample's
+    ids do not fit its codebook, or if its number of base ids differs from the recorded number.
     """
     if params.policy != "freeze":
         raise DataError(f"training follows codebooks of policy freeze, not {params.policy}")
@@ -152,7 +152,7 @@ def make_batch(
 
 
 def _make_excluded_pairs(books: list[_ReplayedSample], length: int, padding: Padding) -> dict[str, NDArray[Any]]:
-    """Returns `excluded_at` and `excluded` of a batch, see `Batch`; padded with the position after the last one."""
+    """Returns `excluded_at` and `excluded` of a `Batch`. `excluded_at` is padded with the position after the last."""
     pairs = [book.excluded() for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
     more = padding.pad_pairs(len(at)) - len(at)
@@ -165,7 +165,7 @@ def _make_excluded_pairs(books: list[_ReplayedSample], length: int, padding: Pad
 def _replay_samples(
     samples: Sequence[Sample], params: CodecParams, indices: Sequence[int], availability: str
 ) -> list[_ReplayedSample]:
-    """Reads each sample with its codebook. Raises `DataError` naming a damaged sample by its index."""
+    """Replays each sample with its codebook. Raises `DataError`, with the sample's index, if a sample is damaged."""
     books = []
     for i, sample in zip(indices, samples, strict=True):
         try:
@@ -178,7 +178,7 @@ def _replay_samples(
 def _add_entries(batch: Batch, books: list[_ReplayedSample], params: CodecParams, length: int) -> Batch:
     entries, lengths, held = _find_distinct_entries([book.entries for book in books])
     padding, most = batch.padding, max(map(len, held))
-    more = padding.pad_entries(len(entries)) - len(entries)  # padding entries have one base id, so that means exist
+    more = padding.pad_entries(len(entries)) - len(entries)  # padding has length 1, so that no mean divides by 0
     batch.arrays.update(
         available=_pad_rows([book.available for book in books], length),
         entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
@@ -190,10 +190,10 @@ def _add_entries(batch: Batch, books: list[_ReplayedSample], params: CodecParams
 
 
 class _ReplayedSample:
-    """One sample, read id by id with its codebook, as generation would; n ids give n - 1 positions.
+    """One sample of n ids, replayed with its codebook as in generation, which gives n - 1 positions.
 
-    inputs, targets, weights, index, available [n - 1]: see `Batch`. slots_read [n - 1]: the slot of a hypertoken in
-    the inputs, -1 for a base id. entries: base ids and lengths of all its entries, in slot order.
+    inputs, targets, weights, index, available [n - 1]: see `Batch`. slots_read [n - 1]: slot of a hypertoken in the
+    inputs, -1 for a base id. entries: base ids and lengths of the sample's entries, in slot order.
     """
 
     def __init__(self, sample: Sample, params: CodecParams, availability: str) -> None:
@@ -222,11 +222,11 @@ class _ReplayedSample:
         self.params, self.ids = params, sample.ids
 
     def excluded(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
+        """Returns pairs as two arrays: positions whose loss counts, and ids that the compressor would not write."""
         at, column = find_excluded_ids(Codebook(self.params), self.ids[:-1])
         width = self.params.vocab_size + self.params.codebook_size
         at, column = np.divmod(np.unique(at * width + column), width)
-        broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
+        broken = at[self.targets[at] == column]  # separately compressed parts of a text meet here
         kept = (self.weights[at] > 0) & ~np.isin(at, broken)
         return at[kept], column[kept]
 
@@ -234,10 +234,10 @@ class _ReplayedSample:
 def _find_distinct_entries(
     books: list[tuple[NDArray[Any], NDArray[Any]]],
 ) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
-    """Returns the distinct entries of all samples, base ids [U, S] and lengths [U], and `held`.
+    """Returns the U distinct entries of all samples, base ids [U, S] and lengths [U], and `held`.
 
-    books: base ids and lengths of each sample's entries. held: for each sample and slot, the index of its entry among
-    the U distinct ones. Entries of equal base ids have equal rows, whichever samples installed them.
+    books: base ids and lengths of each sample's entries. held: for each sample an array that maps a slot to the index
+    of its entry in [0, U). Entries with equal base ids have equal rows, even in different samples.
     """
     rows = np.concatenate([ids for ids, _ in books]).astype(np.uint32)
     lengths = np.concatenate([n for _, n in books]).astype(np.uint32)
@@ -250,10 +250,10 @@ def _find_distinct_entries(
 def _index_read_entries(
     slots: list[NDArray[np.int64]], held: list[NDArray[np.int64]], length: int, padding: Padding, entries: int
 ) -> dict[str, NDArray[Any]]:
-    """Returns `read`, the distinct entries that inputs use, and `input_rows`: each input's index into it, or -1.
+    """Returns `read`, the distinct entries that occur in inputs, and `input_rows`, each input's index in `read` or -1.
 
-    slots: for each sample the slot that each input uses, -1 for a base id. held: as `_find_distinct_entries` returns
-    it. `read` is sorted and padded, `input_rows` is padded to `length`. entries: padded number of all entries.
+    slots: for each sample the slot of each input, -1 for a base id. held: from `_find_distinct_entries`. `read` is
+    sorted and padded, `input_rows` is padded to `length`. entries: padded number of all entries.
     """
     entry = [np.where(s < 0, -1, h[np.maximum(s, 0)] if len(h) else -1) for s, h in zip(slots, held, strict=True)]
     read = np.unique(np.concatenate(entry))
@@ -277,10 +277,10 @@ def order_batches(
 ) -> list[NDArray[np.int64]]:
     """Returns the batches of one epoch, each an array of sample indices. Equal arguments give equal batches.
 
-    lengths: ids per sample. starts: number of entries in every sample's starting codebook; None: no entries.
-    Samples are shuffled; groups of them are sorted by `starts` and length and cut into batches, so that a batch needs
-    little padding; then the batches are shuffled. Left out: samples of fewer than two ids, which predict nothing, and
-    those that do not fill a batch.
+    lengths: number of ids per sample. starts: number of entries in every sample's starting codebook; None: no entries.
+    Shuffles the samples, sorts groups of samples by `starts` and length, cuts the groups into batches, which then need
+    little padding, and shuffles the batches. Leaves out samples of fewer than two ids, which predict nothing, and
+    samples at the end of a group that do not fill a batch.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(np.flatnonzero(lengths >= 2))
@@ -305,11 +305,12 @@ def call_here(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 @contextmanager
 def start_batch_workers(count: int) -> Iterator[CallFunction]:
-    """Yields a function that runs a function in one of `count` processes and waits for the result; 0: in this process.
+    """Context manager: yields a function that runs a given function in a worker process and returns its result.
 
-    Making batches in a thread would slow down the thread that launches GPU kernels. Call the yielded function only from
-    threads that have called `block_stop_signals`: the worker processes, which the first call starts, then survive a
-    stop signal from the terminal. A call raises `BrokenProcessPool` when a worker process was killed.
+    count: number of worker processes; 0 to run in this process. Worker processes are used because making batches in a
+    thread would slow down the thread that launches GPU kernels. Call the yielded function only from threads that have
+    called `block_stop_signals`: then the worker processes, which the first call starts, survive a stop signal from the
+    terminal. A call raises `BrokenProcessPool` if a worker process was killed.
     """
     if not count:
         yield call_here
@@ -319,14 +320,14 @@ def start_batch_workers(count: int) -> Iterator[CallFunction]:
 
 
 def block_stop_signals() -> None:
-    """Keeps stop signals from this thread and the processes that it starts."""
+    """Blocks stop signals in this thread and in processes that the thread starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
 
 
 def _start_batch_worker() -> None:
-    os.setsid()  # from now on a terminal's signals do not come here
+    os.setsid()  # leaves the terminal's process group, which gets the signals
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # discards a pending signal
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends its processes
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool ends its processes with SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     follow_parent_process()

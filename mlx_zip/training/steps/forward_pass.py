@@ -1,8 +1,8 @@
-"""The forward pass of training: whole samples at once, with codebooks that are known beforehand.
+"""Runs the forward pass of training: whole samples at once, with codebooks that are known beforehand.
 
-A request builds its codebook id by id; a training sample's codebook is known in full. So each distinct entry of a batch
-is encoded once, and the decoder runs without KV caches. Every function here is plain MLX over given arrays, so that it
-can be differentiated and compiled.
+A request builds its codebook id by id, but a training sample's codebook is known in full. So each distinct entry of a
+batch is encoded once, and the decoder runs without KV caches. Every function here is plain MLX over given arrays, so
+that the function can be differentiated and compiled.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mlx_zip.models.zip_model import Model
 class Samples:
     """B samples of L ids and the U distinct entries of their codebooks.
 
-    inputs [B, L] int32: base ids, 0 in place of a hypertoken. entries [U, S] int32: each entry's base ids, padded;
-    lengths [U] int32: how many of the S are real. read [R] int32: the distinct entries that occur in the inputs, as
-    indices into `entries`. input_rows [B, L] int32: for a hypertoken the index into `read`, for a base id -1.
-    slots [B, K] int32: the entry that each slot of a sample holds, as an index into `entries`. index [B, L] int32:
+    inputs [B, L] int32: base ids, 0 in place of a hypertoken. entries [U, S] int32: each entry's base ids, padded.
+    lengths [U] int32: number of base ids per entry, without padding. read [R] int32: the distinct entries that occur in
+    the inputs, as indices into `entries`. input_rows [B, L] int32: index into `read` for a hypertoken, -1 for a base
+    id. slots [B, K] int32: the entry in each slot of a sample, as an index into `entries`. index [B, L] int32:
     positions for position mode `base_token_end`, None for `compressed`. long: whether to use LongRoPE's long factors.
     """
 
@@ -44,8 +44,8 @@ class Samples:
 class ForwardOutputs:
     """The result of `run_forward_pass`.
 
-    hidden [B, L, D]: the body's output. base [B, L, V], hyper [B, L, K]: logits of base ids and of slots. input_rows
-    [R, D], output_rows [U, D]: the hyper rows that were used.
+    hidden [B, L, D]: output of the last layer. base [B, L, V], hyper [B, L, K]: logits of base ids and of slots.
+    input_rows [R, D], output_rows [U, D]: the hyper rows that were used.
     """
 
     hidden: mx.array
@@ -61,11 +61,11 @@ class NoCache:
     offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns the keys and values as they were given."""
+        """Returns the given keys and values."""
         return keys, values
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """Returns the causal mask of `length` ids. Padding is on the right, so real ids never attend to it."""
+        """Returns the causal mask for `length` ids. Padding is on the right, so no real id attends to padding."""
         from mlx_lm.models.base import create_causal_mask
 
         if window_size is None and not return_array:
@@ -74,13 +74,13 @@ class NoCache:
 
 
 def run_forward_pass(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> ForwardOutputs:
-    """Runs whole samples through the model. Logits are soft-capped where the model caps them, but not masked.
+    """Runs whole samples through the model. Logits are soft-capped if the model has a cap, but not masked.
 
-    rows: input rows [R, D] of the entries in `samples.read` and output rows [U, D] of all entries; None encodes them
-    (`encode_rows`).
+    rows: input rows [R, D] of the entries in `samples.read` and output rows [U, D] of all entries; None to encode them
+    with `encode_rows`.
 
-    Right padding needs no mask, because attention is causal. For entries installed by then, logits equal those of
-    `model(ids, causal=True)` for each sample alone (tests).
+    Right padding needs no mask, because attention is causal. Logits of base ids, and of entries that are installed at a
+    position, equal those of `model(ids, causal=True)` for each sample alone (tests).
     """
     input_rows, output_rows = encode_rows(model, samples) if rows is None else rows
     h = model.model.embed_tokens(samples.inputs)
@@ -97,7 +97,7 @@ def run_forward_pass(model: Model, samples: Samples, rows: tuple[mx.array, mx.ar
 def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
     """Returns input rows [R, D] of the entries in `samples.read`, and output rows [U, D] of all entries.
 
-    If encoders and matrices are tied, each entry is encoded once, and the input rows are some of the output rows.
+    If encoders and matrices are tied, each entry is encoded once, and the input rows are a selection of output rows.
     """
     output = encode_entries(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
     if model.sides_are_one:
@@ -107,9 +107,9 @@ def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
 
 
 def encode_entries(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
-    """Returns rows [N, D] of N entries: entries [N, S] base ids, padded, lengths [N].
+    """Returns the hyper rows [N, D] of N entries. entries [N, S]: padded base ids. lengths [N]: base ids per entry.
 
-    The encoder's activations are not kept but computed again in the backward pass. They would take more memory than the
+    The encoder's activations are recomputed in the backward pass. Keeping them would take more memory than the
     decoder's activations, because every entry has several positions.
     """
     return call_with_recompute(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))
@@ -118,14 +118,14 @@ def encode_entries(encoder: nn.Module, matrix: nn.Module, entries: mx.array, len
 def call_with_recompute(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) -> Any:
     """Returns `call(x)`, keeping only x and the module's weights for the backward pass, which runs `call` again.
 
-    `call` must use no trained weights but the module's, and must draw no random numbers, because the second run would
-    draw others. The second run uses the weights of the first, frozen ones included, and then restores the weights that
-    the module has by then.
+    `call` must use no trained weights except the module's, and must draw no random numbers, because the second run
+    would draw others. The second run uses all weights of the first run, also frozen weights. After it, the module gets
+    back the weights that it had before the second run.
     """
     first = module.parameters()
 
     def again(parameters: Any, x: mx.array) -> Any:
-        """Returns `call(x)`, run with the first run's weights and these trained ones."""
+        """Returns `call(x)`, run with the first run's weights and the trained weights `parameters`."""
         own = module.parameters()
         module.update(first)
         module.update(parameters)

@@ -1,12 +1,12 @@
-"""The objective of a draft head: to propose the ids that its frozen model would choose.
+"""Computes the loss of a draft head, which learns to propose the ids that its frozen model would choose.
 
-At every position the head makes `depth` guesses in a row, each from its own last guess and the text's next id. The loss
-of a guess is the cross entropy of its distribution over base ids and entries with the model's own distribution there,
-not with the text's next id: a draft is accepted if it is what the model says. The loss of a position is the mean over
-the depths. The model's soft cap is not applied to a guess's logits, because it does not change their order.
+At every position the head makes `depth` guesses in a row, each from the head's last state and the text's next id. The
+loss of a guess is the cross entropy between the head's and the model's distributions over base ids and entries, not the
+text's next id, because a draft is accepted if the model would choose it. The loss of a position is the mean over the
+depths. The model's soft cap is not applied to a guess's logits, because the cap does not change the order of logits.
 
-The two distributions are never multiplied element by element: a guess's mean logit under the model's probabilities is
-the product of the guess and the mean output row.
+The cross entropy does not multiply the two distributions element by element: a guess's mean logit under the model's
+probabilities is the product of the head's state and the mean output row.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Arrays = dict[str, mx.array]
 class _Taught:
     """Outputs of the frozen model for a batch, from which the head learns.
 
-    h [B, L, D]: the body's output. rows [B, K, D]: output rows of each sample's slots, None for a plain model. mean_row
-    [B, L, D]: the mean of all output rows, weighted with the probabilities of the ids that they belong to. best [B, L]:
-    the likeliest ids, as columns of [base ids | slots].
+    h [B, L, D]: output of the last layer. rows [B, K, D]: output rows of each sample's slots, None for a plain model.
+    mean_row [B, L, D]: mean of all output rows, weighted with the probabilities of their ids. best [B, L]: the
+    likeliest ids, as columns of [base ids | slots].
     """
 
     h: mx.array
@@ -44,10 +44,10 @@ class _Taught:
 
 
 class HeadTrainee(Trainee):
-    """A frozen model, and the draft head that is trained.
+    """A frozen model and the draft head that is trained.
 
-    size: width inside the head. depth: number of guesses in a row. pack: the pack that samples begin with, with tuned
-    rows, or None. Raises `ModelError` for a model that cannot have a head.
+    size: width inside the head. depth: number of guesses in a row. pack: the pack with tuned rows that samples begin
+    with, or None. Raises `ModelError` if the model cannot have a head.
     """
 
     def __init__(self, model: Any, size: int, depth: int = DEPTH, pack: Pack | None = None) -> None:
@@ -63,7 +63,7 @@ class HeadTrainee(Trainee):
         return self._headed.rows
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
+        """Returns the batch with the pack's entries separated from the other entries, see `separate_pack`."""
         if self._pack is None:
             return batch
         pack = len(self._pack.entries)
@@ -72,14 +72,13 @@ class HeadTrainee(Trainee):
     def losses(self, arrays: Arrays, long: bool = False) -> Arrays:
         """Returns sums over the positions that count: `nats`, `count`, and `accepted` outside of training.
 
-        accepted: the number of guesses before the first one that differs from the model's greedy choice after the
-        text's ids.
+        accepted: number of guesses that equal the model's greedy choice, as do all earlier guesses of their position.
         """
         taught = self._ask_model(arrays, long)
         rows, state, length = self._rows_of_next_ids(arrays["targets"], taught.rows), taught.h, taught.h.shape[1]
         nats, accepted, right = mx.array(0.0), mx.array(0.0), arrays["weights"] >= 0
         for depth in range(1, min(self._depth, length - 1) + 1):
-            # position t guesses the body's output at t + depth, where the model has read the text's id
+            # position t guesses the model's output at position t + depth of the text
             state = self.draft_head(state[:, : length - depth], rows[:, depth - 1 : -1])
             parts, weights = self._guess_logits(state, taught.rows, arrays, depth), arrays["weights"][:, depth:]
             whole = mx.logsumexp(mx.stack([mx.logsumexp(part, axis=-1) for part in parts]), axis=0)
@@ -93,7 +92,6 @@ class HeadTrainee(Trainee):
         return sums if self.training else {**sums, "accepted": accepted}
 
     def _ask_model(self, arrays: Arrays, long: bool) -> _Taught:
-        """Runs the frozen model on a batch. long: as in `losses`."""
         headed, vocab = self._headed, self._headed.vocab_size
         h, rows = self._read(arrays, long)
         logits = headed.base_logits(h)[..., :vocab].astype(mx.float32)
@@ -108,7 +106,7 @@ class HeadTrainee(Trainee):
         return _Taught(still(h), None if rows is None else still(rows), still(mean_row), mx.argmax(shares, axis=-1))
 
     def _read(self, arrays: Arrays, long: bool) -> tuple[mx.array, mx.array | None]:
-        """Returns the body's output [B, L, D], and the output rows [B, K, D] of the samples' slots if there are any."""
+        """Returns the last layer's output [B, L, D], and output rows [B, K, D] of slots (None for a plain model)."""
         if not isinstance(self.model, Model):
             return self.model.model(arrays["inputs"]), None
         samples = make_samples(arrays, long)
@@ -120,12 +118,12 @@ class HeadTrainee(Trainee):
         return h, encoded[1][samples.slots].astype(h.dtype)
 
     def _guess_logits(self, state: mx.array, rows: mx.array | None, arrays: Arrays, depth: int) -> list[mx.array]:
-        """Returns logits [B, L - depth, V] of base ids and, if there are rows, [B, L - depth, K] of slots, float32."""
+        """Returns float32 logits [B, L - depth, V] of base ids and, if `rows` are given, [B, L - depth, K] of slots."""
         base = self._headed.products(state)[..., : self._headed.vocab_size].astype(mx.float32)
         return [base] if rows is None else [base, _close_slots(state @ rows.swapaxes(-1, -2), arrays, depth)]
 
     def _rows_of_next_ids(self, targets: mx.array, rows: mx.array | None) -> mx.array:
-        """Returns the output rows [B, L, D] of the ids `targets` [B, L]. rows [B, K, D]: those of the slots."""
+        """Returns the output rows [B, L, D] of the ids `targets` [B, L]. rows [B, K, D]: output rows of the slots."""
         vocab = self._headed.vocab_size
         base = self._headed.base_rows(mx.minimum(targets, vocab - 1))
         if rows is None:
@@ -136,17 +134,17 @@ class HeadTrainee(Trainee):
 
 
 def _close_slots(hyper: mx.array, arrays: Arrays, first: int) -> mx.array:
-    """Returns logits [B, L - first, K] in float32, closed for slots without an entry. first: the first position."""
+    """Returns float32 logits [B, L - first, K] from position `first` on, with `CLOSED_LOGIT` for unavailable slots."""
     is_open = mx.arange(hyper.shape[-1]) < arrays["available"][:, first:, None]
     return mx.where(is_open, hyper.astype(mx.float32), CLOSED_LOGIT)
 
 
 def _exclude_ids(shares: mx.array, arrays: Arrays) -> mx.array:
-    """Returns probabilities [B, L, W] under canonical decoding, see `mlx_zip.sampling.canonical.exclude_ids`."""
+    """Returns the probabilities `shares` [B, L, W] under canonical decoding; see `sampling.canonical.exclude_ids`."""
     if "excluded_at" not in arrays:
         return shares
     flat = shares.reshape(-1, shares.shape[-1])
-    padded = mx.concatenate([flat, flat[:1]])  # the batch's padding excludes ids of a position after the last one
+    padded = mx.concatenate([flat, flat[:1]])  # one more position, whose ids the batch's padding excludes
     left = padded.at[arrays["excluded_at"], arrays["excluded"]].multiply(0.0)[:-1].reshape(shares.shape)
     whole = left.sum(axis=-1, keepdims=True)
     return mx.where(whole >= 1 - MAX_EXCLUDED_SHARE, left / whole, shares)

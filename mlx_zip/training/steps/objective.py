@@ -1,12 +1,12 @@
-"""The objective: cross entropy over base ids and entries together, and two optional losses.
+"""Computes the training loss: cross entropy over base ids and entries together, and two optional losses.
 
 Every loss is a sum over the positions that count. So gradients of several batches and machines can be added, and
 dividing the sum once by the number of positions gives the gradients of one large batch.
 
-Base and hyper logits are normalised separately and joined by `logaddexp`, so the joint softmax is never materialized. A
-closed entry's logit is -1e30, so that its gradient is 0 and not NaN.
+The normalizers of base and hyper logits are computed separately and joined by `logaddexp`, so the joint softmax is
+never materialized. The logit of an unavailable entry is -1e30, so that its gradient is 0 and not NaN.
 
-Rows of a pack's entries are trained alone, with the model frozen, or together with the model.
+Rows of a pack's entries can be trained alone, with the model frozen, or together with the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mlx_zip.training.steps.batches import FINE_PADDING, Batch, Padding
 from mlx_zip.training.steps.forward_pass import ForwardOutputs, Samples, encode_entries, encode_rows, run_forward_pass
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-CLOSED_LOGIT = -1e30  # logit of an entry that is not available; finite, so that its gradient is 0 and not NaN
+CLOSED_LOGIT = -1e30  # logit of an unavailable entry; finite, so that the gradient is 0 and not NaN
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class LossWeights:
     reconstruct_entries: int = 256
 
     def total_loss(self, sums: Mapping[str, Any]) -> Any:
-        """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`.
+        """Returns the weighted sum of the losses, to be minimized; not yet divided by `count`.
 
-        sums: MLX arrays or PyTorch tensors, by the names that `Trainee.losses` gives them.
+        sums: result of `Trainee.losses` or of the PyTorch engine's `compute_losses`.
         """
         added = [name for name in ("reconstruction", "token_type") if name in sums]
         return sum((getattr(self, name) * sums[name] for name in added), sums["nats"])
@@ -56,8 +56,9 @@ class LossWeights:
 class Trainee(nn.Module):
     """The model, and the heads that only training needs.
 
-    decoder: f_psi of eq. 3, which maps a hyper row [D] to merge_size vectors [D] that the model's own matrix turns
-    into logits. type_head: maps a hidden state [D] to the logit of "the next id is a hypertoken".
+    decoder: f_psi of arXiv 2506.01084 eq. 3, which maps a hyper row [D] to merge_size vectors [D], from which the
+    model's embedding or head computes logits. type_head: maps a hidden state [D] to the logit of "the next id is a
+    hypertoken".
     """
 
     def __init__(self, model: nn.Module, weights: LossWeights) -> None:
@@ -72,13 +73,13 @@ class Trainee(nn.Module):
                 self.type_head = nn.Linear(width, 1)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns a batch with the arrays that `losses` needs; runs on the CPU while the device trains."""
+        """Returns the batch with all arrays that `losses` needs. Called on the CPU while the device trains."""
         return batch
 
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
         """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
 
-        arrays: those of a `Batch`. long: use LongRoPE's long factors.
+        arrays: arrays of a `Batch`. long: use LongRoPE's long factors.
         """
         if not isinstance(self.model, Model):
             return sum_plain_nats(self.model(arrays["inputs"]), arrays)
@@ -95,18 +96,18 @@ class Trainee(nn.Module):
         return sums
 
     def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array] | None:
-        """Returns a batch's hyper rows for `run_forward_pass`; None: those that the hyper-encoders make."""
+        """Returns a batch's hyper rows for `run_forward_pass`, None to use the hyper-encoders' rows."""
         return None
 
     def base_losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
         """Returns `nats` and `count` of a batch of base ids, read without hypertokens.
 
-        arrays: those of a `Batch` that was made for a codec without a codebook. long: as in `losses`.
+        arrays: arrays of a `Batch` that was made for a codec without a codebook. long: use LongRoPE's long factors.
         """
         model = self.model
         if not isinstance(model, Model):
             return sum_plain_nats(model(arrays["inputs"]), arrays)
-        none, row = mx.zeros((1,), mx.int32), mx.zeros((1, model.config.encoder.model_size))  # one entry, never open
+        none, row = mx.zeros((1,), mx.int32), mx.zeros((1, model.config.encoder.model_size))  # an unavailable entry
         rows = mx.full(arrays["inputs"].shape, -1, mx.int32)
         slots = mx.zeros((arrays["inputs"].shape[0], 1), mx.int32)
         index = arrays["index"] if model.config.position_mode == "base_token_end" else None
@@ -115,10 +116,10 @@ class Trainee(nn.Module):
         return sum_joint_nats(out.base, out.hyper, {**arrays, "available": mx.zeros_like(arrays["targets"])})
 
     def _reconstruction_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:
-        """Returns the mean cross entropy of entries' base ids, predicted from their input and their output rows."""
+        """Returns the mean cross entropy of entries' base ids, predicted from the entries' input and output rows."""
         size = arrays["entries"].shape[0]
         n = min(self.loss_weights.reconstruct_entries, size)
-        chosen = (mx.arange(n) * size) // n  # spread over the batch's entries, which are sorted by their ids
+        chosen = (mx.arange(n) * size) // n  # spread over the entries, which are sorted by base ids
         entries, lengths = arrays["entries"][chosen], arrays["lengths"][chosen]
         real = (mx.arange(entries.shape[1]) < lengths[:, None]) & (lengths[:, None] > 1)
         both_sides = [
@@ -132,16 +133,15 @@ class Trainee(nn.Module):
         return sum((nats * real).sum() for nats in both_sides) / (2 * mx.maximum(real.sum(), 1))
 
     def _reconstruction_nats(self, rows: mx.array, matrix: nn.Module, entries: mx.array) -> mx.array:
-        """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from their rows [N, D].
+        """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from the entries' rows [N, D].
 
-        matrix: the embedding or head that turns the decoder's vectors into logits.
+        matrix: the embedding or head that computes logits from the decoder's vectors.
         """
         guesses = self.decoder(rows).reshape(*entries.shape, -1)
         logits = matrix.as_linear(guesses) if isinstance(matrix, EMBEDDINGS) else matrix(guesses)
         return nn.losses.cross_entropy(logits.astype(mx.float32), entries)
 
     def _token_type_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:
-        """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
         is_hyper = (arrays["targets"] >= out.base.shape[-1]).astype(mx.float32)
         logits = self.type_head(out.hidden)[..., 0].astype(mx.float32)
         loss = nn.losses.binary_cross_entropy(logits, is_hyper, with_logits=True, reduction="none")
@@ -149,7 +149,7 @@ class Trainee(nn.Module):
 
 
 def make_samples(arrays: dict[str, mx.array], long: bool = False) -> Samples:
-    """Returns the arrays of a batch that the model reads. long: use LongRoPE's long factors."""
+    """Returns a batch's arrays for `run_forward_pass`. long: use LongRoPE's long factors."""
     names = ("inputs", "read", "input_rows", "entries", "lengths", "slots")
     return Samples(*(arrays[name] for name in names), index=arrays.get("index"), long=long)
 
@@ -163,9 +163,9 @@ def sum_plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, m
 def sum_joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Returns `nats` and `count`: summed cross entropy over base ids and available entries, and positions that count.
 
-    base [B, L, V], hyper [B, L, K]: logits of base ids and of slots; they are normalised together without being
-    concatenated. arrays: those of a `Batch`; with `excluded` in it, the probabilities are those of canonical decoding.
-    Source: arXiv 2506.01084 eq. 2.
+    base [B, L, V], hyper [B, L, K]: logits of base ids and of slots, normalized together without concatenation. arrays:
+    arrays of a `Batch`; if they include `excluded`, the probabilities are those of canonical decoding. Source: arXiv
+    2506.01084 eq. 2.
     """
     base, hyper = base.astype(mx.float32), hyper.astype(mx.float32)
     vocab, slots = base.shape[-1], hyper.shape[-1]
@@ -185,11 +185,11 @@ def sum_joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array])
 
 
 def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays: dict[str, mx.array]) -> mx.array:
-    """Returns nats [B, L], at most 0: the change of each target's loss when excluded ids get no probability.
+    """Returns nats [B, L], at most 0: the change of each target's loss if excluded ids get no probability.
 
-    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `sum_joint_nats`; normaliser [B,
-    L]: their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.sampling.canonical`), without a
-    second pass.
+    At positions where excluded ids hold over half the probability, nothing is excluded and the change is 0. base,
+    hyper: logits as in `sum_joint_nats`. normaliser [B, L]: logsumexp of all logits. The result equals that of setting
+    excluded logits to minus infinity (`mlx_zip.sampling.canonical`), without a second pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]
     batch, length, vocab = base.shape
@@ -198,7 +198,7 @@ def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays
     in_base = base[row, place, mx.where(is_hyper, 0, column)]
     in_hyper = hyper[row, place, mx.where(is_hyper, column - vocab, 0)]
     share = mx.where(real, mx.exp(mx.where(is_hyper, in_hyper, in_base) - normaliser[row, place]), 0)
-    excluded = mx.zeros(batch * length).at[mx.where(real, at, 0)].add(share).reshape(batch, length)  # their probability
+    excluded = mx.zeros(batch * length).at[mx.where(real, at, 0)].add(share).reshape(batch, length)  # total probability
     return mx.log1p(-mx.where(excluded <= canonical.MAX_EXCLUDED_SHARE, excluded, 0))
 
 
@@ -208,7 +208,7 @@ def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays
 class PackTrainee(Trainee):
     """A frozen model, and the trained rows of the P entries that every sample begins with.
 
-    output_rows [P, D]: one row per entry. input_rows [P, D]: likewise; absent if the model uses the same rows for input
+    output_rows, input_rows [P, D]: one row per entry. `input_rows` is absent if the model uses the same rows for input
     and output.
     """
 
@@ -221,15 +221,15 @@ class PackTrainee(Trainee):
 
     @property
     def pack_input_rows(self) -> mx.array:
-        """The rows [P, D] that the pack's entries have in the input."""
+        """Input rows [P, D] of the pack's entries."""
         return self.output_rows if self.model.sides_are_one else self.input_rows
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
+        """Returns the batch with the pack's entries separated from the other entries, see `separate_pack`."""
         return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows), batch.padding))
 
     def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
-        """Returns the pack's rows, then those that the hyper-encoder makes of entries that the samples installed."""
+        """Returns the pack's rows, followed by the hyper-encoder's rows of entries that the samples installed."""
         grown = encode_rows(self.model, samples)
         return mx.concatenate([self.pack_input_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
 
@@ -237,8 +237,8 @@ class PackTrainee(Trainee):
 class PackAndModelTrainee(Trainee):
     """A model that is trained together with rows of the P entries that every sample begins with.
 
-    output_rows, input_rows: as in `PackTrainee`, but added to the hyper-encoder's rows, and 0 at first. So what the
-    encoder learns applies to all entries, and these rows hold what is specific to one entry.
+    output_rows, input_rows: as in `PackTrainee`, but added to the hyper-encoder's rows, and initially 0. So the encoder
+    learns what applies to all entries, and the rows hold what is specific to one entry.
     """
 
     def __init__(self, model: Model, entries: int) -> None:
@@ -248,13 +248,13 @@ class PackAndModelTrainee(Trainee):
             self.input_rows = mx.zeros_like(self.output_rows)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns the batch with `in_pack` [U] int32: the place of each distinct entry in the pack, P for none."""
+        """Adds `in_pack` [U] int32 to the batch: index of each distinct entry in the pack, P if it is not there."""
         size = len(self.output_rows)
         places = _places_in_pack(batch.arrays, size)
         return replace(batch, arrays={**batch.arrays, "in_pack": np.where(places < 0, size, places).astype(np.int32)})
 
     def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
-        """Returns the encoder's rows, with those of the pack's entries added to them."""
+        """Returns the encoder's rows, plus the trained rows for entries of the pack."""
         read, output = encode_rows(self.model, samples)
         places = arrays["in_pack"]
         own_read = self.input_rows if "input_rows" in self else self.output_rows
@@ -263,17 +263,17 @@ class PackAndModelTrainee(Trainee):
         ]
 
     def trained_pack_rows(self, entries: Sequence[Sequence[int]], params: CodecParams) -> dict[str, mx.array]:
-        """Returns the rows [P, D] float32 of the pack's entries, by the names that `TunedRows` stores them under."""
+        """Returns float32 [P, D] sums of encoder and trained rows: "output_rows" and, if separate, "input_rows"."""
         read, output = encode_pack_rows(self.model, entries, params)
         rows = {"output_rows": output + self.output_rows}
         return rows if self.model.sides_are_one else {**rows, "input_rows": read + self.input_rows}
 
 
 def _places_in_pack(arrays: Mapping[str, NDArray[Any]], pack: int) -> NDArray[np.int64]:
-    """Returns the place of each distinct entry in the pack, -1 for none, [U].
+    """Returns the index of each distinct entry in the pack, -1 for entries outside of the pack, [U].
 
-    arrays: those of a `Batch`, whose samples have the pack's entries in their first `pack` slots, all in the same
-    order; plain samples have no entry.
+    arrays: arrays of a `Batch`, in which every sample has the pack's entries in the first `pack` slots, in pack order,
+    except plain samples, which have no entry.
     """
     places = np.full(len(arrays["entries"]), -1)
     with_pack = np.flatnonzero(arrays["available"].max(1) >= pack)
@@ -287,7 +287,7 @@ def _append_zero_row(rows: mx.array) -> mx.array:
 
 
 def encode_pack_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecParams) -> list[mx.array]:
-    """Returns the input rows and the output rows that a model's hyper-encoders make of entries, float32 [P, D] each."""
+    """Returns the input rows and the output rows of entries from a model's hyper-encoders, each float32 [P, D]."""
     base_ids, lengths = pad_entries(entries, params.merge_size, params.fill)
     rows = [side.astype(mx.float32) for side in model.rows(base_ids, lengths)]
     mx.eval(rows)
@@ -299,19 +299,19 @@ def separate_pack(
 ) -> dict[str, NDArray]:
     """Returns a batch's arrays for a model that already has rows for the pack's entries.
 
-    arrays: as in `_places_in_pack`. distinct: number of real entries, which come before the padding. padding: rules for
-    the arrays' sizes. "Grown" entries are those outside the pack.
+    arrays: see `_places_in_pack`. distinct: number of entries before the padding. padding: rules for the arrays' sizes.
+    "Grown" entries are entries outside of the pack.
 
     In the result, `entries` and `lengths` hold only grown entries. slots: index of each slot's row in [pack rows |
-    grown rows]. read: the grown entries that inputs use, as indices into `entries`. input_rows: index of each input's
-    row in [pack rows | rows of `read`], -1 for a base id.
+    grown rows]. read: the grown entries that occur in inputs, as indices into `entries`. input_rows: index of each
+    input's row in [pack rows | rows of `read`], -1 for a base id.
     """
-    place = _places_in_pack(arrays, pack)  # of each entry in [pack | grown]
+    place = _places_in_pack(arrays, pack)  # index of each entry in [pack | grown]
     grown = np.flatnonzero(place[:distinct] < 0)
     place[grown] = pack + np.arange(len(grown))
     read = place[arrays["read"][: int(arrays["input_rows"].max()) + 1]]
     is_grown = read >= pack
-    new_index = np.where(is_grown, pack + np.cumsum(is_grown) - 1, read)  # of each entry in the old `read`
+    new_index = np.where(is_grown, pack + np.cumsum(is_grown) - 1, read)  # new index of each entry in `read`
     rows, size = arrays["input_rows"], padding.pad_entries(len(grown))
     grown_read = (read[is_grown] - pack).astype(np.int32)
     return {

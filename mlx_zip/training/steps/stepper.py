@@ -1,10 +1,10 @@
-"""Takes one optimizer step: adds gradients over batches and machines, divides them once, and applies them.
+"""Takes one optimizer step: sums gradients over batches and machines, divides them once, and applies them.
 
-The optimizer and its learning-rate schedule are MLX's.
+The optimizer and the learning-rate schedule are MLX's.
 
-The encoders' activations are not kept while the decoder is differentiated: they are computed again afterwards, and the
-decoder's gradients are evaluated first. One batch of two 1,024-id samples of the stories model then peaks at 479 MB
-instead of 782 MB (mlx-lm's LoRA trainer on the same text: 541 MB), for one more forward pass of the encoders.
+To save memory, the decoder's gradients are evaluated first, and the encoders' activations are recomputed afterwards.
+One batch of two 1,024-id samples of the stories model then peaks at 479 MB instead of 782 MB (mlx-lm's LoRA trainer on
+the same text: 541 MB), at the cost of one more forward pass of the encoders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.objective import Trainee
 
-BATCH_COUNTS = ("ids", "base_ids", "n_bytes")  # counts of a batch that are summed over a step
+BATCH_COUNTS = ("ids", "base_ids", "n_bytes")  # counts of a `Batch` that are summed over a step
 LOW_PRECISION = {"float32": None, "bfloat16": mx.bfloat16}
 
 
@@ -38,9 +38,9 @@ def is_compiled(settings: TrainSettings) -> bool:
 class Stepper:
     """Takes optimizer steps with two functions, which may be compiled: gradients of a batch, and the update.
 
-    device: the kind of device that computes. traces: how often Python has run one of the two functions. If they are
-    compiled, that is once per combination of shapes; other steps run the compiled code alone. batch_workers: processes
-    that make batches, 0 for a thread of this one.
+    device: kind of device that computes. traces: number of times that Python has run one of the two functions. Compiled
+    functions run in Python once per combination of shapes. batch_workers: number of processes that make batches, 0 to
+    make batches in a thread of this process.
     """
 
     batch_workers = 0
@@ -62,11 +62,12 @@ class Stepper:
             self._compiled_update = mx.compile(self._update, inputs=both_states, outputs=both_states)
 
     def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
-        """Trains one step on this machine's part of its batches; returns figures over all machines.
+        """Trains one step on this machine's part of the step's batches; returns figures over all machines.
 
         long: for each batch, whether to use LongRoPE's long factors. stop: whether this machine was asked to stop.
-        Returns the sums of `nats`, `count` and the other losses; `grad_norm` of the mean gradient before clipping; how
-        much was read: `samples`, `ids`, `base_ids`, `n_bytes`; and `stop`, the number of machines asked to stop.
+        Returns the sums of `nats`, `count` and the other losses; `grad_norm`, the norm of the mean gradient before
+        clipping; the amounts read, `samples`, `ids`, `base_ids`, `n_bytes`; and `stop`, the number of machines asked to
+        stop.
         """
         gradients, sums = None, None
         for batch, is_long in zip(batches, long, strict=True):
@@ -86,24 +87,24 @@ class Stepper:
         return {name: float(value.item()) for name, value in found.items()}
 
     def measure_losses(self, batch: Batch, long: bool) -> dict[str, float]:
-        """Returns the sums of the losses on one batch, without training. long: as in `step`."""
+        """Returns the sums of the losses on one batch, without training. long: use LongRoPE's long factors."""
         sums: dict[str, Any] = self.trainee.losses(to_mlx_arrays(batch), long)
         return {name: float(value.item()) for name, value in sums.items()}
 
     def measure_base_nats(self, batch: Batch, long: bool) -> float:
-        """Returns the summed nats of a batch of base ids, read without hypertokens. long: as in `step`."""
+        """Returns the summed nats of a batch of base ids, read without hypertokens. long: see `measure_losses`."""
         nats: Any = self.trainee.base_losses(to_mlx_arrays(batch), long)["nats"]
         return nats.item()
 
     def sync_to_trainee(self) -> None:
-        """Does nothing, because trainee and optimizer are always up to date; see `TorchStepper`."""
+        """Does nothing, because trainee and optimizer are always up to date. `TorchStepper` has work to do here."""
 
     def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
-        """Returns the loss to minimise and all sums, computed in the settings' dtype."""
+        """Returns the loss to minimize, and all sums, computed in the settings' dtype."""
         if self._low_precision is None:
             sums = self.trainee.losses(arrays, long)
             return self.trainee.loss_weights.total_loss(sums), sums
-        original = self.trainee.parameters()  # frozen ones too, else a float32 base would compute in float32
+        original = self.trainee.parameters()  # also frozen weights, else a float32 base would compute in float32
         self.trainee.update(tree_map(self._to_low_precision, original))
         sums = self.trainee.losses(arrays, long)
         self.trainee.update(original)
@@ -113,7 +114,7 @@ class Stepper:
         return value.astype(self._low_precision) if mx.issubdtype(value.dtype, mx.floating) else value
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
-        """Returns the loss sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
+        """Returns the loss sums of a batch, and its gradients plus `previous`, the sum of earlier batches or None."""
         self.traces += 1
         (_, sums), gradients = self._value_and_grad(arrays, long)
         if previous is not None:
@@ -151,7 +152,7 @@ def to_mlx_arrays(batch: Batch) -> dict[str, mx.array]:
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
     """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the other weights.
 
-    Weights with a learning rate of their own have an optimizer of their own.
+    Encoders and pack rows get a separate optimizer each if the settings give them a learning rate of their own.
     """
     rest = _make_single_optimizer(settings, settings.learning_rate)
     if settings.optimizer == "muon":
@@ -170,7 +171,7 @@ def _list_own_rates(settings: TrainSettings) -> list[tuple[Callable[[str, Any], 
 
 
 def _make_single_optimizer(settings: TrainSettings, peak: float) -> optim.Optimizer:
-    """Returns one optimizer with the schedule that rises to `peak`; for "muon", the AdamW of the other weights."""
+    """Returns one optimizer with peak learning rate `peak`; for "muon", the AdamW for the other weights."""
     rate, decay = make_schedule(settings, peak), settings.weight_decay
     if settings.optimizer == "adafactor":  # by default it would choose its own rate
         return optim.Adafactor(rate, relative_step=False, scale_parameter=False)
@@ -182,7 +183,7 @@ def _make_single_optimizer(settings: TrainSettings, peak: float) -> optim.Optimi
 
 
 def optimizer_of_weight(optimizer: optim.Optimizer, settings: TrainSettings, name: str) -> optim.Optimizer:
-    """Returns the optimizer that updates the weight of this name. Not for "muon"."""
+    """Returns the optimizer that updates the weight `name`. Do not call this for "muon"."""
     if not isinstance(optimizer, optim.MultiOptimizer):
         return optimizer
     found = (i for i, (which, _) in enumerate(_list_own_rates(settings)) if which(name, None))
@@ -190,7 +191,7 @@ def optimizer_of_weight(optimizer: optim.Optimizer, settings: TrainSettings, nam
 
 
 def peak_rate_of_weight(settings: TrainSettings, name: str) -> float:
-    """Returns the peak learning rate of the weight of this name."""
+    """Returns the peak learning rate of the weight `name`."""
     return next((peak for which, peak in _list_own_rates(settings) if which(name, None)), settings.learning_rate)
 
 
@@ -213,12 +214,12 @@ def _is_pack_row(path: str, value: Any) -> bool:
 
 
 def _is_hidden_matrix(path: str, value: mx.array) -> bool:
-    """Whether Muon trains this weight: a matrix, but neither an embedding nor a head. path: the weight's name."""
+    """Returns whether Muon trains a weight: a matrix other than an embedding or a head. path: the weight's name."""
     return value.ndim == 2 and not any(name in path for name in ("embed", "lm_head", "type_head", "decoder"))
 
 
 def last_learning_rate(optimizer: optim.Optimizer) -> float:
-    """Returns the last step's learning rate; if weights have rates of their own, that of the other weights."""
+    """Returns the last step's learning rate, of the weights without a separate optimizer."""
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]
     rate: Any = optimizer.learning_rate.item()
@@ -226,7 +227,7 @@ def last_learning_rate(optimizer: optim.Optimizer) -> float:
 
 
 def clip_gradients(gradients: Any, limit: float) -> tuple[Any, mx.array]:
-    """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before."""
+    """Scales gradients down to norm `limit` (0: no limit). Returns the scaled gradients and the norm before scaling."""
     squares = (g.astype(mx.float32).square().sum() for _, g in named_arrays(gradients))
     norm = mx.sqrt(sum(squares, mx.array(0.0)))
     if not limit:

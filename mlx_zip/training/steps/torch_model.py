@@ -1,6 +1,6 @@
-"""The model that a run trains, as PyTorch modules: transformers' decoder, LoRA layers, hyper-encoders, training heads.
+"""Rebuilds the model that a run trains in PyTorch: transformers' decoder, LoRA layers, hyper-encoders, training heads.
 
-Weights are copied from the MLX trainee once. Trained ones keep the trainee's names, so that both trainers read and
+Weights are copied from the MLX trainee once. Trained weights keep the trainee's names, so that both engines read and
 write the same checkpoints.
 """
 
@@ -35,12 +35,12 @@ PREFIXES_BESIDE_MODEL = ("decoder.", "type_head.", *ROWS)  # parts of a trainee 
 
 
 class TorchModel(nn.Module):
-    """The model of an MLX trainee on a device.
+    """The model of an MLX trainee as a PyTorch module on a device.
 
-    body: transformers' decoder without its head. head [V, D]: the embedding's weight if both are tied. parts: weights
-    of the hyper-encoders, the training heads and a pack's rows, by the trainee's names. trained: the trained weights,
-    float32, by the trainee's names. zip: codec and encoder, None for a plain model. cap: soft cap of logits, None
-    for none.
+    body: transformers' decoder without the head. head [V, D]: weight of the head, or of the embedding if both are tied.
+    parts: weights of the hyper-encoders, the training heads and a pack's rows, by the trainee's names. trained: the
+    trained weights, float32, by the trainee's names. zip: codec and encoder, None for a plain model. cap: soft cap of
+    logits, or None.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class TorchModel(nn.Module):
         dtype: torch.dtype,
         dropout: float = 0.0,
     ) -> None:
-        """Copies the trainee. config: the model's config.json. dtype: of frozen weights. dropout: of LoRA inputs.
+        """Copies the trainee's weights. config: the model's config.json. dtype: dtype of frozen weights.
 
-        Raises `TrainingError` for a model that transformers lacks or builds from other tensors.
+        dropout: dropout rate of LoRA inputs. Raises `TrainingError` if transformers cannot build the model or builds it
+        with other tensors.
         """
         super().__init__()
         trained = {name for name, _ in named_arrays(trainee.trainable_parameters())}
@@ -79,7 +80,7 @@ class TorchModel(nn.Module):
         self._cast_weights_on_read()
 
     def _copy_body_weights(self, source: Any, dropout: float) -> None:
-        """Copies the decoder's weights and puts LoRA layers in. Raises `TrainingError` naming a tensor that differs."""
+        """Copies the decoder's weights and inserts LoRA layers. Raises `TrainingError` if names or shapes differ."""
         filled: set[str] = set()
         for name, module in source.model.named_modules():
             if not name or not hasattr(module, "parameters"):
@@ -116,16 +117,16 @@ class TorchModel(nn.Module):
         filled.add(name)
 
     def _cast_weights_on_read(self) -> None:
-        """Makes layers cast trained weights to `dtype` whenever they read them, also when activations are recomputed.
+        """Makes layers cast trained weights to `dtype` at every use, also when activations are recomputed.
 
-        Left out are `Lora`, which casts its own weights, and the embedding, whose readers cast the rows that they read.
+        Excludes `Lora` layers, which cast their own weights, and the embedding, of which only single rows are cast.
         """
         embedding = self.body.embed_tokens
         modules = [one for one in self.body.modules() if one is not embedding and not isinstance(one, Lora)]
         for module in modules:
             for name, value in list(module.named_parameters(recurse=False)):
                 if value.dtype != self.dtype:
-                    # unsafe: another dtype than the stored weight's
+                    # unsafe=True allows a dtype that differs from the stored weight's
                     register_parametrization(module, name, _CastOnRead(self.dtype), unsafe=True)
 
     # ---- the forward pass
@@ -133,9 +134,9 @@ class TorchModel(nn.Module):
     def hidden_states(
         self, arrays: Mapping[str, torch.Tensor], longest: int, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the body's output [B, L, D]. arrays: those of a `Batch`; longest: inputs of its longest sample.
+        """Returns the body's output [B, L, D]. arrays: arrays of a `Batch`. longest: `longest` of that batch.
 
-        rows [R, D]: input rows of the hypertokens that occur, None for none.
+        rows [R, D]: input rows of the hypertokens in the inputs, None if there are no hypertokens.
         """
         inputs = arrays["inputs"]
         h = functional.embedding(inputs, self.body.embed_tokens.weight).to(self.dtype)
@@ -146,12 +147,12 @@ class TorchModel(nn.Module):
             h = h * torch.tensor(self.scale, dtype=h.dtype, device=h.device)
         places = torch.arange(inputs.shape[1], device=h.device).clamp(max=longest - 1)[None].expand_as(inputs)
         places = arrays.get("index", places)
-        mask = torch.ones_like(inputs)  # without one, transformers takes jumps in positions for several sequences
+        mask = torch.ones_like(inputs)  # without a mask, transformers takes jumps in positions for new sequences
         call = {"inputs_embeds": h, "attention_mask": mask, "position_ids": places, "use_cache": False}
         return self.body(**call).last_hidden_state
 
     def make_hyper_rows(self, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns input rows [R, D] of the entries that inputs use, and output rows [U, D] of all entries."""
+        """Returns input rows [R, D] of the entries that occur in inputs, and output rows [U, D] of all entries."""
         assert self.zip is not None
         tied, one_matrix = self.zip.encoder.tie_encoders, self.head is self.body.embed_tokens.weight
         output = self.encode(SIDES[0] if tied else SIDES[1], self.head, arrays["entries"], arrays["lengths"])
@@ -164,14 +165,14 @@ class TorchModel(nn.Module):
         return self._add_pack_rows("input_rows", read, places), output
 
     def _add_pack_rows(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Returns encoder rows [N, D] plus trained rows of the pack's entries. places [N]: as `in_pack` of a batch."""
+        """Returns encoder rows [N, D] plus trained rows of pack entries. places [N]: `in_pack` of the rows' entries."""
         if places is None:
             return rows
         own = self.parts[name].to(rows.dtype)
         return rows + torch.cat([own, own.new_zeros(1, own.shape[1])])[places]
 
     def encode(self, side: str, matrix: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns rows [N, D] of entries [N, S], padded; lengths [N]. side: prefix of the encoder's weights."""
+        """Returns hyper rows [N, D] of padded entries [N, S] of lengths [N]. side: prefix of the encoder's weights."""
         assert self.zip is not None
 
         def read_weight(name: str, *shape: int) -> torch.Tensor:
@@ -207,7 +208,7 @@ class _CastOnRead(nn.Module):
 
 
 class _WeightCopier:
-    """Copies MLX arrays to PyTorch. Trained ones become float32 parameters in `trained`, others `dtype` constants."""
+    """Copies MLX arrays to PyTorch: those in `names` as float32 parameters (`trained`), others as `dtype` constants."""
 
     def __init__(self, names: set[str], device: torch.device, dtype: torch.dtype) -> None:
         self.names, self.device, self.dtype = names, device, dtype
@@ -217,7 +218,6 @@ class _WeightCopier:
         return {name: self.copy_value(name, value) for name, value in arrays.items()}
 
     def copy_weight(self, name: str, module: Any) -> torch.Tensor:
-        """Returns a module's weight, dequantized if it is quantized."""
         return self.copy_value(name, matrix_rows(module, slice(None)))
 
     def copy_value(self, name: str, value: mx.array) -> torch.Tensor:
@@ -229,28 +229,28 @@ class _WeightCopier:
 
 
 def to_torch(value: mx.array) -> torch.Tensor:
-    """Returns a copy of an array in float32."""
+    """Returns a float32 copy of an MLX array as a PyTorch tensor."""
     return torch.from_numpy(np.array(value.astype(mx.float32)))
 
 
 def to_mlx(tensor: torch.Tensor) -> mx.array:
-    """Returns a copy of a tensor in float32."""
+    """Returns a float32 copy of a PyTorch tensor as an MLX array."""
     return mx.array(tensor.detach().float().cpu().numpy())
 
 
 def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
-    """Returns transformers' decoder for a config.json, with random weights. Raises `TrainingError`.
+    """Returns transformers' decoder for a config.json, with random weights. Raises `TrainingError` if it fails.
 
     eager: compute attention in plain matrix products, which in bfloat16 are faster on a CPU than fused attention.
     """
     from transformers import AutoConfig, AutoModel
 
     known = {key: value for key, value in config.items() if key not in KEYS_NOT_OF_DECODER}
-    known["pad_token_id"] = None  # which would only zero a row of the embedding
+    known["pad_token_id"] = None  # a pad id would only zero a row of the embedding
     if config["model_type"] == MODEL_TYPE:
         known["model_type"] = config["zip2zip"]["base_model_type"]
     kind = known.pop("model_type")
-    attention = "eager" if eager or kind == "gemma2" else "sdpa"  # gemma2: soft caps on scores
+    attention = "eager" if eager or kind == "gemma2" else "sdpa"  # gemma2 has soft caps on attention scores
     try:
         body = AutoModel.from_config(AutoConfig.for_model(kind, **known), attn_implementation=attention)
     except (ValueError, TypeError, KeyError) as error:

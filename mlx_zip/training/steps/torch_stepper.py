@@ -1,11 +1,11 @@
-"""Takes optimizer steps on PyTorch for a run whose data, checkpoints and log are those of the MLX trainer.
+"""Takes optimizer steps on PyTorch for a run whose data, checkpoints and log are handled by the MLX trainer.
 
-The MLX model keeps names, checkpoints, fingerprints and the saved folder; trained weights and the optimizer's moments
-are copied back when a checkpoint is written. So either engine can continue from the other's checkpoint. The base's
-weights are in memory twice.
+Checkpoints, fingerprints and the saved folder are made from the MLX model. Trained weights and the optimizer's moments
+are copied back to MLX when a checkpoint is written. So either engine can continue from the other's checkpoint. The
+base's weights are in memory twice.
 
-The objective's sums are those of `mlx_zip.training.steps.objective`, computed chunk by chunk, because logits over tens
-of thousands of base ids would be too large for a whole batch. For each chunk of positions, logits, loss and the loss's
+The losses are those of `mlx_zip.training.steps.objective`, computed chunk by chunk, because logits over tens of
+thousands of base ids would be too large for a whole batch. For each chunk of positions, logits, loss and the loss's
 gradient are computed in the forward pass; the backward pass only scales these gradients.
 """
 
@@ -32,16 +32,15 @@ from mlx_zip.training.steps.stepper import BATCH_COUNTS, make_schedule, optimize
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MOST_BATCH_WORKERS = 6  # with a GPU: a step of 24 windows takes 0.2 s on an H200, making its batch 0.3 s of Python
-MOMENT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
+MOST_BATCH_WORKERS = 6  # with a GPU: 24 windows take 0.2 s per step on an H200, and 0.3 s to make as a batch
+MOMENT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}  # Adam's moments: MLX's name -> PyTorch's name
 
 
 class TorchStepper:
     """Takes the steps of one run; has the interface of `mlx_zip.training.steps.stepper.Stepper`.
 
-    Trained weights and the optimizer's state live in PyTorch between `sync_to_trainee` calls, which write them back
-    into the MLX trainee and optimizer, where checkpoints are made from. device: an NVIDIA card if there is one, else
-    the CPU.
+    Trained weights and the optimizer's state live in PyTorch. `sync_to_trainee` copies them to the MLX trainee and
+    optimizer, from which checkpoints are written. device: "cuda" if there is an NVIDIA GPU, else "cpu".
     """
 
     traces = 0  # nothing is compiled
@@ -55,7 +54,7 @@ class TorchStepper:
         *,
         config: Mapping[str, Any],
     ) -> None:
-        """config: the model's config.json. Raises `TrainingError` for what this trainer cannot do."""
+        """config: the model's config.json. Raises `TrainingError` if settings or model are not supported here."""
         if group.size() > 1:
             raise TrainingError("--engine torch trains on one machine; train on several with --engine mlx")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,7 +71,6 @@ class TorchStepper:
         self._load_optimizer_state()
 
     def _load_optimizer_state(self) -> None:
-        """Takes the optimizer's state from the MLX optimizer, which a checkpoint may have filled."""
         done: Any = optimizer_of_weight(self.mlx_optimizer, self.settings, "").step
         self.steps = int(done.item())
         if not self.steps or self.settings.optimizer == "sgd":
@@ -83,7 +81,7 @@ class TorchStepper:
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
 
     def sync_to_trainee(self) -> None:
-        """Writes trained weights and the optimizer's state back into the MLX trainee and optimizer."""
+        """Copies trained weights and the optimizer's state to the MLX trainee and optimizer."""
         named = [(name, to_mlx(value)) for name, value in self.parameters.items()]
         self.trainee.update(tree_unflatten(named))
         for name, parameter in self.parameters.items():
@@ -94,9 +92,9 @@ class TorchStepper:
         mx.eval(self.trainee.trainable_parameters(), self.mlx_optimizer.state)
 
     def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
-        """Trains one step on its batches; arguments and result are those of `Stepper.step`."""
+        """Trains one step on its batches. Arguments and result: see `Stepper.step`."""
         self.model.train()
-        torch.manual_seed(hash((self.settings.seed, self.steps)) & 0xFFFFFFFF)  # of dropout, equal after a restart
+        torch.manual_seed(hash((self.settings.seed, self.steps)) & 0xFFFFFFFF)  # for dropout, equal after a restart
         count, sums = float(sum(batch.arrays["weights"].sum() for batch in batches)), dict[str, Any]()
         for batch in batches:
             found = compute_losses(self.model, self.weights, self._to_device(batch), batch.longest)
@@ -116,13 +114,12 @@ class TorchStepper:
         return {name: float(value) for name, value in found.items()}
 
     def measure_base_nats(self, batch: Batch, long: bool) -> float:
-        """Returns the summed nats of a batch of base ids."""
+        """Returns the summed nats of a batch of base ids, read without hypertokens."""
         self.model.eval()
         with torch.no_grad():
             return float(compute_plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
 
     def _apply_gradients(self) -> float:
-        """Applies the gradients and returns their norm before clipping."""
         trained = [p for p in self.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         if self.settings.max_grad_norm:
@@ -138,7 +135,7 @@ class TorchStepper:
         return norm.item()
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Returns a batch's arrays as tensors, whole numbers as int64."""
+        """Returns a batch's arrays as tensors on the device; integers and booleans become int64."""
         tensors = {name: torch.from_numpy(value) for name, value in batch.arrays.items()}
         return {
             name: value.to(self.device, value.dtype if value.is_floating_point() else torch.int64)
@@ -149,8 +146,8 @@ class TorchStepper:
 def _make_optimizer(settings: TrainSettings, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
     """Returns the run's optimizer, with a group of parameters for each peak learning rate.
 
-    A group holds its `peak` and the `name` of one of its weights. Raises `TrainingError` for an optimizer that only
-    MLX's trainer has.
+    Each group also holds its `peak` and the `name` of one of its weights. Raises `TrainingError` if only the MLX engine
+    has the optimizer.
     """
     groups: dict[float, dict[str, Any]] = {}
     for name, parameter in parameters.items():
@@ -175,14 +172,14 @@ def _get_subtree(tree: Any, name: str) -> dict[str, Any]:
 # ---- the objective
 
 CHUNK_POSITIONS = {"cpu": 256, "cuda": 2048}  # maximum number of positions per chunk
-CHUNK_LOGITS = 100_000_000  # maximum number of logits per chunk; a chunk has 256 positions at least
+CHUNK_LOGITS = 100_000_000  # maximum number of logits per chunk, except that a chunk has at least 256 positions
 Arrays = Mapping[str, torch.Tensor]
 
 
 def compute_losses(model: TorchModel, weights: LossWeights, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
     """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
 
-    arrays: those of a `Batch`; longest: inputs of its longest sample.
+    arrays: arrays of a `Batch`. longest: `longest` of that batch.
     """
     if model.zip is None:
         return compute_plain_losses(model, arrays, longest)
@@ -206,7 +203,7 @@ def compute_plain_losses(model: TorchModel, arrays: Arrays, longest: int) -> dic
 def _sum_joint_nats(
     model: TorchModel, h: torch.Tensor, rows: torch.Tensor | None, arrays: Arrays
 ) -> dict[str, torch.Tensor]:
-    """Returns `nats` and `count` for the body's output h [B, L, D]. rows [U, D]: output rows of all entries."""
+    """Returns `nats` and `count`. h [B, L, D]: the body's output. rows [U, D]: output rows of all entries, or None."""
     vocab = len(model.head) if model.zip is None else model.zip.vocab_size
     rows = h.new_zeros(0, h.shape[-1]) if rows is None else rows
     nats = JointNats.apply(h, model.head[:vocab], rows, arrays, model.cap, torch.is_grad_enabled())
@@ -214,9 +211,9 @@ def _sum_joint_nats(
 
 
 class JointNats(torch.autograd.Function):
-    """The summed cross entropy over base ids and available entries together (arXiv 2506.01084 eq. 2).
+    """Autograd function: the summed cross entropy over base ids and available entries (arXiv 2506.01084 eq. 2).
 
-    The logits have V + U columns: base ids, then the batch's U distinct entries, which samples share.
+    The logits have V + U columns: V base ids, then the U distinct entries of the whole batch.
     """
 
     @staticmethod
@@ -229,10 +226,10 @@ class JointNats(torch.autograd.Function):
         cap: float | None,
         for_training: bool = True,
     ) -> torch.Tensor:
-        """Returns nats, a float32 scalar, of h [B, L, D], head [V, D] and the output rows [U, D] of all entries.
+        """Returns the summed nats, a float32 scalar. h [B, L, D], head [V, D], rows [U, D]: output rows of all entries.
 
-        for_training: whether gradients may be asked for. It is needed because `ctx.needs_input_grad` is also true for a
-        slice of a trained matrix in validation.
+        for_training: whether gradients may be asked for. `ctx.needs_input_grad` does not tell, because it is also true
+        for a slice of a trained matrix in validation.
         """
         wanted = for_training and any(ctx.needs_input_grad)
         flat, table, vocab = h.flatten(0, 1), torch.cat([head.to(h.dtype), rows.to(h.dtype)]), len(head)
@@ -265,9 +262,10 @@ class JointNats(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some positions of a batch. at [N]: row * L + column; targets [N]: columns of logits; weights [N].
+    """N positions of a batch. at [N]: row * L + column of each. targets [N]: column of each target in the logits.
 
-    closed [N, U] bool: entries that may not be predicted there. excluded: rows and columns of logits, [X] each.
+    weights [N]: as in `Batch`. closed [N, U] bool: whether an entry may not be predicted at a position. excluded: rows
+    and columns, [X] each, of the logits of ids that are excluded under canonical decoding.
     """
 
     at: torch.Tensor
@@ -278,7 +276,7 @@ class _Chunk:
 
 
 def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> Iterator[_Chunk]:
-    """Yields the positions whose loss counts, `size` at a time. entries: U, the batch's number of distinct entries."""
+    """Yields the positions whose loss counts, up to `size` at a time. entries: U, the number of distinct entries."""
     length = arrays["targets"].shape[1]
     weights, targets = arrays["weights"].flatten(), arrays["targets"].flatten()
     counting = torch.nonzero(weights > 0)[:, 0]
@@ -289,12 +287,12 @@ def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> I
         targets = _find_columns(targets, samples, slots, vocab)
         slot_of_entry = slots.new_full((len(slots), entries + 1), torch.iinfo(torch.int64).max)
         order = torch.arange(slots.shape[1], device=slots.device).expand_as(slots)
-        installed = order < arrays["available"].amax(1, keepdim=True)  # other slots only pad
+        installed = order < arrays["available"].amax(1, keepdim=True)  # other slots are padding
         slot_of_entry.scatter_(1, torch.where(installed, slots, entries), order)
         available = arrays["available"].flatten()[counting]
     ends: list[int] = []
     if "excluded_at" in arrays:
-        at = arrays["excluded_at"]  # in rising order; padded with a position after the last
+        at = arrays["excluded_at"]  # ascending; padded with the position after the last
         columns = _find_columns(arrays["excluded"], (at // length).clamp(max=len(slots) - 1), slots, vocab)
         ends = torch.searchsorted(at, torch.cat([counting[::size], at.new_tensor([weights.numel()])])).tolist()
     for number, begin in enumerate(range(0, len(counting), size)):
@@ -309,7 +307,7 @@ def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> I
 
 
 def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Returns the columns of logits [N] of ids [N] in samples [N]. slots [B, K]: the entry in each sample's slot."""
+    """Returns the logit column [N] of each id [N]. samples [N]: each id's sample. slots [B, K]: see `Samples`."""
     entry = slots[samples, (ids - vocab).clamp(0, slots.shape[1] - 1)]
     return torch.where(ids < vocab, ids, vocab + entry)
 
@@ -317,7 +315,7 @@ def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor,
 def _loss_and_gradient(
     logits: torch.Tensor, chunk: _Chunk, vocab: int, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a chunk's nats, and their gradient with respect to `logits` [N, V + U] float32, which are overwritten."""
+    """Returns a chunk's summed nats and the gradient for `logits`, float32 [N, V + U]. Overwrites `logits`."""
     if cap is not None:
         logits.div_(cap).tanh_()
         slope = 1 - logits.square()
@@ -339,10 +337,10 @@ def _loss_and_gradient(
 
 
 def _remove_excluded(share: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """Takes excluded ids out of the probabilities `share` [N, V + U], in place; returns the sums [N] that are left.
+    """Sets the probabilities of excluded ids in `share` [N, V + U] to 0, in place; returns the remaining sums [N].
 
-    row, column [X]: which id is excluded where. Nothing is excluded where such ids together hold over half the
-    probability.
+    row, column [X]: positions and ids to exclude. At a position where these ids together hold over half the
+    probability, nothing is excluded.
     """
     theirs = share[row, column]
     held = share.new_zeros(len(share)).index_add_(0, row, theirs)
@@ -352,7 +350,6 @@ def _remove_excluded(share: torch.Tensor, row: torch.Tensor, column: torch.Tenso
 
 
 def _token_type_loss(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torch.Tensor:
-    """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
     assert model.zip is not None
     weight, bias = (model.parts[f"type_head.{name}"].to(h.dtype) for name in ("weight", "bias"))
     logits = functional.linear(h, weight, bias)[..., 0].float()
@@ -364,7 +361,6 @@ def _token_type_loss(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torc
 def _reconstruction_loss(
     model: TorchModel, weights: LossWeights, written: torch.Tensor, arrays: Arrays
 ) -> torch.Tensor:
-    """Returns the mean cross entropy of entries' base ids, predicted from their input and output rows (eq. 3)."""
     assert model.zip is not None
     size = len(arrays["entries"])
     n = min(weights.reconstruct_entries, size)
@@ -383,7 +379,7 @@ def _reconstruction_loss(
 def _reconstruction_nats(
     model: TorchModel, rows: torch.Tensor, matrix: torch.Tensor, entries: torch.Tensor
 ) -> torch.Tensor:
-    """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from their rows [N, D] through `matrix`."""
+    """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from `rows` [N, D] with the head `matrix`."""
     weight, bias = (model.parts[f"decoder.{name}"].to(rows.dtype) for name in ("weight", "bias"))
     guesses = functional.linear(rows, weight, bias).view(*entries.shape, -1)
     logits = (guesses @ matrix.to(rows.dtype).mT).float()
