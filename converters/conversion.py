@@ -61,7 +61,7 @@ def convert(
     or "float32"; None for the type of the source's decoder. keep_adapter: write a PEFT LoRA unmerged to `adapters/` in
     the output. lora_only: `hf_path` is a plain PEFT LoRA; write an mlx-lm adapter folder. encoder_bits: bits of the
     hyper-encoders' weights, 4 or 8; "none" leaves the weights unchanged; None means 8 if `quantize`, else "none".
-    canonical: whether the model decodes canonically (`mlx_zip.sampling.canonical`), None for the source's setting.
+    canonical: whether the model decodes canonically (`engine.sampling.canonical`), None for the source's setting.
     pack: one pack or several to merge, each a path or a `Pack`, whose entries every codebook of the model begins with;
     None for the source's pack. A given pack's tuned rows must have been tuned for the weights that are written. policy:
     what a full codebook does (see `CodecParams`), None for the source's setting. base: folder, hub id or GGUF file of a

@@ -133,7 +133,7 @@ class ZipConfig:
     disabled_ids: ids that never merge. pad_id: the tokenizer's pad token, or its eos token if it has no pad token; pads
     short entries and never merges. position_mode: one of `POSITION_MODES` (`mlx_zip.models.call_inputs`). start: the
     entries that every request begins with, in the first slots; not in upstream. canonical: whether decoding is
-    canonical (`mlx_zip.sampling.canonical`); not in upstream. policy: what happens when the codebook is full
+    canonical (`mlx_zip.engine.sampling.canonical`); not in upstream. policy: what happens when the codebook is full
     (`CodecParams`); upstream has freeze only.
     """
 

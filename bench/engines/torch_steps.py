@@ -11,9 +11,9 @@ from mlx_zip.codec.codebook import compress_next
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sampling import best_canonical_ids
+from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.errors import GenerationError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
-from mlx_zip.sampling.exclusions import CanonicalIds
 
 CHUNK = 512  # ids of a prompt in one prefill pass
 Emitted = tuple[int, tuple[int, ...]]  # an id, and the base ids that it stands for

@@ -38,13 +38,13 @@ from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.request import Inline, Request
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.named import PARTNERS
 from mlx_zip.progress import ProgressBar
-from mlx_zip.sampling.options import Sampling
 
 from .draft_replay import CHIPS, KINDS, ROW_BY_ROW, force_text, read_workloads, replay
 from .generate import PACKAGES, EngineComparison

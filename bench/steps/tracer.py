@@ -99,7 +99,7 @@ ZIP_HOOKS = (
     *(Hook("rows", ROWS, name) for name in ("settle_submitted", "settle_unsubmitted")),
     Hook("blocks", MODEL, "run_layers", arrays_in_result),
     Hook("head", MODEL, "joint_head", arrays_in_result),
-    Hook("canonical", "mlx_zip.sampling.exclusions:CanonicalIds", "excluded"),
+    Hook("canonical", "mlx_zip.engine.sampling.exclusions:CanonicalIds", "excluded"),
     Hook("canonical", "mlx_zip.engine.mlx.choosing", "exclude_ids", arrays_in_result),
     Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
     Hook("response", "mlx_zip.engine.responses:Answer", "take"),

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     _check_machines(args, group)
     engines.choose_engine(args, args.model, group=group)
     prompt = read_prompt(args.prompt)
-    from mlx_zip.sampling.options import parse_logit_bias
+    from mlx_zip.engine.sampling.options import parse_logit_bias
 
     sampling = {**{name: getattr(args, name) for name in SAMPLING_FLAGS}, "logit_bias": parse_logit_bias(biases)}
     if engines.is_torch(args):
@@ -153,8 +153,8 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
 def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
     """Context manager: yields the model on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
+    from mlx_zip.engine.sampling.options import Sampling
     from mlx_zip.models.model_folder import find_model_folder
-    from mlx_zip.sampling.options import Sampling
     from mlx_zip.text.prompts import encode_prompt
 
     Sampling.from_options(sampling)

@@ -37,13 +37,13 @@ from mlx_zip.engine.drafts import Drafter, check_draft
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Request
+from mlx_zip.engine.sampling.exclusions import find_excluded_ids
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, GenerationError, ModelError
-from mlx_zip.sampling.exclusions import find_excluded_ids
-from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 

@@ -15,9 +15,9 @@ import torch
 
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.transfers import to_device
-from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
-from mlx_zip.sampling.options import Sampling
-from mlx_zip.sampling.penalties import PenaltyTerms
+from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE
+from mlx_zip.engine.sampling.options import Sampling
+from mlx_zip.engine.sampling.penalties import PenaltyTerms
 
 
 class RequestSampler:
@@ -135,7 +135,7 @@ class BaseTokenPenalties(PenaltyTerms):
         return logits.index_copy(1, at, chosen)
 
 
-# ---- canonical decoding: forbids ids that the compressor would never write (`mlx_zip.sampling.exclusions`)
+# ---- canonical decoding: forbids ids that the compressor would never write (`mlx_zip.engine.sampling.exclusions`)
 
 
 def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:

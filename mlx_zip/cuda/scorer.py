@@ -18,8 +18,8 @@ from mlx_zip.cuda.network.frequencies import LONG, SHORT
 from mlx_zip.cuda.sequence import SequenceStart
 from mlx_zip.cuda.sequence_reader import CHUNK
 from mlx_zip.cuda.transfers import ids_to_device
+from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.engine.scored import LOGITS, Compressed, Pairs, Scored
-from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
 
 NEVER = np.iinfo(np.int64).max
 

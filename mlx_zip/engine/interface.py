@@ -43,7 +43,7 @@ class Submission:
 
     base_ids: the whole prompt, including what a kept session may already hold. max_tokens: maximum number of base
     tokens in the answer, -1 if only the context limits the answer. eos_ids: base ids that end the answer, also inside a
-    hypertoken; if empty, only a limit ends the answer. sampling: fields of `mlx_zip.sampling.options.Sampling` by name.
+    hypertoken; if empty, only a limit ends the answer. sampling: fields of `sampling.options.Sampling` by name.
     top_logprobs: number of most likely ids to report per step; with 0 only the chosen id's log-probability is reported,
     with None no log-probabilities. constraint: restricts the answer. pack: pack whose entries a new codebook begins
     with, a path or a `Pack`; None for the model's own. keep: whether the engine keeps the request's cache as a session,

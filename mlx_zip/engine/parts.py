@@ -14,8 +14,8 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.submissions import ModelFacts
-from mlx_zip.sampling.options import Sampling
 
 
 class State(Protocol):

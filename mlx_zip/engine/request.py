@@ -29,11 +29,11 @@ from mlx_zip.engine.interface import (
     Ticket,
 )
 from mlx_zip.engine.parts import Served, State
+from mlx_zip.engine.sampling.exclusions import CanonicalIds
+from mlx_zip.engine.sampling.penalties import PenaltyTerms
 from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
 from mlx_zip.errors import EngineError, MlxZipError, first_message_line
-from mlx_zip.sampling.exclusions import CanonicalIds
-from mlx_zip.sampling.penalties import PenaltyTerms
 
 log = logging.getLogger(__name__)
 COUNT_S = 0.1  # minimum seconds between two `Counted` events of one request

@@ -15,10 +15,10 @@ import numpy as np
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.engine.interface import EngineInfo, Submission
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
 from mlx_zip.files import expand_home
 from mlx_zip.packs.pack import Pack, as_pack
-from mlx_zip.sampling.options import Sampling
 
 PACKS_KEPT = 16
 UNLIMITED_IDS = 2048  # number of answer ids that KV cache is reserved for if a request has no limit

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.errors import DataError, GenerationError, ModelError, failure_reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import BitsResult, Windows, check_context_fits, compare_bits, cut_windows, measure_bits
@@ -30,7 +31,6 @@ from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.pack import Pack
 from mlx_zip.progress import ProgressBar, pluralize
-from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.conversations import Conversation, Prompt, document_openings, make_conversations, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer

@@ -34,6 +34,7 @@ from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.interface import Deliver, EngineInfo, SessionInfo, Submission
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Chosen, Request
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.session import Ids, Session
@@ -46,7 +47,6 @@ from mlx_zip.models.decoder_options import has_tied_head
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import Pack, resolve_pack
-from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export, register
 from mlx_zip.vllm.packs import HYPERTOKENS, TELL_BROKEN, pack_arguments

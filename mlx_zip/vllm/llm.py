@@ -50,7 +50,7 @@ class LLM:
         """Returns the answers to prompts, in the order of the prompts; vLLM runs the prompts together.
 
         max_tokens: maximum base tokens of an answer. pack: the pack that codebooks begin with, None for the model's
-        own. sampling: fields of `mlx_zip.sampling.options.Sampling`, for example `temp`. Raises `GenerationError` if a
+        own. sampling: fields of `engine.sampling.options.Sampling`, for example `temp`. Raises `GenerationError` if a
         request cannot be served, before any request is submitted to vLLM, and the error of the first request that
         fails.
         """

@@ -26,9 +26,9 @@ from mlx_zip.codec import Codebook
 from mlx_zip.cuda.hyper_rows import ENTRIES_PER_PASS, entry_keys
 from mlx_zip.cuda.sampling import closed_logits
 from mlx_zip.cuda.transfers import ids_to_device, to_device
+from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.packs.entries import pad_entries
-from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.vllm.packs import HYPERTOKENS, PACK, TELL_BROKEN, StartRows, WorkerPacks
 from mlx_zip.vllm.rows import RowTable
 

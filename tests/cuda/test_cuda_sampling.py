@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch", reason="not installed: torch")
 from mlx_zip.codec import Codebook, CodecParams, compress  # noqa: E402
 from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler  # noqa: E402
 from mlx_zip.engine.mlx import served as mlx_served  # noqa: E402
-from mlx_zip.sampling.options import Sampling  # noqa: E402
-from mlx_zip.sampling.processors import BaseTokenPenalties as MlxPenalties  # noqa: E402
-from mlx_zip.sampling.processors import make_processors, make_sampler  # noqa: E402
+from mlx_zip.engine.sampling.options import Sampling  # noqa: E402
+from mlx_zip.engine.sampling.processors import BaseTokenPenalties as MlxPenalties  # noqa: E402
+from mlx_zip.engine.sampling.processors import make_processors, make_sampler  # noqa: E402
 from support import tiny  # noqa: E402
 
 CPU, WIDTH = torch.device("cpu"), 300

@@ -9,8 +9,8 @@ import pytest
 from mlx_zip.engine import Failed
 from mlx_zip.engine.mlx.choosing import Search
 from mlx_zip.engine.mlx.served import Draws
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.errors import GenerationError
-from mlx_zip.sampling.options import Sampling
 from support import tiny
 from support.serving import SAME, alone, ask, both, prompts, tiny_engine
 

@@ -189,7 +189,7 @@ def test_many_threads_open_and_ask_without_a_second_engine_at_once():
 
 
 def test_off_says_what_the_model_says_when_it_may_not_use_hypertokens():
-    from mlx_zip.sampling.processors import base_ids_only
+    from mlx_zip.engine.sampling.processors import base_ids_only
 
     with tiny_engine() as main, Engines(main, other_models(main)) as engines, engines.use("off") as off:
         assert off.info.codebook_size == 0

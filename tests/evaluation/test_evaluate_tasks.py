@@ -14,11 +14,11 @@ from mlx_lm.models import llama
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.scoring import compress_row
+from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.tasks import list_metrics, run_tasks
 from mlx_zip.packs.pack import Pack
-from mlx_zip.sampling.canonical import CanonicalDecoding
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 

@@ -16,10 +16,10 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.generate import batch_generate, load
 from mlx_zip.engine.mlx.scoring import compress_row, score
+from mlx_zip.engine.sampling.canonical import CanonicalDecoding, exclude_ids, exclude_ids_in_rows, restore_likely_ids
+from mlx_zip.engine.sampling.exclusions import ForbiddenFollowers, find_excluded_ids
 from mlx_zip.errors import ConfigError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.sampling.canonical import CanonicalDecoding, exclude_ids, exclude_ids_in_rows, restore_likely_ids
-from mlx_zip.sampling.exclusions import ForbiddenFollowers, find_excluded_ids
 from support import tiny, tiny_text
 from support.checkpoints import write_checkpoint
 from support.converting import convert
@@ -230,7 +230,7 @@ def test_a_batch_gives_the_same_texts():
 @pytest.mark.parametrize("most", [0.5, 0.002])
 def test_excluded_ids_have_no_probability_and_the_others_share_it(most, monkeypatch):
     """Against one id a call, its logits masked by brute force unless those hold most; at 0.002 some do."""
-    monkeypatch.setattr("mlx_zip.sampling.canonical.MAX_EXCLUDED_SHARE", most)
+    monkeypatch.setattr("mlx_zip.engine.sampling.canonical.MAX_EXCLUDED_SHARE", most)
     model, window = canonical_model(), windows(60).windows[0]
     row = compress_row(model, np.array([BOS], np.uint32), window.base_ids)
     book, cache, expected = Codebook(model.config.codec_params), model.make_cache(), []

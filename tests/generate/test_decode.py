@@ -12,13 +12,13 @@ from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import Codebook, compress
+from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.row_source import RowSource
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER, TwoPartStep
 from mlx_zip.models.zip_model import Model
-from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
 from support.early_reads import steps_without_row
 from support.slow_cases import slow_but

@@ -10,10 +10,10 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_zip.codec import CodecParams, compress
+from mlx_zip.engine.sampling.options import MOST_BIAS, Sampling
+from mlx_zip.engine.sampling.processors import base_ids_only, make_processors, make_sampler
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.rows.zip_state import ZipState
-from mlx_zip.sampling.options import MOST_BIAS, Sampling
-from mlx_zip.sampling.processors import base_ids_only, make_processors, make_sampler
 from support import tiny
 from support.generating import ENDLESS, PROMPT
 from support.slow_cases import slow_but

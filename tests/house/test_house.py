@@ -20,12 +20,11 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
     {"vocab"},
     {"text", "packs"},
     {"models"},
-    {"sampling"},
     {"engine"},
     {"evaluation", "cuda", "vllm"},  # they stand on engine
     {"training"},  # on MLX or on PyTorch
 ]
-LOOPS = {"sampling", "engine", "evaluation", "training"}
+LOOPS = {"engine", "evaluation", "training"}
 LEAVES = {"apps", "bench", "converters", "server", "golden", "recipes"}
 STANDS_ON = {("apps", "server")}  # the one leaf that another one may import
 NOT_INSTALLED = {  # package: folder, in a checkout only

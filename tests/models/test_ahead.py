@@ -11,13 +11,13 @@ from mlx_lm.utils import _get_classes
 
 from mlx_zip.bench.steps.launches import build_graphs_as_on_gpu, count_added_launches
 from mlx_zip.codec import compress
+from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.row_tables import ColumnTable, RowTable, TwoCopyTable
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER, TwoPartStep
 from mlx_zip.models.zip_model import Model
-from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
 from support.slow_cases import slow_but
 from support.steps import decode_steps

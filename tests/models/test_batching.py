@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_zip.codec import compress_next
+from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 from mlx_zip.errors import ModelError
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows import row_tables as rows
@@ -15,7 +16,6 @@ from mlx_zip.models.rows import sequence_rows as state_rows
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.sequence_rows import SequenceRows
 from mlx_zip.models.two_part_step import TwoPartStep
-from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
 from support.slow_cases import slow_but
 

@@ -216,7 +216,7 @@ def test_the_config_records_a_policy_and_leaves_freeze_out():
 
 
 def test_canonical_decoding_and_training_refuse_policies_that_evict():
-    from mlx_zip.sampling.canonical import CanonicalDecoding
+    from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 
     with pytest.raises(ConfigError, match="needs policy freeze"):
         ZipConfig.from_dict(section(canonical=True))

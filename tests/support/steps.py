@@ -18,11 +18,11 @@ from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.models.longrope_refill import plan_rope_factors
-from mlx_zip.sampling.options import Sampling
 
 _TOKENIZER: Any = SimpleNamespace(eos_token_ids=(), encode=lambda text: [])
 

@@ -13,14 +13,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip import load
 from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.engine.sampling.canonical import exclude_ids
+from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.errors import ModelError, TrainingError
 from mlx_zip.models.draft_head import DraftHead, HeadedModel, load_draft_head, make_proposer, save_draft_head
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
-from mlx_zip.sampling.canonical import exclude_ids
-from mlx_zip.sampling.exclusions import CanonicalIds
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.steps.batches import make_batch

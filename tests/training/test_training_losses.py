@@ -12,10 +12,10 @@ import pytest
 
 from mlx_zip import Codebook, CodecParams
 from mlx_zip.engine.mlx.scoring import score
+from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack
-from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.steps.batches import make_batch, round_up_size
 from mlx_zip.training.steps.forward_pass import run_forward_pass
@@ -245,7 +245,7 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
 @pytest.mark.parametrize("most", [0.5, 0.05])
 @pytest.mark.parametrize("start", [None, START])
 def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(start, most, monkeypatch):
-    monkeypatch.setattr("mlx_zip.sampling.canonical.MAX_EXCLUDED_SHARE", most)
+    monkeypatch.setattr("mlx_zip.engine.sampling.canonical.MAX_EXCLUDED_SHARE", most)
     base = random_model(tiny_config("llama", "res_latent_attn"))
     model = random_model(
         {**(config := tiny_config("llama", "res_latent_attn")), "zip2zip": {**config["zip2zip"], "canonical": True}}

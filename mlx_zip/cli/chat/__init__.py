@@ -109,7 +109,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _make_settings(args: argparse.Namespace) -> Any:
     """Returns the settings of the chat's answers. Raises `GenerationError` if a sampling flag is out of range."""
-    from mlx_zip.sampling.options import Sampling
+    from mlx_zip.engine.sampling.options import Sampling
 
     sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if name != "seed"}
     Sampling.from_options({**sampling, "seed": args.seed})

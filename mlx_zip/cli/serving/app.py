@@ -35,12 +35,12 @@ from mlx_zip.cli.serving.serving_flags import (
     add_model_flags,
     check_keep_wired,
 )
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.errors import GenerationError, MlxZipError, import_or_explain, missing_library_error
 from mlx_zip.files import data_folder, expand_home, make_private
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import pluralize
-from mlx_zip.sampling.options import Sampling
 
 _SERVE_DEFAULTS = {  # values for flags that only mlx_zip serve has; session_cache: None for $MLX_ZIP_SESSION_CACHE
     "decode_concurrency": 4,

@@ -117,7 +117,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise GenerationError(f"--drain must be below {MOST_S}, got {args.drain}")
     check_keep_wired(args.keep_wired)
 
-    from mlx_zip.sampling.options import Sampling
+    from mlx_zip.engine.sampling.options import Sampling
 
     Sampling(**{name: getattr(args, name) for name in DEFAULT_SAMPLING_FLAGS})
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from mlx_zip.engine import searching
 from mlx_zip.engine.request import Chosen, Request
+from mlx_zip.engine.sampling.canonical import exclude_ids, exclude_ids_in_rows
+from mlx_zip.engine.sampling.penalties import PenaltyTerms
 from mlx_zip.models.machines import ids_of_first_machine
-from mlx_zip.sampling.canonical import exclude_ids, exclude_ids_in_rows
-from mlx_zip.sampling.penalties import PenaltyTerms
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv, check
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer
+from mlx_zip.engine.sampling.options import Sampling, SamplingOptions
+from mlx_zip.engine.sampling.processors import make_sampler
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
 from mlx_zip.engine.submissions import Checked, check_max_tokens
@@ -38,8 +40,6 @@ from mlx_zip.models.longrope_refill import LongRopeRefill
 from mlx_zip.models.machines import raise_unless_machines_agree
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
-from mlx_zip.sampling.options import Sampling, SamplingOptions
-from mlx_zip.sampling.processors import make_sampler
 from mlx_zip.text.tokenizers import as_tokenizer
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.config import AVAILABILITY
+from mlx_zip.engine.sampling.canonical import restore_likely_ids
+from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.errors import CodecError, DataError, ModelError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.packs.pack import Pack
-from mlx_zip.sampling.canonical import restore_likely_ids
-from mlx_zip.sampling.exclusions import find_excluded_ids
 
 
 def scores_itself(model: Any) -> bool:
@@ -95,7 +95,7 @@ def score(
     the scores are then not comparable with causal ones, and each batch is one model call, however much memory that
     takes. progress: called with the number of rows just scored.
 
-    If the model's config sets `canonical`, ids are forbidden as in decoding (`mlx_zip.sampling.canonical`). Raises
+    If the model's config sets `canonical`, ids are forbidden as in decoding (`engine.sampling.canonical`). Raises
     `ModelError` if a probability is zero or not a number.
     """
     if batch_size < 1:

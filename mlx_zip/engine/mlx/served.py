@@ -27,6 +27,8 @@ from mlx_zip.engine.mlx.head_source import HeadSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
+from mlx_zip.engine.sampling.options import Sampling
+from mlx_zip.engine.sampling.processors import make_processors
 from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, start_check
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
@@ -35,8 +37,6 @@ from mlx_zip.models.draft_head import make_proposer
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model, named_arrays
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
-from mlx_zip.sampling.options import Sampling
-from mlx_zip.sampling.processors import make_processors
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 PREFILL_STEP_SIZE = 2048

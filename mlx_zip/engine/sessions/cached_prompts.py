@@ -12,11 +12,11 @@ from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.mlx.served import Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Request
+from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.models.rows.zip_state import find_zip_state
-from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 
 

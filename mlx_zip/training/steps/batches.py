@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import follow_parent_process
-from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns the function's result
@@ -119,7 +119,7 @@ def make_batch(
     indices: the samples' indices, for messages. availability: "causal" lets an entry be predicted from the position
     that installs the entry on, as in generation; "legacy" lets every position predict all of the sample's entries
     (arXiv 2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
-    compressor would not have written (`mlx_zip.sampling.canonical`), only if availability is "causal". padding: rules
+    compressor would not have written (`engine.sampling.canonical`), only if availability is "causal". padding: rules
     for the arrays' sizes, which change losses only by rounding. Raises `DataError`, naming the sample, if a sample's
     ids do not fit its codebook, or if its number of base ids differs from the recorded number.
     """

@@ -17,10 +17,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.engine.sampling.canonical import MAX_EXCLUDED_SHARE
 from mlx_zip.models.draft_head import DEPTH, DraftHead, HeadedModel
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
-from mlx_zip.sampling.canonical import MAX_EXCLUDED_SHARE
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.forward_pass import encode_rows, run_forward_pass
 from mlx_zip.training.steps.objective import CLOSED_LOGIT, LossWeights, Trainee, make_samples, separate_pack

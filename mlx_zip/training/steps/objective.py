@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
+from mlx_zip.engine.sampling import canonical
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.entries import pad_entries
-from mlx_zip.sampling import canonical
 from mlx_zip.training.steps.batches import FINE_PADDING, Batch, Padding
 from mlx_zip.training.steps.forward_pass import ForwardOutputs, Samples, encode_entries, encode_rows, run_forward_pass
 
@@ -189,7 +189,7 @@ def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays
 
     At positions where excluded ids hold over half the probability, nothing is excluded and the change is 0. base,
     hyper: logits as in `sum_joint_nats`. normaliser [B, L]: logsumexp of all logits. The result equals that of setting
-    excluded logits to minus infinity (`mlx_zip.sampling.canonical`), without a second pass.
+    excluded logits to minus infinity (`mlx_zip.engine.sampling.canonical`), without a second pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]
     batch, length, vocab = base.shape

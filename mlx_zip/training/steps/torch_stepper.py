@@ -23,8 +23,8 @@ from mlx.utils import tree_unflatten
 from torch.nn import functional
 
 from mlx_zip.config import SIDES
+from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.errors import TrainingError
-from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee

@@ -14,9 +14,9 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.sample_utils import make_logits_processors as mlx_lm_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
+from mlx_zip.engine.sampling.options import Sampling
+from mlx_zip.engine.sampling.penalties import PenaltyTerms
 from mlx_zip.models.rows.zip_state import ZipState
-from mlx_zip.sampling.options import Sampling
-from mlx_zip.sampling.penalties import PenaltyTerms
 
 
 def make_sampler(options: Sampling, width: int | None, special_ids: Sequence[int]) -> Sampler:

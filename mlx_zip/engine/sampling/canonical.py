@@ -1,7 +1,7 @@
 """Canonical decoding: forbids ids that the compressor would never write next, unless together they hold most of the
 probability.
 
-`mlx_zip.sampling.exclusions`, which needs no MLX, finds these ids and says why they are forbidden.
+`mlx_zip.engine.sampling.exclusions`, which needs no MLX, finds these ids and says why they are forbidden.
 
 If these ids hold most of the probability, the model has begun to spell something out and is sure of the next part: for
 example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would break. So
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE, CanonicalIds
+from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE, CanonicalIds
 
 
 class CanonicalDecoding(CanonicalIds):

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from mlx_zip.codec import Codebook
-from mlx_zip.sampling.options import Sampling
+from mlx_zip.engine.sampling.options import Sampling
 
 
 class HasBooks(Protocol):
