@@ -281,6 +281,7 @@ class _Known(NamedTuple):
 
     def share_of_pass(self, seconds: float) -> float:
         """Returns `seconds` divided by the time of a pass over one id, at most 1 (proposing an id then never gains)."""
+        assert self.one is not None
         return min(1.0, seconds / self.one.median)
 
 
