@@ -76,7 +76,7 @@ class EncoderConfig:
             )
 
     def residual_base_row(self, side: str) -> str | None:
-        """Returns which base row of an entry `res_latent_attn` adds to the hyper row: "first", "last", "mean" or None.
+        """Returns "first", "last", "mean" or None: the base row that `res_latent_attn` adds to an entry's hyper row.
 
         side: one of `SIDES`. None without `residual`. With `residual_by_side`, "last" for input rows, because the text
         continues after the last base id, and "mean" for output rows, which stand for all base ids. Otherwise "first".

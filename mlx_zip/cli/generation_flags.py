@@ -153,8 +153,8 @@ def add_adapter_flag(add: Any) -> None:
     """Declares --adapter-path."""
     add(
         "--adapter-path",
-        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
-        "with mlx_zip convert instead",
+        help="folder of an mlx-lm adapter to load with the model (default: none); for an adapter that mlx_zip train "
+        "saved, use mlx_zip convert, which merges it into the model",
     )
 
 

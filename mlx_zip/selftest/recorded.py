@@ -75,7 +75,7 @@ def _entry_pairs(entries: Any) -> list[list[Any]]:
 
 
 def check_models(golden: Path, folder: Path) -> list[Check]:
-    """Converts each recorded checkpoint and compares rows, logits and greedy ids."""
+    """Converts each recorded checkpoint, and compares its rows, logits and greedy ids with the recorded ones."""
     checks = []
     for source in sorted((golden / "models").iterdir()):
         out = folder / source.name

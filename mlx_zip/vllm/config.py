@@ -99,9 +99,9 @@ def register() -> None:
 
 
 def config_of_export(folder: Path) -> dict[str, Any] | None:
-    """Returns config.json of an exported checkpoint as a converted folder would have it; None for any other folder.
+    """Returns an exported checkpoint's config.json in the form that `convert` writes; None if `folder` holds none.
 
-    Raises `ConfigError` if a file cannot be read or the folder does not hold the checkpoint's decoder.
+    Raises `ConfigError` if a file cannot be read, or if the exported checkpoint lacks its decoder.
     """
     if not (folder / UPSTREAM_CONFIG_NAME).is_file():
         return None

@@ -90,7 +90,7 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
         "--max-swaps",
         type=int,
         metavar="N",
-        help="with --method adapt: maximum number of swaps (default: as many as save tokens)",
+        help="with --method adapt: maximum number of swaps (default: none; swapping ends when no swap saves tokens)",
     )
     add(
         "--tie",

@@ -76,7 +76,7 @@ class CacheTurn:
         check_trim(cache, self.kept_ids)
 
     def begin(self) -> None:
-        """Trims the cache to the ids that the prompt follows.
+        """Trims the cache to `kept_ids` ids: those that come before what is still to be read.
 
         Raises `GenerationError`, leaving the cache unchanged, if the cache cannot be trimmed, or was used since this
         object was made.

@@ -107,7 +107,7 @@ class MergeList:
 
     @cached_property
     def unfinished(self) -> list[int]:
-        """Ranks of merges that make only the first bytes of a character; their tokens are always split at the end."""
+        """Ranks of merges that make only the first bytes of a character. Encoding splits their tokens at its end."""
         return [rank for rank in range(self.letters) if not is_text(self.tokens[BYTES + rank])]
 
     @cached_property
