@@ -102,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError(f"--tokenizer {error}") from error
     params = codec_params(vocabulary, model_codec_params(args.tokenizer), args)
     ids = vocabulary.encode(text)
-    tally = compress_windows(params, ids, args.window or max(1, len(ids)))
+    if not len(ids):
+        raise GenerationError(f"{args.file} has no tokens")
+    tally = compress_windows(params, ids, args.window or len(ids))
     best = sorted(tally.uses, key=lambda entry: (-tally.saved_ids(entry), entry))[: args.show]
     record = _make_record(params, tally, len(text.encode("utf-8")))
     top = [_entry_record(vocabulary, tally, entry) for entry in best]

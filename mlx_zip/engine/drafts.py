@@ -53,7 +53,8 @@ class Drafter:
         self.costs, self.own_width = costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self._asked_tokens = 0  # base tokens of the last draft
-        self._left, self._left_until = 0.0, 0  # arguments of the last `leave`
+        # each source's share when ids last did not pay, and the number of the pass before which only more is news
+        self._left, self._left_until = [0.0] * len(self._sources), 0
         self.proposed = self.proposed_tokens = 0
 
     def append(self, base_ids: Sequence[int]) -> None:
@@ -67,16 +68,18 @@ class Drafter:
             self._head.see(h, last, cache)
 
     def has_news(self) -> bool:
-        """Returns whether a source has ids to propose that `leave` has not ruled out for now.
+        """Returns whether a source has ids to propose that are to be weighed: `leave` did not put it off.
 
-        If not, the caller need not weigh costs again, which takes noticeable time between two passes of a small model.
+        Weighing takes noticeable time between two passes of a small model.
         """
-        share = max(source.share() for source in self._sources) if self._sources else 0.0
-        return share > self._left or (share > 0 and (self.costs is None or self.costs.passes >= self._left_until))
+        again = self.costs is None or self.costs.passes >= self._left_until
+        return any(
+            source.share() > (0.0 if again else left) for source, left in zip(self._sources, self._left, strict=True)
+        )
 
-    def leave(self, share: float, until: int) -> None:
-        """Rules out ids of this share or less, because they do not pay, until `PassCosts.passes` reaches `until`."""
-        self._left, self._left_until = share, until
+    def leave(self, until: int) -> None:
+        """Notes that no ids pay. Until `PassCosts.passes` reaches `until`, only a source whose share rises is news."""
+        self._left, self._left_until = [source.share() for source in self._sources], until
 
     def offers(self) -> tuple[Offer | None, Offer | None]:
         """Returns the offer with the highest share, and the best offer that takes no time; None where there is none."""
@@ -194,15 +197,14 @@ def choose_drafts(
     drafters: one per row, None for a request without a drafter. limits: maximum number of proposed ids per row. held:
     ids per row that the cache holds.
     """
-    costs, found = _costs_of(drafters), _offers_to_weigh(drafters, limits)
-    offers, width = (None, 0) if not found else (found[0], None) if costs is None else _weigh(costs, found, held)
-    if offers is None or width == 0:
-        if offers is not None and costs is not None:
-            until = costs.weigh_again_at(held, len(drafters))
-            for drafter, share in zip(drafters, found[0].shares, strict=True):
-                if drafter is not None:
-                    drafter.leave(share, until)
-        return [(None, 0)] * len(drafters)
+    nothing: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
+    costs = _costs_of(drafters)
+    if not _have_news(drafters) or not (found := _offers_to_weigh(drafters, limits)):
+        return nothing
+    offers, width = (found[0], None) if costs is None else _weigh(costs, found, held)
+    if costs is not None and width == 0:
+        _leave(drafters, costs, held)
+        return nothing
     chosen = list[tuple[Source | None, int]]()
     for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True):
         if drafter is None or offer is None:
@@ -224,18 +226,32 @@ def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offe
     return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
 
 
-def have_news(drafters: Sequence[Drafter | None]) -> bool:
-    """Returns whether `Drafter.has_news` is true for any row of a pass."""
+def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
+    """Predicts whether ids will be proposed after the next step: yes if ids would be proposed now.
+
+    drafters, held: as in `choose_drafts`.
+    """
+    if not _have_news(drafters):
+        return False
+    costs, found = _costs_of(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
+    if costs is None:
+        return bool(found)
+    if any(costs.pays(offers.shares, held, offers.most, offers.seconds) for offers in found):
+        return True
+    _leave(drafters, costs, held)
+    return False
+
+
+def _have_news(drafters: Sequence[Drafter | None]) -> bool:
     return any(drafter is not None and drafter.has_news() for drafter in drafters)
 
 
-def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
-    """Predicts whether ids will be proposed after the next step: yes if ids would be proposed now."""
-    costs = _costs_of(drafters)
-    return any(
-        costs is None or costs.pays(offers.shares, held, offers.most, offers.seconds)
-        for offers in _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
-    )
+def _leave(drafters: Sequence[Drafter | None], costs: PassCosts, held: int) -> None:
+    """Calls `Drafter.leave` for all rows of a pass, because no ids pay."""
+    until = costs.weigh_again_at(held, len(drafters))
+    for drafter in drafters:
+        if drafter is not None:
+            drafter.leave(until)
 
 
 class _Offers(NamedTuple):

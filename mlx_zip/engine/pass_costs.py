@@ -25,7 +25,7 @@ KEPT = 15  # number of latest times kept per width
 KNOWN_AFTER = 2  # number of timed passes after which the cost of a width is known
 SHORTEST = 8  # all contexts up to 2 ** 8 ids share their times
 PRIOR, MEMORY = 4, 64  # number of ids that an initial share counts as, and at which all counts are halved
-FADES = 0.9  # factor by which each new request reduces what was learned about a draft head
+FADES = 0.9  # share of what was learned about a draft head that each new request keeps
 HEAD_SHARE = 0.85  # assumed share of accepted ids of a draft head before any draft, high enough for a trial
 
 
@@ -60,7 +60,8 @@ class Share:
 class HeadRecord:
     """Figures of a model's draft head over all requests. times: seconds per proposed id in the latest drafts.
 
-    accepted: the share of the head's ids that are accepted; fades with each new request.
+    accepted: the share of the head's ids that are accepted; fades with each new request. Two engines in different
+    threads that serve one model object may lose an update.
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,9 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from mlx_zip.engine.mlx.generate import load
 from support import tiny_text
@@ -71,6 +74,15 @@ def test_digits_can_be_kept_from_merging(run, tmp_path, model):
     (tmp_path / "n").write_text("1234" * 30)
     flags = ("--tokenizer", model, "--json", "--disabled", "digits")
     assert compress(run, tmp_path / "n", *flags)["entries"] == 0
+
+
+def test_a_text_without_tokens_is_refused(run, tmp_path):
+    words = Tokenizer(WordLevel({"a": 0}))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "blanks").write_text("  \n ")
+    status, out, err = run(tmp_path / "blanks", "--tokenizer", tmp_path / "tokenizer.json", command="compress")
+    assert (status, out, err) == (2, "", f"error: {tmp_path / 'blanks'} has no tokens\n")
 
 
 def test_compress_prints_a_table(run, text_file, model):

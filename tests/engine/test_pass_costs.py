@@ -231,6 +231,41 @@ def test_with_two_sources_a_trial_is_run_although_the_other_source_seems_to_gain
     assert widths[-1] == 1 + timed(M4_PRO).choose_ids([0.85], 100, 15)
 
 
+def weighed_passes(monkeypatch, ask, rises_at=()):
+    """At which of 40 passes a draft is weighed that does not pay. ask: `choose_drafts` or `expects_draft`.
+
+    The share of the second of two sources, which is the less likely one, rises before the passes `rises_at`.
+    """
+    costs, found = timed(ROW_BY_ROW), []
+    costs.take_trial([0.9], 100, 15)  # so that none is due
+    head, lookup = Proposes(0.78, 0.004), Proposes(0.3, 0.0)
+    drafter, best_ids, begin = Drafter([head, lookup], costs), costs.best_ids, costs.passes
+    monkeypatch.setattr(costs, "best_ids", lambda *words: found.append(costs.passes - begin) or best_ids(*words))
+    for number in range(40):
+        if number in rises_at:
+            share = lookup.share() + 0.1
+            lookup.share = lambda share=share: share
+        assert ask([drafter], 100) in (False, [(None, 0)])
+        costs.note(1, 100, 0.01)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("ask", [lambda drafters, held: choose_drafts(drafters, [15], held), expects_draft])
+def test_ids_that_do_not_pay_are_weighed_every_eighth_pass_and_when_a_share_rises(monkeypatch, ask):
+    assert weighed_passes(monkeypatch, ask) == [0, 8, 16, 24, 32]
+    assert weighed_passes(monkeypatch, ask, rises_at=(3, 14)) == [0, 3, 11, 14, 22, 30, 38]
+
+
+def test_ids_are_weighed_in_the_next_pass_again_if_a_pass_over_one_id_has_to_come_first():
+    assert PassCosts().weigh_again_at(100, 1) == 1
+    costs = timed(M4_PRO)
+    drafter, widths = Drafter([Proposes(0.9, 0.0)], costs), []
+    for _ in range(3 * pass_costs.COMPARE_EVERY):
+        widths.append(1 + choose_drafts([drafter], [15], 100)[0][1])
+        costs.note(widths[-1], 100, 0.01 * M4_PRO[widths[-1]])
+    assert 2 <= widths.count(1) <= 4
+
+
 def test_a_source_is_asked_for_no_more_than_it_can_give():
     drafter = Drafter([Proposes(0.99, 0.0, most=3)], timed(M4_PRO))
     assert choose_drafts([drafter], [15], 100)[0][1] == 3

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import sys
 from ipaddress import ip_address
 from pathlib import Path
@@ -180,9 +181,11 @@ def _allowed_hosts(args: argparse.Namespace) -> frozenset[str] | None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host.lower() == "localhost"
+        address = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0]
+    except (OSError, UnicodeError):  # a name
+        return host.lower().removesuffix(".") == "localhost"
+    found = ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def _existing_folder(flag: str, given: str) -> Path:

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_zip.engine.drafts import Draft, expects_draft, have_news
+from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
@@ -205,25 +205,21 @@ class Group:
         return logits[:, -1]
 
     def _propose(self) -> list[Draft | None]:
-        """Returns a draft or None per request; [] if there is nothing new to weigh."""
-        if not self._have_news(self.tokens):
+        """Returns a draft or None per request; [] if no request has a drafter."""
+        if not any(request.drafter for request in self.requests):
             return []
         began, room = time.perf_counter(), draft_room(self.served, self.cache)
+        self._show_state(self.tokens)
         proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
         self._clock.leave_out(time.perf_counter() - began)
         return proposed
 
-    def _have_news(self, last: Sequence[int | None]) -> bool:
-        """Gives draft heads the body's output, and returns whether `Drafter.has_news` is true for any request.
-
-        last: per request, the id chosen from that output, None if not yet known.
-        """
-        drafters = [request.drafter for request in self.requests]
-        h = self._h if len(drafters) == 1 else None
-        for drafter, one in zip(drafters, last, strict=True):
-            if drafter is not None:
-                drafter.see(h, one, self.cache)
-        return have_news(drafters)
+    def _show_state(self, last: Sequence[int | None]) -> None:
+        """Gives draft heads the body's output. last: per request, the id chosen from it, None if not yet known."""
+        h = self._h if len(self.requests) == 1 else None
+        for request, one in zip(self.requests, last, strict=True):
+            if request.drafter is not None:
+                request.drafter.see(h, one, self.cache)
 
     def _close_draft(self) -> None:
         """Ends a draft, even if not all its ids were chosen. The cache then holds the chosen ids, and no row waits."""
@@ -233,9 +229,10 @@ class Group:
 
     def _expects_draft(self) -> bool:
         """Returns whether the next logits may come from a draft; if so, the host must read ids before a step begins."""
-        if self._draft is not None or not self._have_news([None] * len(self.requests)):
-            return self._draft is not None
         drafters = [request.drafter for request in self.requests]
+        if self._draft is not None or not any(drafters):
+            return self._draft is not None
+        self._show_state([None] * len(self.requests))
         return expects_draft(drafters, self.length) and draft_room(self.served, self.cache) > 0
 
     def finish(self) -> None:

@@ -151,7 +151,7 @@ class Served:
 
     @pass_costs.setter
     def pass_costs(self, costs: PassCosts) -> None:
-        """Replaces the costs in memory. The file keeps its figures until newer ones replace them."""
+        """Replaces the pass costs, between two requests. Figures in the file stay until newer ones replace them."""
         self._cost_file.costs = costs
 
     @cached_property
