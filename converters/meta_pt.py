@@ -55,7 +55,10 @@ def _plain_dict(value: Any) -> dict[Any, Any] | None:
 
 
 def _read_flag(args: dict[Any, Any], name: str, path: Path) -> bool:
-    """Returns whether the option `name` in `args` is true; False if it is missing. Raises if it is no plain value."""
+    """Returns whether the option `name` in `args` is true; False if it is missing.
+
+    Raises `ConversionError` if the option is a pickled object, not a plain value.
+    """
     value = args.get(name, False)
     if value is not None and not isinstance(value, bool | int | float | str):
         raise ConversionError(f"{path.name}: args.{name} is not a plain value")

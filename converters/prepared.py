@@ -139,7 +139,10 @@ def _build_config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[
 def _plan_tensors(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
 ) -> tuple[Plan, Plan]:
-    """Returns the match of source tensors to the model's tensors: one plan for the decoder, one for the encoders."""
+    """Returns the match of source tensors to the model's tensors: one plan for the decoder, one for the encoders.
+
+    Raises `ConversionError` if they do not match.
+    """
     shapes = {name: tuple(array.shape) for name, array in tensors_by_name(model).items()}
     encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}

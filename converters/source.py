@@ -253,7 +253,10 @@ def _read_base_config(base: ModelPlace) -> dict[str, Any]:
 
 
 def _read_encoder_table(folder: Path, zip_config: dict[str, Any]) -> Table:
-    """Returns the tensors of the encoder file; {} for an averaging encoder, which has no file."""
+    """Returns the tensors of the encoder file; {} for an averaging encoder, which has no file.
+
+    Raises `ConversionError` if the file is missing or invalid.
+    """
     for name in ENCODER_FILES:
         if (folder / name).is_file():
             return read_header(folder / name)

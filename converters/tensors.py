@@ -89,7 +89,8 @@ def read_header(path: Path) -> Table:
 def read_model_files(folder: Path) -> Table:
     """Returns the tensors of a Hugging Face model folder, by name and without their data.
 
-    Reads the files in the folder's index, or else `model.safetensors`. Raises `ConversionError` if neither is there.
+    Reads the files in the folder's index, or else `model.safetensors`. Raises `ConversionError` if neither is there
+    or a file is invalid.
     """
     if (folder / INDEX).is_file():
         return _read_shards(folder)

@@ -181,7 +181,10 @@ def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str |
 
 
 def _open_sound(path: Path) -> sqlite3.Connection:
-    """Opens or creates the database file, calls `_check_database`, and migrates the tables to the newest version."""
+    """Opens or creates the database file, calls `_check_database`, and migrates the tables to the newest version.
+
+    Raises `ForeignError` if the file is not the app's database, and `sqlite3.Error`.
+    """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(handle, 0o600)  # SQLite gives its other files the mode of this one

@@ -129,7 +129,10 @@ def import_conversations(body: ImportBody) -> list[dict[str, Any]]:
 
 
 def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
-    """Returns a conversation with new ids. place: path of `given` in the body. Raises `BodyError` if an id is bad."""
+    """Returns a conversation with new ids. place: path of `given` in the body.
+
+    Raises `BodyError` if two messages have one id, a parent does not stand before its message, or the leaf is unknown.
+    """
     ids: dict[str, str] = {}
     messages = []
     for i, one in enumerate(given.messages):

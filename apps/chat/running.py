@@ -143,7 +143,7 @@ def _close_windows_after(serving: threading.Thread, webview: Any) -> None:
 
 
 def with_open_page(options: Options) -> Options:
-    """Returns the server's settings with the page's files (`OPEN`) readable without a key."""
+    """Returns the server's settings with the page's files (`OPEN`) readable without a key; the rest still needs it."""
     return replace(options, open_paths=(*options.open_paths, *OPEN))
 
 

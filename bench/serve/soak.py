@@ -1,4 +1,4 @@
-"""Sends `mlx_zip serve` thousands of concurrent requests; checks every answer, memory growth, and that nothing remains.
+"""Sends `mlx_zip serve` thousands of requests, many at a time; checks answers, memory growth, and that nothing remains.
 
 A share of the requests is cancelled and a share is malformed. The others are greedy, and each answer must equal what
 `generate` returns for the same conversation.

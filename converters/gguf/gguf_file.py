@@ -255,7 +255,10 @@ class _Reader:
             raise self.error(f"{what} at byte {self.at - len(data)} is not valid UTF-8") from error
 
     def name(self, what: str, known: dict[str, Any]) -> str:
-        """Returns the next string, the name of a key or tensor. Raises if it is not a new name (absent in `known`)."""
+        """Returns the next string, the name of a key or tensor.
+
+        Raises `ConversionError` if the name is empty, not printable ASCII, or in `known`.
+        """
         name = self.string(f"the name of a {what}", MAX_NAME_BYTES)
         if not name or not name.isascii() or not name.isprintable():
             raise self.error(f"{name!r} cannot be the name of a {what}")

@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_torch_runner(engine: str) -> Any:
-    """Returns the `ModelRunner` of PyTorch. engine: "torch", or "cuda" to require a GPU."""
+    """Returns the `ModelRunner` of PyTorch. engine: "torch", or "cuda" to require a GPU. Raises `InstallationError`."""
     from functools import partial
 
     from mlx_zip.evaluation.evaluate import ModelRunner

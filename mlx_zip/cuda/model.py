@@ -78,7 +78,10 @@ def open_model(
 def _config_with_choices(
     config: ZipConfig | None, start: Sequence[Any] | None, size: int | None, canonical: bool | None
 ) -> ZipConfig | None:
-    """Returns `config` with these options, None for its own values. A pack `start` clears `config.start`."""
+    """Returns `config` with these options, None for its own values. A pack `start` clears `config.start`.
+
+    Raises `ConfigError` if `size` does not fit.
+    """
     if config is None:
         return None
     own = config.start if start is None else None
@@ -125,7 +128,10 @@ class CudaModel:
         self._starts_by_pack: dict[int, SequenceStart] = {}
 
     def _take_embedding_and_head(self) -> None:
-        """Takes embedding and head out of the folder; without kernels, also prepares the head's matrix for a CPU."""
+        """Takes embedding and head out of the folder; without kernels, also prepares the head's matrix for a CPU.
+
+        Raises `ModelError` if a tensor is missing or has another shape.
+        """
         folder, decoder = self.folder, self.folder.decoder
         low = folder.take(EMBEDDING, decoder.rows, decoder.width)
         high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)

@@ -75,7 +75,7 @@ class RowScorer:
 
     @torch.no_grad()
     def score_next_ids(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
-        """Returns what `EvaluatedModel.score_next` returns: log-probabilities of ids after a whole row."""
+        """Returns what `EvaluatedModel.score_next` returns: log-probabilities float64 [k] of ids after a whole row."""
         last = np.zeros(1, row.ids.dtype)  # a placeholder: the body does not read the last id
         longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
         row_entries = self._find_entries(longer)

@@ -71,7 +71,9 @@ class Recipe:
 
 
 def make_data(recipe: Recipe) -> None:
-    """Writes documents, conversations and README.md to `recipe.data`. Raises `DataError` if a text cannot be read."""
+    """Writes documents, conversations and README.md to `recipe.data`. Raises `DataError` if a text
+    cannot be read, `ModelError` if the base cannot be loaded.
+    """
     from .conversations import make_pools, sample_conversations, write_chat_files  # needs PyTorch
 
     last = recipe.data / "held_out" / "code.jsonl"

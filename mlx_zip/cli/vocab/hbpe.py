@@ -308,7 +308,10 @@ def _add_data_flags(add: Any, purpose: str) -> None:
 
 
 def _run_fit(args: argparse.Namespace) -> int:
-    """Trains a patch model and writes its folder. Returns 0, or 129, 130 or 143 if a signal ended the run."""
+    """Trains a patch model and writes its folder. Returns 0, or 129, 130 or 143 if a signal ended the run.
+
+    Raises `MlxZipError`.
+    """
     from mlx_zip.files import expand_home
     from mlx_zip.training.loop import TrainingStopped
     from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_texts

@@ -134,7 +134,7 @@ class HalfMatrix:
     """The product with a matrix [R, D] kept in float16: x [N, D] float32 -> x W' + bias [N, R] float32."""
 
     def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """matrix [R, D] float32: rounded to float16."""
+        """matrix [R, D] float32: rounded to float16. bias: [R] or None."""
         self.shape = tuple(matrix.shape)
         self._packed = torch.ops.quantized.linear_prepack_fp16(matrix.contiguous(), bias)
 

@@ -147,7 +147,7 @@ class TwoCopyTable(RowTable):
 
     def __init__(self) -> None:
         super().__init__()
-        self._idle: mx.array | None = None  # the other copy
+        self._idle: mx.array | None = None  # the other copy, without the rows of `_missed`
         self._missed: Callable[[], None] | None = None  # writes the rows that the other copy lacks
 
     @classmethod

@@ -119,9 +119,9 @@ class RecordEncoder:
     def _encode_with_spans(
         self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
     ) -> EncodedRecord | Skipped:
-        """Encodes a text. If `train_on` is "answers", the loss counts only ids within `spans` of characters.
+        """Returns the ids of a text. If `train_on` is "answers", the loss counts only ids within `spans` of characters.
 
-        templated: whether a chat template wrote the text.
+        Returns `Skipped` if it counts none. templated: whether a chat template wrote the text.
         """
         encoding = self._fast_tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)

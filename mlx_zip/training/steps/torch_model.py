@@ -80,7 +80,7 @@ class TorchModel(nn.Module):
         self._cast_weights_on_read()
 
     def _copy_body_weights(self, source: Any, dropout: float) -> None:
-        """Copies the decoder's weights and inserts LoRA layers. Raises `TrainingError` if names or shapes differ."""
+        """Copies the decoder's weights and inserts LoRA layers. Raises `TrainingError` naming a tensor that differs."""
         filled: set[str] = set()
         for name, module in source.model.named_modules():
             if not name or not hasattr(module, "parameters"):

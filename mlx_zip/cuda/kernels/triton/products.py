@@ -61,7 +61,7 @@ def packed_sums(
     x, norm, words, scales, biases, lines, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns what `dense_sums` returns, for packed rows `lines`.
+    """Returns what `dense_sums` returns, for packed rows `lines` (int64).
 
     All values have the layout [words, lines] in which the words are loaded, and x is loaded again for each level of a
     word. So no value moves between threads, and sums are chains of fused multiply-adds. The bits of a level, which
