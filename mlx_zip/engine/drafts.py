@@ -73,9 +73,10 @@ class Drafter:
         Weighing takes noticeable time between two passes of a small model.
         """
         again = self.costs is None or self.costs.passes >= self._left_until
-        return any(
-            source.share() > (0.0 if again else left) for source, left in zip(self._sources, self._left, strict=True)
-        )
+        for source, left in zip(self._sources, self._left, strict=True):
+            if source.share() > (0.0 if again else left):
+                return True
+        return False
 
     def leave(self, until: int) -> None:
         """Notes that no ids pay. Until `PassCosts.passes` reaches `until`, only a source whose share rises is news."""
@@ -199,7 +200,7 @@ def choose_drafts(
     """
     nothing: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
     costs = _costs_of(drafters)
-    if not _have_news(drafters) or not (found := _offers_to_weigh(drafters, limits)):
+    if not have_news(drafters) or not (found := _offers_to_weigh(drafters, limits)):
         return nothing
     offers, width = (found[0], None) if costs is None else _weigh(costs, found, held)
     if costs is not None and width == 0:
@@ -231,7 +232,7 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
 
     drafters, held: as in `choose_drafts`.
     """
-    if not _have_news(drafters):
+    if not have_news(drafters):
         return False
     costs, found = _costs_of(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
     if costs is None:
@@ -242,7 +243,8 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     return False
 
 
-def _have_news(drafters: Sequence[Drafter | None]) -> bool:
+def have_news(drafters: Sequence[Drafter | None]) -> bool:
+    """Returns whether `Drafter.has_news` is true for any row of a pass. If not, `choose_drafts` proposes nothing."""
     return any(drafter is not None and drafter.has_news() for drafter in drafters)
 
 

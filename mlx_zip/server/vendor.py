@@ -12,7 +12,7 @@ from mlx_zip.server.fields import Body
 
 
 class VendorFields(Body):
-    """The field `mlx_zip` of a request. tokens: whether the answer lists the tokens of its text."""
+    """The field `mlx_zip` of a request. tokens: whether the answer says which tokens its text consists of."""
 
     tokens: bool = False
 

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_zip.engine.drafts import Draft, expects_draft
+from mlx_zip.engine.drafts import Draft, expects_draft, have_news
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
@@ -205,13 +205,15 @@ class Group:
         return logits[:, -1]
 
     def _propose(self) -> list[Draft | None]:
-        """Returns a draft or None per request; [] if no request has a drafter."""
-        if not any(request.drafter for request in self.requests):
-            return []
-        began, room = time.perf_counter(), draft_room(self.served, self.cache)
-        self._show_state(self.tokens)
-        proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
-        self._clock.leave_out(time.perf_counter() - began)
+        """Returns a draft or None per request; [] if there is nothing to weigh."""
+        drafters, proposed = [request.drafter for request in self.requests], list[Draft | None]()
+        if any(drafters):
+            began = time.perf_counter()
+            self._show_state(self.tokens)
+            if have_news(drafters):
+                room = draft_room(self.served, self.cache)
+                proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
+            self._clock.leave_out(time.perf_counter() - began)
         return proposed
 
     def _show_state(self, last: Sequence[int | None]) -> None:
