@@ -17,7 +17,7 @@ from mlx_zip.files import cache_folder, make_private, write_json
 log = logging.getLogger(__name__)
 SAVE_EVERY_S = 60.0  # minimum time between two writes of a file while requests arrive
 VERSION = 1  # of the file's format
-MOST_SECONDS = 1e6  # upper bound on the time of a pass; a larger number in a file is damage
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6  # bounds on the time of a pass; a number beyond them in a file is damage
 LONGEST = 1 << 32  # upper bound on ids and rows; a larger number in a file is damage
 
 
@@ -60,6 +60,8 @@ class CostFile:
     def _read(self) -> dict[Figure, float]:
         """Returns the figures in the file, none if the file cannot be used."""
         try:
+            if self.path.exists() and not self.path.is_file():  # reading a pipe never ends
+                raise ValueError("it is no ordinary file")
             data = json.loads(self.path.read_bytes())
             return _from_json(self._key, data)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -104,6 +106,6 @@ def _checked_int(number: Any) -> int:
 
 
 def _checked_seconds(number: Any) -> float:
-    if type(number) not in (int, float) or not 0 < number < MOST_SECONDS:
+    if type(number) not in (int, float) or not LEAST_SECONDS < number < MOST_SECONDS:
         raise ValueError(f"{number!r:.80} is not the time of a pass")
     return float(number)

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -99,6 +100,7 @@ def test_other_models_chips_and_versions_have_other_files(folder):
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": float("nan")}]}).encode(),
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": "1"}]}).encode(),
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": 0}]}).encode(),
+        lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": 5e-324}]}).encode(),
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "held": 10**300}]}).encode(),
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "rows": 0.5}]}).encode(),
         lambda data: json.dumps({**data, "passes": [{**data["passes"][0], "seconds": 10**400}]}).encode(),
@@ -110,6 +112,15 @@ def test_a_file_that_cannot_be_used_counts_as_none_and_is_replaced(damage):
     assert CostFile(KEY).costs.figures() == {}
     kept()
     assert first_choice() > 0
+
+
+def test_a_pipe_in_the_files_place_is_neither_read_nor_replaced():
+    path = kept().path
+    path.unlink()
+    os.mkfifo(path)
+    assert CostFile(KEY).costs.figures() == {}
+    kept()
+    assert path.is_fifo()
 
 
 def test_a_deleted_file_is_forgotten():

@@ -278,9 +278,7 @@ def test_missing_libraries_are_named_with_the_command_that_installs_them(run, ho
     assert "'.[serve]'" in error
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "127.8.9.1", "127.1", "::1", "::ffff:127.0.0.1", "localhost", "localhost."]
-)
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "127.1", "::1", "::ffff:127.0.0.1", "localhost"])
 def test_of_a_loopback_address_only_its_names_are_allowed(host):
     args = argparse.Namespace(allowed_hosts=None, host=host)
     assert serve._allowed_hosts(args) == {"localhost", "127.0.0.1", "::1", host}

@@ -180,11 +180,11 @@ def _allowed_hosts(args: argparse.Namespace) -> frozenset[str] | None:
 
 
 def _is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches the address to which `bind_socket` binds; False if there is none."""
     try:
-        address = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0]
-    except (OSError, UnicodeError):  # a name
-        return host.lower().removesuffix(".") == "localhost"
-    found = ip_address(address)
+        found = ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        return False
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
