@@ -18,18 +18,18 @@ SCHEMA = 1
 FIGURES = {  # name: (unit, definition); one sample per trial
     "ttft_ms": ("ms", "from the request to the first emitted id, compression of the prompt included"),
     "prefill_tokens_per_s": ("base tokens/s", "base tokens of the prompt divided by the time to the first id"),
-    "steps_per_s": ("steps/s", "steps after the first divided by the time since the first"),
+    "steps_per_s": ("steps/s", "number of steps after the first step, divided by the time since the first step"),
     "step_ms": ("ms", "median time between two steps"),
     "base_tokens_per_s": ("base tokens/s", "base tokens after the first step divided by the time since that step"),
     "base_tokens_per_step": ("base tokens", "emitted base tokens divided by steps"),
     "end_to_end_tokens_per_s": ("base tokens/s", "all emitted base tokens divided by the time of the whole request"),
     "bytes_per_s": ("bytes/s", "UTF-8 bytes of the text divided by the time of the whole request"),
     "bytes_per_token": ("bytes", "UTF-8 bytes of the text divided by base tokens"),
-    "total_s": ("s", "the whole request"),
+    "total_s": ("s", "duration of the whole request"),
     "peak_bytes": ("bytes", "most memory held at once, the engine's weights included"),
-    "joules": ("J", "what the machine used during the request"),
+    "joules": ("J", "energy that the CPU package or the GPU used during the request"),
     "joules_per_token": ("J", "joules per emitted base token"),
-    "ceiling_percent": ("%", "steps_per_s in percent of the ceiling's"),
+    "ceiling_percent": ("%", "the figure `steps_per_s` divided by the `steps_per_s` of `ceiling`"),
 }
 SECTIONS = {  # fields of every record, older records included
     *("bench", "schema", "run", "time", "engine", "mode", "model", "workload", "setting", "counts", "figures"),

@@ -21,19 +21,19 @@ from mlx_zip.errors import MlxZipError
 
 PARTS = {  # name: what the time is spent on, in the order of a step
     "wait": "reading the last id: waiting for the device",
-    "call": "the model call besides what follows: checks, positions",
-    "codec": "codebook: learning the id, listing entries, expanding",
-    "rows": "hyper rows: from the store or the encoder, into their tables",
-    "embedding": "embedding, with the rows that are read",
+    "call": "the model call without the parts in the next rows: checks, positions",
+    "codec": "updating the codebook with the id, listing entries, expanding",
+    "rows": "taking hyper rows from the store or the encoder and putting them into their tables",
+    "embedding": "embedding the ids to read, with their hyper rows",
     "blocks": "the decoder's blocks and last norm",
     "head": "base and hyper logits, joined and masked",
-    "canonical": "excluding ids that are not canonical, where the model does",
+    "canonical": "excluding ids that are not canonical, if the model uses canonical decoding",
     "sampling": "normalizing the logits, choosing an id",
     "enqueue": "handing the graph to the device (mx.async_eval)",
     "text": "detokenizing",
-    "response": "the response object and its figures",
-    "replay": "forcing the id",
-    "loop": "what is left: the loop, the bench itself",
+    "response": "making the response object and its figures",
+    "replay": "replacing the chosen id with the text's id",
+    "loop": "all other work: the loop, the bench itself",
 }
 # parts that mlx_zip adds to mlx-lm's on the host
 OURS = ("call", "codec", "rows", "embedding", "head", "canonical", "text", "response")
