@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.engine.pass_costs import Figure, PassCosts
-from mlx_zip.errors import failure_reason
-from mlx_zip.files import cache_folder, make_private, write_json
+from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import cache_folder, make_private, read_json_object, write_json
 
 log = logging.getLogger(__name__)
 SAVE_EVERY_S = 60.0  # minimum time between two writes of a file while requests arrive
@@ -60,11 +60,8 @@ class CostFile:
     def _read(self) -> dict[Figure, float]:
         """Returns the figures in the file, none if the file cannot be used."""
         try:
-            if self.path.exists() and not self.path.is_file():  # reading a pipe never ends
-                raise ValueError("it is no ordinary file")
-            data = json.loads(self.path.read_bytes())
-            return _from_json(self._key, data)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            return _from_json(self._key, read_json_object(self.path))
+        except (DataError, ValueError, TypeError, KeyError) as error:
             log.debug("%s: what passes cost is timed anew: %s", self.path, error)
             return {}
 
