@@ -19,6 +19,7 @@
     bundle          puts both models and the pack together
     head            trains a draft head for the bundled zip2zip model
     measure         measures bits per byte and generation rates of the models
+    smaller         trains and quantizes smaller plain models to compare with; runs only if it is named
 
 A stage whose results exist is skipped, so the same command continues an interrupted run.
 """
@@ -33,16 +34,22 @@ from pathlib import Path
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
 
-from . import base, bundle, packs
+from . import base, bundle, packs, smaller
 from .commands import Recipe
+from .settings import SMALLER
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the recipe. make: runs the stage. products: returns the paths, relative to `out`, of its results."""
+    """A stage of the recipe.
+
+    make: runs the stage. products: returns the paths, relative to `out`, of its results. if_named: whether the stage
+    runs only if it is named.
+    """
 
     make: Callable[[Recipe], None]
     products: Callable[[Recipe], list[str]]
+    if_named: bool = False
 
 
 def _window_indices(kind: str) -> Callable[[Recipe], list[str]]:
@@ -84,11 +91,14 @@ STAGES: dict[str, Stage] = {
         bundle.measure_models,
         lambda recipe: [f"figures/{name}.json" for name, _ in bundle.list_measurements(recipe.settings)],
     ),
+    "smaller": Stage(
+        smaller.make_smaller, lambda _: [f"{smaller.FOLDER}/{bundle.QUANTIZED}/{name}" for name in SMALLER], if_named=True
+    ),
 }
 
 
 def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
-    """Runs the named stages in the given order, or all if none is named. Skips stages whose results exist.
+    """Runs the named stages in the given order, or all but `if_named` ones. Skips stages whose results exist.
 
     Raises `DataError` if a name is unknown or an input or the `out` folder does not fit, and `TrainingError` if a
     command fails.
@@ -96,7 +106,7 @@ def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
     if unknown := sorted(set(stages) - set(STAGES)):
         raise DataError(f"--stage: {', '.join(unknown)} is none of {', '.join(STAGES)}")
     _check_out_folder(recipe)
-    for name in stages or STAGES:
+    for name in stages or [name for name, stage in STAGES.items() if not stage.if_named]:
         stage = STAGES[name]
         if all((recipe.out / product).exists() for product in stage.products(recipe)):
             recipe.say(f"== {name}: done before")

@@ -326,3 +326,23 @@ TINY = replace(
 )
 
 SCALES = {"full": FULL, "tiny": TINY}
+
+# Plain models that are smaller than the base, name -> what differs in config.json. They are no part of `Settings`,
+# whose fingerprint says what made the bundled models.
+SMALLER: dict[str, Flags] = {
+    "1m": {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "intermediate_size": 320,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "2m": {
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
+    "3m": {"num_hidden_layers": 4, "intermediate_size": 512},
+}
