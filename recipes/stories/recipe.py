@@ -36,7 +36,6 @@ from mlx_zip.files import write_json
 
 from . import base, bundle, packs, smaller
 from .commands import Recipe
-from .settings import SMALLER
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,7 @@ STAGES: dict[str, Stage] = {
         bundle.measure_models,
         lambda recipe: [f"figures/{name}.json" for name, _ in bundle.list_measurements(recipe.settings)],
     ),
-    "smaller": Stage(
-        smaller.make_smaller, lambda _: [f"{smaller.FOLDER}/{bundle.QUANTIZED}/{name}" for name in SMALLER], if_named=True
-    ),
+    "smaller": Stage(smaller.make_smaller, lambda _: [smaller.BITS], if_named=True),
 }
 
 

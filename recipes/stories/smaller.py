@@ -18,10 +18,17 @@ FOLDER = "smaller"  # folder in `out`: a folder for each smaller model, which ho
 SHARED = ("texts", "tokenizer", "prepared")  # what all models of a recipe have in common
 
 
+BITS = "figures/bits-smaller.json"
+
+
 def make_smaller(recipe: Recipe) -> None:
-    """Trains all models of `SMALLER` and writes smaller/quantized/."""
+    """Trains all models of `SMALLER`, writes smaller/quantized/ and measures bits per byte on single test stories."""
     train_smaller(recipe)
     quantize_smaller(recipe)
+    (recipe.out / BITS).parent.mkdir(exist_ok=True)
+    models = [word for name in SMALLER for word in ("--model", f"{FOLDER}/{QUANTIZED}/{name}")]
+    flags = {"data": "texts/t1.test.jsonl", "context": recipe.settings.long, "out": BITS}
+    recipe.run_module("mlx_zip", ["evaluate", *models, *as_words(flags)])
 
 
 def train_smaller(recipe: Recipe) -> None:

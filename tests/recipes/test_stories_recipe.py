@@ -19,7 +19,7 @@ from mlx_zip.engine.mlx.generate import generate, load
 from mlx_zip.errors import DataError, GenerationError, TrainingError
 from mlx_zip.packs.pack import load_pack
 from recipes.stories import __main__ as main
-from recipes.stories import packs
+from recipes.stories import packs, smaller
 from recipes.stories.base import TRAIN_SETS
 from recipes.stories.bundle import install_bundle, make_model_card
 from recipes.stories.commands import Recipe, run_command
@@ -31,6 +31,7 @@ from support.stories_toy import corpus
 pytestmark = pytest.mark.slow  # the recipe is made once, on a small scale, and takes ten seconds
 
 LEARN = ["vocab", "pack", "learn"]
+CONTROL_RUNS = [f"runs/{run}" for run in packs.list_runs(TINY.packs)[packs.CONTROL]]
 
 
 @dataclass
@@ -59,7 +60,7 @@ def made(tmp_path_factory):
     """A finished run -> (recipe, names of what it ran); `recipe.call.calls` has them with their flags."""
     folder, here = tmp_path_factory.mktemp("stories"), Here()
     recipe = Recipe(TINY, corpus(folder / "data"), folder / "out", check=False, call=here, say=lambda _: None)
-    run_stages(recipe, list(STAGES)[:-1])
+    run_stages(recipe, [name for name in STAGES if name not in ("measure", "smaller")])
     gc.freeze()  # `evaluate` collects garbage before each model; the libraries' own objects are none
     run_stages(recipe)
     return recipe, here.ran
@@ -95,7 +96,7 @@ def test_the_whole_recipe_runs_by_the_projects_own_commands(made):
 
 def test_every_stage_leaves_what_it_promises(made):
     recipe, _ = made
-    promised = [product for stage in STAGES.values() for product in stage.products(recipe)]
+    promised = [product for stage in STAGES.values() if not stage.if_named for product in stage.products(recipe)]
     assert [product for product in promised if not (recipe.out / product).exists()] == []
 
 
@@ -248,6 +249,29 @@ def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_two_are_cano
         assert starts == [f"runs/{run}/model" for run in (first, *runs[:-1])]
     configs = [load(made[0].out / f"runs/{run}/model")[0].config for run in packs.list_runs(TINY.packs)[packs.PACKED]]
     assert [config.canonical for config in configs] == [False, True, True]
+
+
+# ---- smaller plain models
+
+
+def test_a_smaller_model_is_trained_like_the_control_and_measured(made, again, monkeypatch):
+    recipe, _ = again
+    monkeypatch.setattr(smaller, "SMALLER", {"1m": smaller.SMALLER["1m"]})
+    run_stages(recipe, ["smaller"])
+    config = json.loads((recipe.out / "smaller/quantized/1m/config.json").read_text())
+    assert (config["model_type"], config["hidden_size"], config["quantization"]["bits"]) == ("llama", 128, 8)
+    assert [model["kind"] for model in figures(recipe, "bits-smaller")] == ["plain"]
+    whole, small = (
+        {values(call, "--out")[0]: call for call in of.call.calls if call[0] == "train"} for of in (made[0], recipe)
+    )
+    assert list(small) == ["runs/base-short", "runs/base", "runs/control", *CONTROL_RUNS]
+    assert small == {run: whole[run] for run in small}
+
+    shutil.rmtree(recipe.out / "smaller/1m/runs/control")
+    (recipe.out / smaller.BITS).unlink()
+    recipe.call.ran.clear()
+    run_stages(recipe, ["smaller"])
+    assert recipe.call.ran == ["train", "mlx_lm convert", "evaluate"]
 
 
 # ---- going on
