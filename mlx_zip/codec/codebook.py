@@ -229,6 +229,14 @@ class Codebook:
         rows, lengths = self.logged(first)
         return rows[np.arange(self.params.merge_size) < lengths[:, None]]
 
+    def ends(self, first: int = 0) -> NDArray[np.int64]:
+        """Returns for each id of the log the number of base ids up to the end of that id, int64 [n].
+
+        first: index in the log of the id to begin with. Errors as in `logged`.
+        """
+        spans = self.logged(first)[1].astype(np.int64)
+        return self.base_length - spans.sum() + np.cumsum(spans)
+
     @property
     def entries(self) -> Entries:
         """A snapshot of all installed entries in id order, start entries first."""

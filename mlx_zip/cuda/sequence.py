@@ -105,8 +105,7 @@ class SequenceState:
         """
         if not by_base_ids:
             return np.arange(first, self.book.mark(), dtype=np.int64)
-        spans = self.book.logged(first)[1].astype(np.int64)
-        return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
+        return self.book.ends(first) - 1
 
     def position_count(self, by_base_ids: bool) -> int:
         """Returns the number of positions that the ids in the log take."""

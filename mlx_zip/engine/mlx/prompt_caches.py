@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_prompt_cache, trim_prompt_cache
 
-from mlx_zip.codec.ids import Uint32s, common_length
+from mlx_zip.codec.ids import common_length
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import find_zip_state
@@ -199,8 +199,7 @@ def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
     state = find_zip_state(cache)
     if state is None:
         return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
-    spans: Uint32s | Any = state.books[0].logged()[1]
-    return np.cumsum(spans.astype(np.int64))
+    return state.books[0].ends()
 
 
 # ---- files, as `mlx_lm.cache_prompt` and `save_prompt_cache` write them

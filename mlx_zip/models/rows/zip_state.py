@@ -221,8 +221,7 @@ class ZipState(SequenceRows):
         out = np.zeros(ids.shape, dtype=np.int32)
         first = self._padding_columns(self.offset - ids.shape[1], ids.shape[1])
         for b, book in enumerate(self.books):
-            spans = book.logged(book.mark() - (ids.shape[1] - int(first[b])))[1].astype(np.int64)
-            out[b, first[b] :] = book.base_length - spans.sum() + np.cumsum(spans) - 1
+            out[b, first[b] :] = book.ends(book.mark() - (ids.shape[1] - int(first[b]))) - 1
         return out
 
     def base_lengths(self) -> np.ndarray:
