@@ -24,8 +24,7 @@ from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_
 from mlx_zip.engine.drafts import Draft, expects_draft, have_news
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
-from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
-from mlx_zip.engine.mlx.near_ties import choose_exactly, read_last_again
+from mlx_zip.engine.mlx.drafted import DraftedPass, choose_exactly, draft_room, read_last_again
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Request, propose_together

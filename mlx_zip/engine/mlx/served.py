@@ -22,8 +22,7 @@ from mlx_zip.device import on_gpu
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import text_sources
 from mlx_zip.engine.drafts import Drafter
-from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
-from mlx_zip.engine.mlx.head_source import HeadSource
+from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource, HeadSource
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
