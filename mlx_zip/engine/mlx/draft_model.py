@@ -33,7 +33,7 @@ from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.draft_head import DEPTH, Proposer
 from mlx_zip.models.loading import load
-from mlx_zip.models.rows.zip_state import find_zip_state
+from mlx_zip.models.rows.zip_state import find_zip_state, kv_caches
 
 CHUNK = 512  # ids of a text read per pass
 FIRST_PASS = 16  # maximum number of ids that the first pass of a draft reads
@@ -99,7 +99,7 @@ class DraftModel:
         self._owner = weakref.ref(source)
         return self._reader
 
-    def forget_text(self) -> None:
+    def clear_draft_cache(self) -> None:
         """Discards the shared reader, with its cache and the text in it."""
         self._reader = _Reader(self.model)
 
@@ -147,7 +147,7 @@ class DraftModelSource:
                 self._took_s = time.perf_counter() - began
                 yield one
         except Exception as error:
-            self._model.forget_text()
+            self._model.clear_draft_cache()
             raise EngineError(
                 f"the draft model (--draft-model) failed: {type(error).__name__}: {first_message_line(error)}"
             ) from error
@@ -218,7 +218,7 @@ class _Reader:
         self._model, self._cache = model, make_prompt_cache(model)
         self._state = find_zip_state(self._cache)
         self._plain_ids = array("I")  # ids that a plain model's cache holds; a codebook logs its ids itself
-        self.kv = list(flatten_cache_lists(self._cache if self._state is None else self._cache[:-1]))
+        self.kv = list(flatten_cache_lists(kv_caches(self._cache)))
 
     def catch_up(self, text: Uint32s) -> Uint32s:
         """Trims the cache to its common prefix with a text of base ids, and reads the rest of the text but its end.

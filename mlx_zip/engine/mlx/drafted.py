@@ -19,7 +19,7 @@ from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
 from mlx_zip.models.batching import flatten_cache_lists, keep_columns
 from mlx_zip.models.call_inputs import kv_length
-from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
+from mlx_zip.models.rows.zip_state import ZipState, find_zip_state, kv_caches
 
 
 class DraftedPass:
@@ -64,7 +64,7 @@ class DraftedPass:
         """
         state = self._state
         if state is None:
-            held = [(entry, kv_length(entry)) for entry in _kv_entries(self._cache, None)]
+            held = [(entry, kv_length(entry)) for entry in self._cache]
             try:
                 logits, self._h = served.read(ids, self._cache)
                 return logits
@@ -150,7 +150,7 @@ class DraftedPass:
             assert self._encoded is not None
             self._state.advance(one)
             self._state.mark_encoded_again(self._encoded)
-        for entry in _kv_entries(self._cache, self._state):
+        for entry in kv_caches(self._cache):
             entry.offset += 1
 
     def close(self) -> None:
@@ -173,10 +173,6 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int:
     if served.options.kv_bits is None or QuantizedKVCache in kinds:
         return MOST_PROPOSED
     return max(0, served.options.quantized_kv_start - cache[0].offset - 2)
-
-
-def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:
-    return list(cache if state is None else cache[:-1])
 
 
 # ---- near-ties: choices that a pass over several ids may make differently from a pass over one id, because of rounding
@@ -245,7 +241,7 @@ def read_last_again(served: Served, cache: list[Any], last: int) -> mx.array:
     decoding, must not see it rewound.
     """
     state, ids = find_zip_state(cache), mx.array([[last]], mx.uint32)
-    entries = list(flatten_cache_lists(cache if state is None else cache[:-1]))
+    entries = list(flatten_cache_lists(kv_caches(cache)))
     ends = [entry.offset for entry in entries]
     try:
         if state is None:

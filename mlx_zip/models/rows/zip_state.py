@@ -518,6 +518,11 @@ def find_zip_state(cache: Sequence[Any]) -> ZipState | None:
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
 
 
+def kv_caches(cache: Sequence[Any]) -> Sequence[Any]:
+    """Returns the KV caches in a cache: all entries but the `ZipState`."""
+    return cache if find_zip_state(cache) is None else cache[:-1]
+
+
 # ---- parts of a state as JSON, for mlx-lm's cache files
 
 
