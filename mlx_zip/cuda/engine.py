@@ -292,7 +292,7 @@ class CudaServed:
     def free(self, cache: RowHandle) -> None:
         self.row_handles.release(cache)
 
-    def forget_text(self) -> None:
+    def clear_draft_cache(self) -> None:
         """Does nothing: there is no draft model."""
 
     def free_unused(self) -> None:

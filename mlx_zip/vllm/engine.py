@@ -314,7 +314,7 @@ class VllmServed:
     def settle(self) -> None:
         """Does nothing: no text is kept here, and vLLM allocates its memory when it loads the model."""
 
-    forget_text = free_unused = settle
+    clear_draft_cache = free_unused = settle
 
     def submit(self, request: Request) -> Running:
         """Submits a request to vLLM. Raises `GenerationError` if vLLM refuses the request."""
