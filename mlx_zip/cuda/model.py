@@ -27,7 +27,7 @@ from mlx_zip.cuda.sequence import SequenceStart, make_sequence_start
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.files import read_json_object
 from mlx_zip.layout import Layout
-from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, resolve_pack
+from mlx_zip.packs.pack import Pack, PackOrEntries, resolve_pack, use_pack_in_folder
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 MAX_KEPT_PACKS = 16  # maximum number of packs named by requests whose rows stay on the device
@@ -71,7 +71,7 @@ def open_model(
     if start is not None:
         model.take_pack(start)
     elif config is not None:
-        model.take_pack_in_folder()
+        use_pack_in_folder(folder.path, config.start, lambda: model.tokenizer, model.take_pack)
     return model
 
 
@@ -206,23 +206,6 @@ class CudaModel:
             raise ModelError(NO_HYPERTOKENS)
         config = replace(self.config, start=found.entries)
         self.default_start, self.config = self.sequence_start(found), config
-
-    def take_pack_in_folder(self) -> None:
-        """Makes the tuned pack in the model's folder the default pack of requests, if there is one.
-
-        Raises `ModelError` or `DataError`, naming the pack's file, if the pack does not fit the model.
-        """
-        assert self.config is not None
-        path = self.folder.path
-        pack = pack_in_folder(path, self.config.start)
-        if pack is None:
-            return
-        if pack.tokenizer is not None:
-            pack.check_made_for(self.tokenizer, str(pack.name))
-        try:
-            self.take_pack(pack)
-        except ModelError as error:
-            raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
 
     def sequence_start(self, pack: PackOrEntries | None) -> SequenceStart:
         """Returns what sequences that begin with `pack` share; None for the model's default pack.

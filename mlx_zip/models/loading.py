@@ -30,7 +30,7 @@ from mlx_zip.models.machines import (
 )
 from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME, config_with_pack, find_model_folder, read_model_config
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.packs.pack import IN_FOLDER, Pack, PackLike, as_pack, pack_in_folder
+from mlx_zip.packs.pack import Pack, PackLike, as_pack, use_pack_in_folder
 from mlx_zip.text.tokenizers import find_damaged_json, silence_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -144,7 +144,7 @@ def _load_on_this_machine(
         if pack is not None:
             model.take_pack(pack)
         elif adapter_path is None:
-            _use_pack_in_folder(folder, model, loaded[1])
+            use_pack_in_folder(folder, model.config.start, lambda: loaded[1], model.take_pack)
     return model, loaded[1], fingerprint
 
 
@@ -170,22 +170,6 @@ def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
             f"{path} (--adapter-path) is an adapter as mlx_zip train and PEFT save it; merge it into its base first: "
             f"mlx_zip convert --hf-path {path} --mlx-path OUT, then use OUT in place of {model}"
         )
-
-
-def _use_pack_in_folder(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Makes requests begin with the tuned pack in the model's folder, if there is one.
-
-    Raises `ModelError` if the pack's entries are not those in the model's config, or its rows were tuned for another
-    model; `DataError` if the pack cannot be read or belongs to another tokenizer.
-    """
-    pack, path = pack_in_folder(folder, model.config.start), folder / IN_FOLDER
-    if pack is None:
-        return
-    pack.check_made_for(tokenizer, str(path))
-    try:
-        model.take_pack(pack)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}, or delete it to begin without tuned rows") from error
 
 
 def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
