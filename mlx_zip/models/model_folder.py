@@ -85,15 +85,19 @@ class ModelArgs:
     @property
     def zip_config(self) -> ZipConfig:
         """The `zip2zip` section as a `ZipConfig`. Raises `ConfigError` if the section is missing or wrong."""
-        section = self.config.get("zip2zip")
-        if not isinstance(section, dict):
-            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
-        return parse_zip_section(section)
+        return parse_zip_section(self._section)
 
     @property
     def decoder_config(self) -> dict[str, Any]:
-        """The base model's config: this config with the base model's `model_type`."""
-        return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
+        """The base model's config: this config with the base model's `model_type`. Raises `ConfigError` likewise."""
+        return {**self.config, "model_type": self._section.get("base_model_type")}
+
+    @property
+    def _section(self) -> dict[str, Any]:
+        section = self.config.get("zip2zip")
+        if not isinstance(section, dict):
+            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
+        return section
 
 
 def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
