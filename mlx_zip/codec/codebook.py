@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
-from mlx_zip.codec.calls import calls_for_one_id, ids_of
 from mlx_zip.codec.entries import Entries, Installed
-from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id
+from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id, calls_for_one_id, ids_of
 from mlx_zip.codec.params import CodecParams, raise_for_status, serialize_codebook
 from mlx_zip.errors import CodecError
 
