@@ -297,7 +297,7 @@ class Zip2ZipState(DefaultModelState):
         untuned = [(place, key) for place, key in self._unwritten.items() if isinstance(key, bytes)]
         for begin in range(0, len(untuned), ENTRIES_PER_PASS):
             places, keys = zip(*untuned[begin : begin + ENTRIES_PER_PASS], strict=True)
-            entries = [tuple(np.frombuffer(key, np.uint32).tolist()) for key in keys]
+            entries = [np.frombuffer(key, np.uint32) for key in keys]
             base_ids, lengths = pad_entries(entries, self._model.config.merge_size, self._model.config.pad_id)
             made = self._model.encode(ids_to_device(base_ids, self.device), ids_to_device(lengths, self.device))
             self.rows.write(ids_to_device(np.array(places), self.device), made)
