@@ -205,10 +205,7 @@ def data_folder() -> Path:
 
     On a Mac ~/Library/Application Support/mlx_zip, elsewhere mlx_zip in $XDG_DATA_HOME or in ~/.local/share.
     """
-    if sys.platform == "darwin":
-        return expand_home("~/Library/Application Support/mlx_zip")
-    given = os.environ.get("XDG_DATA_HOME", "")
-    return (Path(given) if os.path.isabs(given) else expand_home("~/.local/share")) / "mlx_zip"
+    return _user_folder("~/Library/Application Support", "XDG_DATA_HOME", "~/.local/share")
 
 
 def cache_folder() -> Path:
@@ -216,10 +213,15 @@ def cache_folder() -> Path:
 
     On a Mac ~/Library/Caches/mlx_zip, elsewhere mlx_zip in $XDG_CACHE_HOME or in ~/.cache.
     """
+    return _user_folder("~/Library/Caches", "XDG_CACHE_HOME", "~/.cache")
+
+
+def _user_folder(on_mac: str, variable: str, otherwise: str) -> Path:
+    """Returns mlx_zip's folder in `on_mac` on a Mac, elsewhere in the folder that `variable` names or `otherwise`."""
     if sys.platform == "darwin":
-        return expand_home("~/Library/Caches/mlx_zip")
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else expand_home("~/.cache")) / "mlx_zip"
+        return expand_home(on_mac) / "mlx_zip"
+    given = os.environ.get(variable, "")
+    return (Path(given) if os.path.isabs(given) else expand_home(otherwise)) / "mlx_zip"
 
 
 def _flush_disk_cache(handle: int) -> bool:

@@ -42,7 +42,7 @@ from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
 from mlx_zip.engine.submissions import Checked
-from mlx_zip.models.rows.zip_state import find_zip_state
+from mlx_zip.models.rows.zip_state import find_zip_state, kv_caches
 from mlx_zip.named import PARTNERS
 from mlx_zip.progress import ProgressBar
 
@@ -276,7 +276,7 @@ class DraftedEngine(MlxEngine):
             with ProgressBar(len(ids), "id", "Reading a prompt") as count, mx.stream(generation_stream):
                 for at in range(0, len(ids), PREFILL):
                     self.model(mx.array([ids[at : at + PREFILL]]), cache=held)
-                    mx.eval([entry.state for entry in (held if find_zip_state(held) is None else held[:-1])])
+                    mx.eval([entry.state for entry in kv_caches(held)])
                     count(len(ids[at : at + PREFILL]))
             self._read[key] = held
         return copy.deepcopy(self._read[key])

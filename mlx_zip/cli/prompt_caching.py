@@ -57,11 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
     import mlx.core as mx
 
+    from mlx_zip.engine.mlx.prompt_caches import cache_prompt
     from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE
     from mlx_zip.engine.options import RunOptions
-    from mlx_zip.engine.sessions.cached_prompts import cache_prompt, encode_shared_prompt
     from mlx_zip.engine.sessions.store import SessionOptions
     from mlx_zip.models.loading import load
+    from mlx_zip.text.prompts import encode_shared_prompt
 
     config = {"trust_remote_code": args.trust_remote_code}
     if args.eos_token is not None:

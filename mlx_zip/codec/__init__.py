@@ -3,7 +3,7 @@
 `mlx_zip.codec.twin` implements the same rules in plain Python, for tests only.
 """
 
-from mlx_zip.codec import calls  # noqa: F401  (first: its error says how to build a missing extension)
+from mlx_zip.codec import ids  # noqa: F401  (first: its error says how to build a missing extension)
 from mlx_zip.codec.codebook import Codebook, compress, compress_next
 from mlx_zip.codec.entries import Entries, Installed
 from mlx_zip.codec.params import CodecParams

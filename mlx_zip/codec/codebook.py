@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
-from mlx_zip.codec.calls import calls_for_one_id, ids_of
 from mlx_zip.codec.entries import Entries, Installed
-from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id
+from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id, calls_for_one_id, ids_of
 from mlx_zip.codec.params import CodecParams, raise_for_status, serialize_codebook
 from mlx_zip.errors import CodecError
 
@@ -228,6 +227,14 @@ class Codebook:
         """
         rows, lengths = self.logged(first)
         return rows[np.arange(self.params.merge_size) < lengths[:, None]]
+
+    def ends(self, first: int = 0) -> NDArray[np.int64]:
+        """Returns for each id of the log the number of base ids up to the end of that id, int64 [n].
+
+        first: index in the log of the id to begin with. Errors as in `logged`.
+        """
+        spans = self.logged(first)[1].astype(np.int64)
+        return self.base_length - spans.sum() + np.cumsum(spans)
 
     @property
     def entries(self) -> Entries:

@@ -58,7 +58,7 @@ class Batch:
         self._outputs = torch.zeros((max_sequences, model.width), dtype=model.dtype, device=device)
         self._chosen_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._positions_used = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self._reader = SequenceReader(model, self.kv, self.tables, self._positions_used, self._by_base_ids)
+        self._reader = SequenceReader(model, self.kv, self.tables, self._positions_used)
         self._steps = Upload(max_sequences, device)  # 1 for sequences that step, 0 for others
         self._steps_sent = [0] * max_sequences
         self._download = Download(max_sequences, device)
@@ -84,7 +84,8 @@ class Batch:
         row = len(self._sequences)
         if row == self.max_sequences:
             raise ModelError(f"the batch has room for {self.max_sequences} sequence(s), and all are taken")
-        sequence = SequenceState(begin, Codebook(begin.params), set(range(begin.tuned_count, begin.entry_count)))
+        missing = set(range(begin.tuned_count, begin.entry_count))
+        sequence = SequenceState(begin, Codebook(begin.params), missing, by_base_ids=self._by_base_ids)
         self.tables.clear_slots_from(row, 0)
         if begin.rows is not None:
             spans = ids_to_device(np.fromiter(map(len, begin.params.start or ()), np.int64), self.model.device)
@@ -147,7 +148,7 @@ class Batch:
         sequence = self._sequences[row]
         sequence.rewind(length)
         self.kv.trim_row(row, length)
-        self._positions_used[row] = sequence.position_count(self._by_base_ids)
+        self._positions_used[row] = sequence.position_count
         self.tables.clear_slots_from(row, len(sequence.book))
 
     def snapshot(self, row: int) -> Snapshot:
@@ -184,7 +185,7 @@ class Batch:
             raise
         sequence.frequency_set, self._positions_used[row] = (
             kept.frequency_set,
-            sequence.position_count(self._by_base_ids),
+            sequence.position_count,
         )
         if kept.output is not None:
             sequence.output, sequence.can_choose = kept.output, True
@@ -350,7 +351,7 @@ class Batch:
             sequence.output = outputs[row][0]
 
     def _has_switched_frequencies(self, sequence: SequenceState) -> bool:
-        last = sequence.position_count(self._by_base_ids) - 1
+        last = sequence.position_count - 1
         return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
     def _rerun_body(self, row: int, errors: dict[int, Exception]) -> None:
@@ -362,7 +363,7 @@ class Batch:
 
     def _may_switch_frequencies(self, sequence: SequenceState) -> bool:
         """Returns whether the next id may need other rotary frequencies than the keys in the sequence's cache have."""
-        last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # if the id is the longest
+        last = sequence.position_count + self._most_positions_of_id - 1  # if the id is the longest
         return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
     # ---- drafts
@@ -385,7 +386,7 @@ class Batch:
         if sequence.ahead is not None:
             sequence.ahead = None
             self.kv.trim_row(row, sequence.book.mark())
-            self._positions_used[row] = sequence.position_count(self._by_base_ids)
+            self._positions_used[row] = sequence.position_count
 
     def _follow_draft(self, row: int, sequence: SequenceState, id_: int) -> bool:
         """Returns whether `id_` is the next id of the sequence's draft.

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mlx_zip.cuda.kernels.dispatch import has_triton
-from mlx_zip.device import BANDWIDTH_SIDE
+from mlx_zip.device import BANDWIDTH_SIDE, peak_rss_bytes
 from mlx_zip.engine.interface import Ceiling
 from mlx_zip.errors import ModelError, first_message_line
 
@@ -71,6 +71,11 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak bytes that PyTorch allocated on a GPU; for a CPU, the peak memory of the process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
 
 
 def tensor_bytes(values: Any) -> int:

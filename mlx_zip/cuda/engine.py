@@ -22,6 +22,7 @@ from mlx_zip.cuda.devices import (
     host_memory_bytes,
     make_current,
     measure_ceiling,
+    peak_bytes,
     raise_if_no_room,
 )
 from mlx_zip.cuda.group import CudaGroup, CudaReading
@@ -30,7 +31,7 @@ from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
 from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
-from mlx_zip.device import DEVICE_VARIABLE, peak_rss_bytes
+from mlx_zip.device import DEVICE_VARIABLE
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import text_sources
 from mlx_zip.engine.drafts import Drafter, check_draft
@@ -77,13 +78,8 @@ class CudaEngine(ThreadedEngine):
         """Returns None: each request has its own fixed part of the KV caches, so requests do not compete for room."""
 
     def _memory_figures(self) -> dict[str, int]:
-        """Returns current and peak bytes that PyTorch has allocated on the GPU; on a CPU, the process's peak memory."""
-        if self._device.type != "cuda":
-            return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
-        return {
-            "memory_bytes": torch.cuda.memory_allocated(self._device),
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device),
-        }
+        now = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return {"memory_bytes": now, "peak_memory_bytes": peak_bytes(self._device)}
 
     def ceiling(self) -> Ceiling | None:
         return self._inbox.ask(lambda: measure_ceiling(self._device, self._scheduler.served.model.step_weight_bytes))
@@ -292,7 +288,7 @@ class CudaServed:
     def free(self, cache: RowHandle) -> None:
         self.row_handles.release(cache)
 
-    def forget_text(self) -> None:
+    def clear_draft_cache(self) -> None:
         """Does nothing: there is no draft model."""
 
     def free_unused(self) -> None:

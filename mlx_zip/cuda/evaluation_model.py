@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mlx_zip.cuda.devices import peak_bytes
 from mlx_zip.cuda.engine import CudaEngine, tokenizer_with_options
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
-from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.responses import answers
 from mlx_zip.engine.scored import Compressed, Pairs, Scored
@@ -55,8 +55,7 @@ class EvaluatedModel:
 
     def peak_bytes(self) -> int:
         """Returns the peak bytes that PyTorch allocated on the GPU; on a CPU, the peak memory of the process."""
-        device = self._model.device
-        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
+        return peak_bytes(self._model.device)
 
     def close(self) -> None:
         """Closes the engine that `stream` has opened, if any."""

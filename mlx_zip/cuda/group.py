@@ -20,7 +20,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.cuda.batch import RowHandles
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.sampling import exclude_ids
-from mlx_zip.cuda.transfers import to_device
+from mlx_zip.cuda.transfers import Download, to_device
 from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.pass_costs import PassClock
@@ -336,20 +336,13 @@ class _TopLogprobs:
     def __init__(self, logprobs: torch.Tensor, id_: torch.Tensor, top: int) -> None:
         values, ids = logprobs.topk(top, dim=1)
         own = logprobs.gather(1, id_[None])
-        floats, on_card = torch.cat([own, values], 1)[0].double(), logprobs.is_cuda
-        packed = torch.cat([floats, ids[0].double()])
-        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=on_card)
-        self._host.copy_(packed, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_card else None
-        self._top = top
-        if self._copied is not None:
-            self._copied.record()
+        packed = torch.cat([own.double(), values.double(), ids.double()], 1)[0]
+        self._top, self._download = top, Download(len(packed), packed.device, packed.dtype)
+        self._download.start(packed)
 
     def wait(self, id_: int) -> Chosen:
         """Waits for the copy. Returns the chosen id and the best ids, each with its log-probability."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        own, *rest = self._host.tolist()
+        own, *rest = self._download.wait(1 + 2 * self._top)
         pairs = zip(map(int, rest[self._top :]), rest[: self._top], strict=True)
         return Chosen(id_, own, [pair for pair in pairs if pair[1] > -math.inf])
 

@@ -160,7 +160,8 @@ class NewEntryRows:
         self._store, self._tables, self._graphs = store, tables, graphs
         self._width, self._most = width, most
         sizes = {graph_size(count, most) for count in range(1, most + 1)}
-        self._inputs_by_size = {size: _GraphInputs(size, width, store.pool.device) for size in sizes}
+        self._encode_inputs = {size: Upload(size * (width + 2), store.pool.device) for size in sizes}
+        self._install_inputs = {size: Upload(size * 4, store.pool.device) for size in sizes}
 
     def install(self, new: Sequence[tuple[int, Installed]], encode: EncodeEntries) -> None:
         """Writes the rows of new entries to the tables. new: pairs (row of a sequence, the one entry it has installed).
@@ -184,7 +185,7 @@ class NewEntryRows:
     def _encode(self, encode: EncodeEntries, entries: np.ndarray, spans: np.ndarray, places: np.ndarray) -> None:
         """Encodes entries [N, S] of `spans` [N] base ids each, and writes the rows to `places` [N] of the store."""
         size = graph_size(len(entries), self._most)
-        inputs = self._inputs_by_size[size].encode
+        inputs = self._encode_inputs[size]
         inputs.send(np.concatenate([_pad_with_first(part, size).reshape(-1) for part in (entries, spans, places)]))
         self._graphs.run(("encode", size), partial(self._encode_sent, encode, size, inputs.device))
 
@@ -195,21 +196,13 @@ class NewEntryRows:
     def _install(self, rows: np.ndarray, slots: np.ndarray, places: np.ndarray, spans: np.ndarray) -> None:
         """Copies rows from `places` [N] of the store into `slots` [N] of the sequences in `rows` [N]."""
         size = graph_size(len(rows), self._most)
-        inputs = self._inputs_by_size[size].install
+        inputs = self._install_inputs[size]
         inputs.send(np.concatenate([_pad_with_first(part, size) for part in (rows, slots, places, spans)]))
         self._graphs.run(("install", size), partial(self._install_sent, inputs.device.view(4, size)))
 
     def _install_sent(self, sent: torch.Tensor) -> None:
         tables = self._tables
         install_rows(sent, self._store.pool, tables.sides, tables.installed, tables.spans)
-
-
-class _GraphInputs:
-    """The inputs of the graphs for `size` entries: integers for the encoding graph and for the installing graph."""
-
-    def __init__(self, size: int, width: int, device: torch.device) -> None:
-        self.encode = Upload(size * (width + 2), device)
-        self.install = Upload(size * 4, device)
 
 
 def _pad_with_first(part: np.ndarray, size: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import fields, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.config import SIDES, ZipConfig, parse_zip_section
 from mlx_zip.cuda.devices import find_device, tensor_bytes
 from mlx_zip.cuda.hyper_rows import STORE_BYTES, RowStore
 from mlx_zip.cuda.kernels.head import HeadOutput, joint_head
@@ -27,7 +26,8 @@ from mlx_zip.cuda.sequence import SequenceStart, make_sequence_start
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.files import read_json_object
 from mlx_zip.layout import Layout
-from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, resolve_pack
+from mlx_zip.models.model_folder import codebook_config_changes
+from mlx_zip.packs.pack import Pack, PackOrEntries, resolve_pack, use_pack_in_folder
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 MAX_KEPT_PACKS = 16  # maximum number of packs named by requests whose rows stay on the device
@@ -62,41 +62,20 @@ def open_model(
     kernels = where.type == "cuda" if kernels is None else kernels
     folder = read_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
     start = None if pack is None else resolve_pack(pack)
-    if folder.zip is None and (codebook_size is not None or start is not None):
-        folder.zip = _config_of_plain_pack(folder, codebook_size, start)
+    if changes := codebook_config_changes(folder.config, codebook_size, start):
+        folder.config |= changes
+        folder.zip = parse_zip_section(folder.config["zip2zip"])
     if not hypertokens:
         return CudaModel(folder, None, store_bytes)
-    config = _config_with_choices(folder.zip, start, codebook_size, canonical)
+    config = folder.zip
+    if config is not None and canonical is not None:
+        config = replace(config, canonical=canonical)
     model = CudaModel(folder, config, store_bytes)
     if start is not None:
         model.take_pack(start)
     elif config is not None:
-        model.take_pack_in_folder()
+        use_pack_in_folder(folder.path, config.start, lambda: model.tokenizer, model.take_pack)
     return model
-
-
-def _config_with_choices(
-    config: ZipConfig | None, start: Sequence[Any] | None, size: int | None, canonical: bool | None
-) -> ZipConfig | None:
-    """Returns `config` with these options, None for its own values. A pack `start` clears `config.start`.
-
-    Raises `ConfigError` if `size` does not fit.
-    """
-    if config is None:
-        return None
-    own = config.start if start is None else None
-    size = config.codebook_size if size is None else size
-    return replace(
-        config, start=own, codebook_size=size, canonical=config.canonical if canonical is None else canonical
-    )
-
-
-def _config_of_plain_pack(folder: Folder, size: int | None, start: Pack | None) -> ZipConfig:
-    """Returns a config for a plain model, made from a pack tuned for that model. Raises `ModelError`, `ConfigError`."""
-    if size is not None:
-        raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
-    assert start is not None  # the caller passes a size or a pack
-    return start.plain_codec().config(start.entries, folder.decoder.width)
 
 
 class CudaModel:
@@ -206,23 +185,6 @@ class CudaModel:
             raise ModelError(NO_HYPERTOKENS)
         config = replace(self.config, start=found.entries)
         self.default_start, self.config = self.sequence_start(found), config
-
-    def take_pack_in_folder(self) -> None:
-        """Makes the tuned pack in the model's folder the default pack of requests, if there is one.
-
-        Raises `ModelError` or `DataError`, naming the pack's file, if the pack does not fit the model.
-        """
-        assert self.config is not None
-        path = self.folder.path
-        pack = pack_in_folder(path, self.config.start)
-        if pack is None:
-            return
-        if pack.tokenizer is not None:
-            pack.check_made_for(self.tokenizer, str(pack.name))
-        try:
-            self.take_pack(pack)
-        except ModelError as error:
-            raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
 
     def sequence_start(self, pack: PackOrEntries | None) -> SequenceStart:
         """Returns what sequences that begin with `pack` share; None for the model's default pack.

@@ -81,7 +81,8 @@ class SequenceState:
     rows are not in the batch's tables. frequency_set: the set of rotary frequencies of the cached keys, None if the
     keys must be computed again. output [D]: the body's output for the last id; None if it is unknown or lies in the
     batch's outputs. can_choose: whether the output for the last id is known. has_chosen: whether an id was chosen that
-    the codebook has not read yet. ahead: the draft that the body has read after the log, or None.
+    the codebook has not read yet. ahead: the draft that the body has read after the log, or None. by_base_ids: whether
+    positions count base ids; an id then has the position of its last base id.
     """
 
     start: SequenceStart
@@ -92,25 +93,23 @@ class SequenceState:
     can_choose: bool = False
     has_chosen: bool = False
     ahead: ReadDraft | None = None
+    by_base_ids: bool = False
 
     @property
     def can_evict(self) -> bool:
         """Whether a new entry may replace an entry."""
         return self.book.params.policy != "freeze"
 
-    def positions(self, first: int, by_base_ids: bool) -> np.ndarray:
-        """Returns the positions of the log's ids from index `first` on, int64.
-
-        by_base_ids: whether positions count base ids; an id then has the position of its last base id.
-        """
-        if not by_base_ids:
+    def positions(self, first: int) -> np.ndarray:
+        """Returns the positions of the log's ids from index `first` on, int64."""
+        if not self.by_base_ids:
             return np.arange(first, self.book.mark(), dtype=np.int64)
-        spans = self.book.logged(first)[1].astype(np.int64)
-        return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
+        return self.book.ends(first) - 1
 
-    def position_count(self, by_base_ids: bool) -> int:
-        """Returns the number of positions that the ids in the log take."""
-        return self.book.base_length if by_base_ids else self.book.mark()
+    @property
+    def position_count(self) -> int:
+        """The number of positions that the ids in the log take."""
+        return self.book.base_length if self.by_base_ids else self.book.mark()
 
     def missing_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the slots [N] whose rows are missing, and their entries: padded base ids [N, S] and lengths [N]."""

@@ -22,14 +22,10 @@ class SequenceReader:
     """Runs the decoder's body over ids of sequences: a prompt, a log that is read again, or drafts.
 
     kv, tables: those of the batch. used [B] int64: receives the number of positions that each sequence takes.
-    by_base_ids: whether positions count base ids, see `SequenceState.positions`.
     """
 
-    def __init__(
-        self, model: CudaModel, kv: KVCache, tables: HyperRowTables, used: torch.Tensor, by_base_ids: bool
-    ) -> None:
-        self._model, self._kv, self._tables = model, kv, tables
-        self._used, self._by_base_ids = used, by_base_ids
+    def __init__(self, model: CudaModel, kv: KVCache, tables: HyperRowTables, used: torch.Tensor) -> None:
+        self._model, self._kv, self._tables, self._used = model, kv, tables, used
 
     def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
         """Installs a sequence's missing rows in the tables; encodes rows that the store lacks."""
@@ -46,7 +42,7 @@ class SequenceReader:
 
         The last position decides which factors all ids use. `sequence.output` becomes the output for the last id.
         """
-        end, used = sequence.book.mark(), sequence.position_count(self._by_base_ids)
+        end, used = sequence.book.mark(), sequence.position_count
         frequency_set = self._model.decoder.rope.frequency_set(used - 1)
         if frequency_set != sequence.frequency_set:
             first, sequence.frequency_set = 0, None  # None until all ids are read
@@ -76,7 +72,7 @@ class SequenceReader:
             # slots that the draft overwrote get their former entries back
             sequence.missing_slots.update(slot for slot in installed[row] if slot < count)
             self.fill_missing_rows(row, sequence)
-            self._used[row] = sequence.position_count(self._by_base_ids)
+            self._used[row] = sequence.position_count
         return outputs
 
     def _run_spans(self, spans: Mapping[int, _Span]) -> dict[int, torch.Tensor]:
@@ -90,7 +86,7 @@ class SequenceReader:
         for row, (sequence, begin, end) in spans.items():
             at = row - first, slice(end - begin)
             ids[at] = sequence.book.ids[begin:end]
-            positions[at] = sequence.positions(begin, self._by_base_ids)[: end - begin]
+            positions[at] = sequence.positions(begin)[: end - begin]
             slots[at] = np.arange(begin, end)
         rows = slice(first, first + shape[0])
         h = model.embed(ids_to_device(ids, device), self._tables.inputs[rows])

@@ -32,7 +32,7 @@ from mlx_zip.engine.sessions.file_format import (
     position_settings_text,
 )
 from mlx_zip.engine.sessions.files import raise_if_other_ids
-from mlx_zip.engine.sessions.session import FileParts, Ids, Session
+from mlx_zip.engine.sessions.session import FileParts, Ids, Session, ids_in_book
 from mlx_zip.errors import ModelError
 from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -67,7 +67,7 @@ class CudaCaches:
         return pack_key_of(begin.params.start, tuned_fingerprint(begin.pack))
 
     def held_ids(self, cache: RowHandle, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
-        return _held_ids(cache.book)
+        return ids_in_book(cache.book)
 
     def prepare_to_keep(self, cache: RowHandle) -> Snapshot:
         return self._row_handles.snapshot_of(cache)
@@ -108,7 +108,7 @@ class CudaCaches:
         log = np.array(_read_flat_array(tensors["log"], "U32"))
         book = Codebook(params)
         book.push(log)
-        raise_if_other_ids(_held_ids(book), session)
+        raise_if_other_ids(ids_in_book(book), session)
         keys_values = self._read_keys_values(tensors["keys_values"], len(log))
         snapshot = Snapshot(
             SequenceStart(params, None, tuned), log, keys_values, self._read_frequency_set(contents), None
@@ -130,11 +130,6 @@ class CudaCaches:
                 f"its keys were made with set {frequency_set} of rotary frequencies, which this model lacks"
             )
         return frequency_set
-
-
-def _held_ids(book: Codebook) -> tuple[Ids, Ids]:
-    """Returns a codebook's base ids, and for each id of its log the number of base ids up to the id's end."""
-    return book.base_ids(0), np.cumsum(book.logged()[1], dtype=np.uint32)
 
 
 def _start_as_json(begin: SequenceStart) -> str:

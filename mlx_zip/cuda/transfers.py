@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,11 +45,11 @@ class Upload:
 
 
 class Download:
-    """Copies up to `size` int64 values from the device to the host, in the background."""
+    """Copies up to `size` values of type `dtype` from the device to the host, in the background."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
         on_card = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=on_card)
+        self._host = torch.zeros(size, dtype=dtype, pin_memory=on_card)
         self._done = torch.cuda.Event() if on_card else None
 
     def start(self, values: torch.Tensor) -> None:
@@ -57,7 +58,7 @@ class Download:
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(values.device))
 
-    def wait(self, count: int) -> list[int]:
+    def wait(self, count: int) -> list[Any]:
         """Waits for the copy and returns its first `count` values."""
         if self._done is not None:
             self._done.synchronize()

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.codec.lookup import Lookup
 from mlx_zip.engine.pass_costs import WIDTHS, Share
 
 MOST_PROPOSED = WIDTHS[-1] - 1  # maximum number of proposed ids per row of a pass
@@ -64,6 +64,36 @@ class Head(Source, Protocol):
         last: None while the id is still being computed. cache: the request's cache, which has not read `last`.
         """
         ...
+
+
+class Lookup:
+    """Finds the base ids that followed the last earlier occurrence of a text's last ids (`native/lookup.h`).
+
+    The text is all that a request has read and emitted, in base ids: its prompt with the earlier turns, and its answer.
+    """
+
+    def __init__(self, base_ids: Sequence[int] | Uint32s = ()) -> None:
+        made = lib.mlxzip_lookup_new()
+        if made == ffi.NULL:
+            raise MemoryError("no memory for an index of the text")
+        self._index = ffi.gc(made, lib.mlxzip_lookup_free)
+        self.append(base_ids)
+
+    def append(self, base_ids: Sequence[int] | Uint32s) -> None:
+        """Appends base ids to the text. Raises `MemoryError`."""
+        ids = as_ids(base_ids)
+        if lib.mlxzip_lookup_append(self._index, ffi.from_buffer("uint32_t[]", ids), len(ids)):
+            raise MemoryError("no memory for an index of the text")
+
+    def match(self) -> int:
+        """Returns how many of the text's last base ids also precede the proposed ids, at most 32; 0 if none do."""
+        return int(lib.mlxzip_lookup_propose(self._index, ffi.NULL, 0))
+
+    def propose(self, most: int) -> tuple[Uint32s, int]:
+        """Returns `most` base ids that may come next (none if nothing matches), and the length that `match` returns."""
+        out = np.empty(most, np.uint32)
+        match = lib.mlxzip_lookup_propose(self._index, ffi.from_buffer("uint32_t[]", out), most)
+        return (out if match else out[:0]), int(match)
 
 
 class LookupSource:

@@ -390,7 +390,7 @@ class Engine(ABC):
         """
         raise EngineError(f"{self.info.name} cannot be run without its hypertokens")
 
-    def unwire(self) -> bool:
+    def unwire_idle_memory(self) -> bool:
         """Unwires an idle model's memory on a Mac until the next request, so that the system can page it out.
 
         Returns False, without unwiring, if requests run. Otherwise returns True, even if no memory was wired.

@@ -134,7 +134,7 @@ class Served(Protocol):
         """Frees a cache that neither a request nor a session uses any more."""
         ...
 
-    def forget_text(self) -> None:
+    def clear_draft_cache(self) -> None:
         """Empties the draft model's cache, which holds the text of a request."""
         ...
 

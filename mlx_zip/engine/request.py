@@ -441,8 +441,7 @@ class Origins:
         self._book, self._first_id = Codebook(book.params), book.params.vocab_size
         new = self._book.push(book.ids)
         self._at = [_FROM_PACK] * book.params.codebook_size  # per slot: base tokens read when its entry was installed
-        ends = self._book.logged()[1].cumsum(dtype="int64")
-        for slot, at in zip(new.slots.tolist(), ends[new.at].tolist(), strict=True):
+        for slot, at in zip(new.slots.tolist(), self._book.ends()[new.at].tolist(), strict=True):
             self._at[slot] = at
         self._prompt = self._book.base_length
         self._learned: list[_Entry] = []  # installed since the last call of `installed`

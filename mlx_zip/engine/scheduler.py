@@ -105,7 +105,7 @@ class Scheduler:
         Raises what the store's `purge` raises.
         """
         self.keep_no_session()
-        self.served.forget_text()
+        self.served.clear_draft_cache()
         return self.store.purge()
 
     def keep_no_session(self) -> None:
@@ -352,7 +352,7 @@ class Scheduler:
             request.handle.ended = True
             request.release()
             if not request.keep:
-                self.served.forget_text()
+                self.served.clear_draft_cache()
             self._ended(request)
 
     def _keep_session(self, request: Request) -> None:

@@ -24,8 +24,14 @@ from mlx_zip.evaluation.bits import BitsResult, Windows, check_context_fits, com
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import RateSettings, check_batch_size, measure_rates
 from mlx_zip.layout import MODEL_TYPE, has_hypertokens
-from mlx_zip.models.loading import codebook_config_changes, find_model_folder, load, read_model_config
-from mlx_zip.models.model_folder import ModelArgs, is_plain_model
+from mlx_zip.models.loading import load
+from mlx_zip.models.model_folder import (
+    ModelArgs,
+    codebook_config_changes,
+    find_model_folder,
+    is_plain_model,
+    read_model_config,
+)
 from mlx_zip.models.rows.fingerprints import model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs

@@ -32,7 +32,7 @@ from mlx_lm.models.cache import (
 from mlx_zip.errors import ModelError
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.call_inputs import kv_length
-from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
+from mlx_zip.models.rows.zip_state import ZipState, find_zip_state, kv_caches
 
 LONG_PADDING = 64  # columns of left padding that are worth removing, which copies keys and values
 _SINGLE_CACHES = (KVCache, RotatingKVCache)  # caches of one sequence; an `ArraysCache` holds any number
@@ -82,7 +82,7 @@ def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequ
     """
     batch = merge_caches(model, caches)
     state = find_zip_state(batch)
-    for layer in flatten_cache_lists(batch if state is None else batch[:-1]):
+    for layer in flatten_cache_lists(kv_caches(batch)):
         layer.prepare(left_padding=left_padding)
     if state is not None:
         state.left_padding = list(left_padding)
@@ -187,8 +187,7 @@ def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
 
 def _kv_and_state(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
     """Returns a batch's KV caches and `ZipState` (None: plain model). Raises `ModelError` for another cache."""
-    state = find_zip_state(batch)
-    kv = batch if state is None else batch[:-1]
+    state, kv = find_zip_state(batch), kv_caches(batch)
     if not kv or not all(isinstance(layer, _BATCH_CACHES) for layer in flatten_cache_lists(kv)):
         raise ModelError("this is no cache of a batch")
     return kv, state

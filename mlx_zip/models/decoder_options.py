@@ -8,7 +8,7 @@ Rotary frequencies are computed in float64 on PyTorch and in float32 on MLX, whe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -256,3 +256,45 @@ def pretraining_context(parameters: Mapping[str, Any], config: Mapping[str, Any]
     """
     key = "original_max_position_embeddings"
     return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
+
+
+def yarn_rule(
+    parameters: Mapping[str, Any], config: Mapping[str, Any], columns: int
+) -> tuple[float, float, float, float]:
+    """Returns YaRN's (factor, low, high, magnitude). columns: number of a head's columns that are rotated.
+
+    Wavelengths of column pairs before `low` stay, those from `high` on are stretched by `factor`, with a ramp between.
+    magnitude: factor on the rotated columns.
+    """
+    theta, context = parameters["rope_theta"], pretraining_context(parameters, config)
+    factor = parameters.get("factor") or config["max_position_embeddings"] / context
+    ends = [parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1]  # turns within the pretraining context
+    low, high = (columns * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in ends)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    return factor, max(low, 0), min(high, columns - 1), _yarn_magnitude(parameters, factor)
+
+
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+    stretch = math.log(factor) if factor > 1 else 0.0
+    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if weight and weight_all:
+        return (0.1 * weight * stretch + 1.0) / (0.1 * weight_all * stretch + 1.0)
+    return 0.1 * stretch + 1.0
+
+
+def longrope_rule(
+    parameters: Mapping[str, Any], config: Mapping[str, Any], columns: int
+) -> tuple[Sequence[float], Sequence[float], float]:
+    """Returns LongRoPE's short factors and long factors, one per pair of columns, and the factor on rotated columns."""
+    for name in ("short_factor", "long_factor"):
+        if len(parameters[name]) != columns // 2:
+            raise ConfigError(f"rope {name} has {len(parameters[name])} factors, the heads need {columns // 2}")
+    magnitude = parameters.get("attention_factor")
+    if magnitude is None:
+        context = pretraining_context(parameters, config)
+        growth = parameters.get("factor") or config["max_position_embeddings"] / context
+        magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(context))
+    return parameters["short_factor"], parameters["long_factor"], magnitude

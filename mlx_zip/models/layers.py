@@ -28,7 +28,13 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_zip.errors import ConfigError
-from mlx_zip.models.decoder_options import count_rotated_columns, pretraining_context, rope_errors_as_config_errors
+from mlx_zip.models.decoder_options import (
+    count_rotated_columns,
+    longrope_rule,
+    pretraining_context,
+    rope_errors_as_config_errors,
+    yarn_rule,
+)
 
 
 @dataclass(frozen=True)
@@ -153,49 +159,16 @@ def _llama3_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], conf
 
 def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns YaRN's `Rope`: stretches slow dimensions by `factor`, keeps fast ones, with a linear ramp between."""
-    theta, context = parameters["rope_theta"], pretraining_context(parameters, config)
-    factor = parameters.get("factor") or config["max_position_embeddings"] / context
-
-    def dimension(rotations: float) -> float:
-        """Returns the index, not rounded, of the dimension that turns `rotations` times in the pretraining context."""
-        return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
-    if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
+    factor, low, high, magnitude = yarn_rule(parameters, config, dims)
     ramp = mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / max(high - low, 0.001), 0, 1)
     inverse = (1 / waves) * (1 - ramp) + (1 / (factor * waves)) * ramp
-    return Rope(dims, 1 / inverse, magnitude=_yarn_magnitude(parameters, factor))
-
-
-def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    """Returns YaRN's factor on rotated dimensions: `attention_factor` if given, else computed from `factor`."""
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if parameters.get("attention_factor") is not None:
-        return parameters["attention_factor"]
-    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if weight and weight_all:
-        return magnitude(weight) / magnitude(weight_all)
-    return magnitude(1.0)
+    return Rope(dims, 1 / inverse, magnitude=magnitude)
 
 
 def _longrope_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns LongRoPE's `Rope`, which has two sets of factors, short and long, with one factor per wavelength."""
-    context = pretraining_context(parameters, config)
-    sets = []
-    for name in ("short_factor", "long_factor"):
-        if len(parameters[name]) != dims // 2:
-            raise ConfigError(f"rope {name} has {len(parameters[name])} factors, the heads need {dims // 2}")
-        sets.append(waves * mx.array(parameters[name], dtype=mx.float32))
-    magnitude = parameters.get("attention_factor")
-    if magnitude is None:
-        growth = parameters.get("factor") or config["max_position_embeddings"] / context
-        magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(context))
-    return Rope(dims, sets[0], sets[1], magnitude)
+    short, long, magnitude = longrope_rule(parameters, config, dims)
+    return Rope(dims, waves * mx.array(short, mx.float32), waves * mx.array(long, mx.float32), magnitude)
 
 
 _ROPE_BUILDERS = {

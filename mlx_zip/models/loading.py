@@ -28,9 +28,14 @@ from mlx_zip.models.machines import (
     run_on_all_machines,
     split_model,
 )
-from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME, config_with_pack, find_model_folder, read_model_config
+from mlx_zip.models.model_folder import (
+    UPSTREAM_CONFIG_NAME,
+    codebook_config_changes,
+    find_model_folder,
+    read_model_config,
+)
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.packs.pack import IN_FOLDER, Pack, PackLike, as_pack, pack_in_folder
+from mlx_zip.packs.pack import PackLike, as_pack, use_pack_in_folder
 from mlx_zip.text.tokenizers import find_damaged_json, silence_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -144,7 +149,7 @@ def _load_on_this_machine(
         if pack is not None:
             model.take_pack(pack)
         elif adapter_path is None:
-            _use_pack_in_folder(folder, model, loaded[1])
+            use_pack_in_folder(folder, model.config.start, lambda: loaded[1], model.take_pack)
     return model, loaded[1], fingerprint
 
 
@@ -170,40 +175,6 @@ def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
             f"{path} (--adapter-path) is an adapter as mlx_zip train and PEFT save it; merge it into its base first: "
             f"mlx_zip convert --hf-path {path} --mlx-path OUT, then use OUT in place of {model}"
         )
-
-
-def _use_pack_in_folder(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Makes requests begin with the tuned pack in the model's folder, if there is one.
-
-    Raises `ModelError` if the pack's entries are not those in the model's config, or its rows were tuned for another
-    model; `DataError` if the pack cannot be read or belongs to another tokenizer.
-    """
-    pack, path = pack_in_folder(folder, model.config.start), folder / IN_FOLDER
-    if pack is None:
-        return
-    pack.check_made_for(tokenizer, str(path))
-    try:
-        model.take_pack(pack)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}, or delete it to begin without tuned rows") from error
-
-
-def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
-    """Returns the keys of config.json to replace, for a codebook of `size` slots that begins with `pack`.
-
-    size: None for the config's own. pack: None for the model's own. Raises `ModelError` if a plain model is given a
-    size, or a pack without tuned rows.
-    """
-    if config["model_type"] == MODEL_TYPE:
-        section = config.get("zip2zip")
-        sizes = section.get("compression") if isinstance(section, Mapping) else None
-        if size is None or not isinstance(section, Mapping) or not isinstance(sizes, Mapping):
-            return {}
-        own = {key: value for key, value in section.items() if key != "start" or pack is None}
-        return {"zip2zip": {**own, "compression": {**sizes, "max_codebook_size": size}}}
-    if size is not None:
-        raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
-    return {} if pack is None else config_with_pack(config, pack.plain_codec(), pack.entries)
 
 
 def load_error_types() -> tuple[type[Exception], ...]:

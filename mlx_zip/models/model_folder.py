@@ -14,7 +14,7 @@ from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.files import read_json_object
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.named import KNOWN, resolve_model_name
-from mlx_zip.packs.pack import IN_FOLDER
+from mlx_zip.packs.pack import IN_FOLDER, Pack
 from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
 
@@ -85,20 +85,42 @@ class ModelArgs:
     @property
     def zip_config(self) -> ZipConfig:
         """The `zip2zip` section as a `ZipConfig`. Raises `ConfigError` if the section is missing or wrong."""
-        section = self.config.get("zip2zip")
-        if not isinstance(section, dict):
-            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
-        return parse_zip_section(section)
+        return parse_zip_section(self._section)
 
     @property
     def decoder_config(self) -> dict[str, Any]:
-        """The base model's config: this config with the base model's `model_type`."""
-        return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
+        """The base model's config: this config with the base model's `model_type`. Raises `ConfigError` likewise."""
+        return {**self.config, "model_type": self._section.get("base_model_type")}
+
+    @property
+    def _section(self) -> dict[str, Any]:
+        section = self.config.get("zip2zip")
+        if not isinstance(section, dict):
+            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
+        return section
 
 
 def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
     """Returns the codec in a zip2zip model's config.json, or None for a plain model. Raises `ConfigError`."""
     return ModelArgs(dict(config)).zip_config.codec_params if "zip2zip" in config else None
+
+
+def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
+    """Returns the keys of config.json to replace, for a codebook of `size` slots that begins with `pack`.
+
+    size: None for the config's own. pack: None for the model's own. Raises `ModelError` if a plain model is given a
+    size, or a pack without tuned rows.
+    """
+    if config["model_type"] == MODEL_TYPE:
+        section = config.get("zip2zip")
+        sizes = section.get("compression") if isinstance(section, Mapping) else None
+        if size is None or not isinstance(section, Mapping) or not isinstance(sizes, Mapping):
+            return {}
+        own = {key: value for key, value in section.items() if key != "start" or pack is None}
+        return {"zip2zip": {**own, "compression": {**sizes, "max_codebook_size": size}}}
+    if size is not None:
+        raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
+    return {} if pack is None else config_with_pack(config, pack.plain_codec(), pack.entries)
 
 
 def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:

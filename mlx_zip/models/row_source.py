@@ -155,7 +155,7 @@ class RowSource:
             state.inputs.put_run(int(places[0]), rows, limit)
         else:
             state.inputs.put(places, rows, limit)
-        state.encoded_inputs[0, places] = True
+        state.encoded_inputs[places] = True
 
     def fill_outputs(self, state: ZipState, side: RowSide) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
@@ -165,7 +165,7 @@ class RowSource:
         if slot is not None:
             state.outputs.put_run(slot, self._row_of_slot(state, side, slot), limit)
         else:
-            _, slots = state.missing_outputs()
+            slots = np.array(state.missing_outputs()[0], np.int64)
             if len(slots):
                 state.outputs.put(slots, self.rows(side, *state.entries(slots)), limit)
         return state.mark_outputs_encoded()

@@ -300,7 +300,7 @@ class Model(nn.Module):
         if not hyper:
             return h
         slot = self.layout.slot(one)
-        if not self.sides_are_one and not state.encoded_inputs[0, slot]:
+        if not self.sides_are_one and not state.encoded_inputs[slot]:
             self.row_source.fill_inputs(state, self.input_side, np.array([slot]))
         rows = self.input_row_table(state).rows
         assert rows is not None
@@ -375,7 +375,8 @@ class Model(nn.Module):
         hyper [B, L, places]: the logits of h [B, L, D] by place. opened: how many slots can be chosen, as `installed`
         of `_mask_closed_slots`. evicted: entries that were evicted within the call.
         """
-        alike = 0 if evicted or state.places is None else state.count_slots_with_equal_places(int(np.min(opened)))
+        places = None if evicted else state.places
+        alike = 0 if places is None else places.count_slots_with_equal_places(int(np.min(opened)))
         own = state.values_by_slot(hyper, alike)
         own = self._restore_evicted_logits(own, h, evicted) if evicted else own
         parts = [hyper[..., :alike], _mask_closed_slots(own, opened, alike)]

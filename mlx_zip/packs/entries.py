@@ -68,7 +68,7 @@ def write_entries(
 
 
 def pad_entries(
-    entries: Sequence[Sequence[int]], width: int, fill: int = 0
+    entries: Sequence[Sequence[int] | NDArray[np.uint32]], width: int, fill: int = 0
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Returns entries as arrays: uint32 [P, width], each row filled up with `fill`, and their lengths [P]."""
     rows = np.full((len(entries), width), fill, np.uint32)

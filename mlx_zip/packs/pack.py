@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -261,6 +261,25 @@ def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
             f"{path} is not the pack that config.json says the model begins with; delete it to begin without tuned rows"
         )
     return pack
+
+
+def use_pack_in_folder(
+    folder: Path, start: Sequence[Entry] | None, tokenizer: Callable[[], Any], take: Callable[[Pack], None]
+) -> None:
+    """Makes requests begin with the pack in a model's folder, if there is one: calls `take` with the pack.
+
+    start: as in `pack_in_folder`. tokenizer: returns the model's tokenizer. Raises `DataError` if the pack cannot be
+    read or belongs to another tokenizer, `ModelError` if its entries are not `start`, or if `take` refuses its rows.
+    """
+    pack = pack_in_folder(folder, start)
+    if pack is None:
+        return
+    if pack.tokenizer is not None:
+        pack.check_made_for(tokenizer(), pack.name)
+    try:
+        take(pack)
+    except ModelError as error:
+        raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
 
 
 def _read_about_and_rows(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

@@ -101,7 +101,7 @@ def _general_routes(core: Core) -> list[Route]:
 
     async def unwire(request: Request) -> Response:
         """Lets a Mac move the idle model out of the GPU's memory until the next request; not while requests run."""
-        return json_response({"unwired": await core.run_in_thread(core.engine.unwire)})
+        return json_response({"unwired": await core.run_in_thread(core.engine.unwire_idle_memory)})
 
     return [
         Route("/v1/models", models),

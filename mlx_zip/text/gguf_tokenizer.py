@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_message_line
-from mlx_zip.text.formats import PATTERNS
+from mlx_zip.text.formats import LOWER, PATTERNS, UPPER
 from mlx_zip.text.sentencepiece_file import BPE, SPACE, SentencePieceModel
 
 PREFIX = "tokenizer."
 _GGML = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # token types, numbered as in SentencePiece
-_WIDE = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_WIDE[1]}*{_WIDE[0]}+|[^\r\n\p{{L}}\p{{N}}]?{_WIDE[1]}+{_WIDE[0]}*"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 

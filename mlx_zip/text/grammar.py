@@ -93,22 +93,14 @@ class GrammarConstraint:
     """Constrains the base ids of one answer to a grammar; implements the engine's `Constraint`.
 
     tokenizer: our `Tokenizer` or mlx-lm's wrapper. grammar: Lark, with the rule `start`. vocab_size: length of the
-    mask; None for the tokenizer's length. eos_ids: ids that end the answer; None for the tokenizer's. Raises
-    `GenerationError`, with the reason, if llguidance refuses the grammar or no answer can follow the grammar, and
-    `InstallationError` if llguidance is missing.
+    mask; None for the tokenizer's length. Raises `GenerationError`, with the reason, if llguidance refuses the grammar
+    or no answer can follow the grammar, and `InstallationError` if llguidance is missing.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        grammar: str,
-        vocab_size: int | None = None,
-        eos_ids: frozenset[int] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, grammar: str, vocab_size: int | None = None) -> None:
         vocabulary = grammar_vocabulary(tokenizer)
         self._size = len(vocabulary.tokens) if vocab_size is None else vocab_size
-        ends = tokenizer.eos_token_ids if eos_ids is None else eos_ids
-        self._eos = frozenset(i for i in ends if i < self._size)
+        self._eos = frozenset(i for i in tokenizer.eos_token_ids if i < self._size)
         if not self._eos:
             raise GenerationError("a constrained answer needs an eos token, and this request has none")
         self._usable = vocabulary.usable

@@ -192,6 +192,17 @@ def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
         raise GenerationError(f"the tokenizer cannot encode the prompt: {error}") from error
 
 
+def encode_shared_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Returns the base ids of a text with which several prompts begin.
+
+    If the tokenizer has a chat template, the ids end inside the user's message, which each prompt continues.
+    """
+    if not tokenizer.has_chat_template:
+        return encode_prompt(tokenizer, text)
+    message = {"role": "user", "content": text}
+    return encode_text(tokenizer, render_chat(tokenizer, [message], continue_final_message=True))
+
+
 def _checked_base_ids(prompt: Any) -> list[int]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):

@@ -191,10 +191,9 @@ class Tokenizer:
     eos_token_ids: ids that end a text, including the tokenizer's own eos.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.eos_token_ids = {*eos_token_ids, *own}
+        self.eos_token_ids = set[int]() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
 
     @property
     def has_chat_template(self) -> bool:

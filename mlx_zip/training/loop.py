@@ -50,12 +50,12 @@ class TrainingJob(Protocol):
 
 
 def make_steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
-    """Returns the progress bar of `run_steps`. Without a terminal, it prints only reports. done: steps done so far."""
+    """Returns the progress bar of `train_to_step`; without a terminal, it prints only reports. done: steps done."""
     last = settings.iters if until is None else min(until, settings.iters)
     return ProgressBar(last, "step", "Training", done, shown=not quiet, interval_s=math.inf)
 
 
-def run_steps(
+def train_to_step(
     job: TrainingJob, settings: TrainSettings, bar: ProgressBar, asked: StopAsked, until: int | None = None
 ) -> bool:
     """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.

@@ -35,7 +35,7 @@ from mlx_zip.models.patches.patch_model import (
 )
 from mlx_zip.progress import pluralize
 from mlx_zip.training.checkpoints import Progress, load_last_checkpoint, save_checkpoint
-from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, run_steps
+from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, train_to_step
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
@@ -191,7 +191,7 @@ def train_patch_model(
     job = _PatchTrainer(model, corpus, settings, run)
     with make_steps_bar(settings, job.progress.step, quiet, until) as bar:
         bar.say(job.header())
-        stopped = run_steps(job, settings, bar, asked, until)
+        stopped = train_to_step(job, settings, bar, asked, until)
     if stopped and job.progress.step < settings.iters:
         raise TrainingStopped(job.progress, asked() or signal.SIGTERM)
     return job.progress

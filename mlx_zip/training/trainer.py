@@ -30,7 +30,7 @@ from mlx_zip.training.checkpoints import (
     save_checkpoint,
     set_random_key,
 )
-from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, make_steps_bar, run_steps
+from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, make_steps_bar, train_to_step
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_data import JoinedFolders
@@ -156,7 +156,7 @@ class Trainer:
             ThreadPoolExecutor(ahead, initializer=block_stop_signals) as self._pool,
         ):
             self._upcoming = deque(self._pool.submit(self._make_step_batches, done + k) for k in range(ahead))
-            stopped = run_steps(self, self.settings, bar, asked)
+            stopped = train_to_step(self, self.settings, bar, asked)
         self._call = call_here
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 

@@ -37,7 +37,7 @@ from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored
-from mlx_zip.engine.sessions.session import Ids, Session
+from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
@@ -314,7 +314,7 @@ class VllmServed:
     def settle(self) -> None:
         """Does nothing: no text is kept here, and vLLM allocates its memory when it loads the model."""
 
-    forget_text = free_unused = settle
+    clear_draft_cache = free_unused = settle
 
     def submit(self, request: Request) -> Running:
         """Submits a request to vLLM. Raises `GenerationError` if vLLM refuses the request."""
@@ -361,8 +361,7 @@ class IdCaches:
         if not cache.books:
             held = np.array(base_ids or (), np.uint32)
             return held, np.arange(1, len(held) + 1, dtype=np.uint32)
-        book = cache.books[0]
-        return book.base_ids(), np.cumsum(book.logged()[1], dtype=np.uint32)
+        return ids_in_book(cache.books[0])
 
     def prepare_to_keep(self, cache: IdLog) -> Ids:
         return cache.books[0].ids if cache.books else np.zeros(0, np.uint32)

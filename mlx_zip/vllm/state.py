@@ -116,8 +116,7 @@ class RunningRequest:
         """Returns the position of the last base id of each of the last `count` ids read."""
         if count == 1:
             return np.array([self.book.base_length - 1])
-        spans = self.book.logged(self.book.mark() - count)[1].astype(np.int64)
-        return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
+        return self.book.ends(self.book.mark() - count) - 1
 
 
 class Zip2ZipState(DefaultModelState):
@@ -298,7 +297,7 @@ class Zip2ZipState(DefaultModelState):
         untuned = [(place, key) for place, key in self._unwritten.items() if isinstance(key, bytes)]
         for begin in range(0, len(untuned), ENTRIES_PER_PASS):
             places, keys = zip(*untuned[begin : begin + ENTRIES_PER_PASS], strict=True)
-            entries = [tuple(np.frombuffer(key, np.uint32).tolist()) for key in keys]
+            entries = [np.frombuffer(key, np.uint32) for key in keys]
             base_ids, lengths = pad_entries(entries, self._model.config.merge_size, self._model.config.pad_id)
             made = self._model.encode(ids_to_device(base_ids, self.device), ids_to_device(lengths, self.device))
             self.rows.write(ids_to_device(np.array(places), self.device), made)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
-from mlx_zip.codec.calls import ids_of, words_of
+from mlx_zip.codec.ids import ids_of, words_of
 
 PARAMS = CodecParams(vocab_size=10, codebook_size=8, merge_size=3, disabled_ids=[8], pad_id=9)
 IDS = [1, 2, 1, 2, 1, 2]

@@ -1,6 +1,7 @@
 """Properties of the codec: the C library against its plain-Python twin, and against itself."""
 
 import random
+from itertools import accumulate
 
 import pytest
 from hypothesis import assume, given
@@ -109,6 +110,9 @@ def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
     assert book.expand(ids).tolist() == expected.expand(ids)
     rows, lengths = book.logged()
     assert [tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)] == expected.runs
+    ends = list(accumulate(map(len, expected.runs)))
+    assert book.ends().tolist() == ends
+    assert book.ends(len(ends) // 2).tolist() == ends[len(ends) // 2 :]
 
 
 @given(codecs(), st.lists(st.integers(0, 999), max_size=40))

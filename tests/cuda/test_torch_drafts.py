@@ -207,7 +207,7 @@ def test_no_draft_is_read_across_the_position_where_longropes_factors_change(cas
             book = sequence.book.copy()
             book.push(ids)
             end = book.base_length if by_base else book.mark()
-            ends.append((sequence.position_count(by_base), end))
+            ends.append((sequence.position_count, end))
         return real(self, parts)
 
     monkeypatch.setattr(SequenceReader, "read_ahead", noted)

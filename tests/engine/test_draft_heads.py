@@ -13,8 +13,8 @@ from mlx_zip.bench.generation.draft_replay import CHIPS
 from mlx_zip.codec import compress
 from mlx_zip.engine import Finished
 from mlx_zip.engine.drafts import Drafter, choose_drafts
+from mlx_zip.engine.mlx.draft_model import HeadSource
 from mlx_zip.engine.mlx.generate import stream_generate
-from mlx_zip.engine.mlx.head_source import HeadSource
 from mlx_zip.engine.pass_costs import WIDTHS, PassCosts
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.draft_head import DraftHead, HeadedModel, Proposer, _OutputRows
@@ -141,7 +141,7 @@ def test_ids_that_a_codebook_has_evicted_are_not_read(policy, oracle):
 @pytest.mark.parametrize("family", ["llama", "plain"])
 @pytest.mark.parametrize("draft", ["head", "auto"])
 def test_a_head_of_random_weights_changes_nothing(family, draft, monkeypatch):
-    monkeypatch.setattr("mlx_zip.engine.mlx.head_source.LEAST_LIKELY", 0)
+    monkeypatch.setattr("mlx_zip.engine.mlx.draft_model.LEAST_LIKELY", 0)
     model = model_with_head(family)
     for options in ({}, {"temp": 0.9, "seed": 5}):
         alone, drafted = answer_of(model, **options), answer_of(model, draft=draft, **options)
@@ -150,7 +150,7 @@ def test_a_head_of_random_weights_changes_nothing(family, draft, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "plain"])
 def test_a_session_goes_on_as_without_a_head(family, monkeypatch):
-    monkeypatch.setattr("mlx_zip.engine.mlx.head_source.LEAST_LIKELY", 0)
+    monkeypatch.setattr("mlx_zip.engine.mlx.draft_model.LEAST_LIKELY", 0)
 
     def turns(draft):
         with tiny_engine(family, run={"draft": draft}, change=give_head) as engine:
@@ -180,7 +180,7 @@ def test_auto_asks_a_head_where_its_ids_are_worth_their_pass(oracle, monkeypatch
     accepted = []
     for curve in ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}):
         monkeypatch.setattr(PassCosts, "ratios", lambda self, held, rows, curve=curve: curve)
-        monkeypatch.setattr("mlx_zip.engine.mlx.head_source.HeadSource.seconds", lambda self: 0.0)
+        monkeypatch.setattr("mlx_zip.engine.mlx.draft_model.HeadSource.seconds", lambda self: 0.0)
         monkeypatch.setattr("mlx_zip.engine.draft_sources.LookupSource.share", lambda self: 0.0)
         drafted = answer_of(model, draft="auto")
         assert [one.token for one in drafted] == oracle.answer
@@ -196,7 +196,7 @@ def rates_of_answers(monkeypatch, curve, head_s, are_right, kept):
     earlier run has found what passes cost.
     """
     now, costs, rates = [0.0], PassCosts(), []
-    monkeypatch.setattr("mlx_zip.engine.mlx.head_source.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("mlx_zip.engine.mlx.draft_model.time.perf_counter", lambda: now[0])
 
     def propose(h, last, cache, most):
         now[0] += head_s * most

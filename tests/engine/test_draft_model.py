@@ -373,7 +373,7 @@ def test_a_model_that_forgets_its_text_reads_the_next_one_anew():
     served = Served(plain_model(), ENDLESS, RunOptions(), plain_model())
     source = DraftModelSource(served.draft_model, PROMPT, 3, tiny.VOCAB)
     assert list(source.propose(2))
-    served.forget_text()
+    served.clear_draft_cache()
     del source
     assert len(served.draft_model.reader_for(served)._plain_ids) == 0
 

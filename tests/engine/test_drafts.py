@@ -12,9 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import compress
-from mlx_zip.codec.lookup import Lookup
 from mlx_zip.engine import Failed, Finished
-from mlx_zip.engine.draft_sources import LookupSource
+from mlx_zip.engine.draft_sources import Lookup, LookupSource
 from mlx_zip.engine.drafts import Drafter, choose_drafts
 from mlx_zip.engine.mlx.drafted import DraftedPass
 from mlx_zip.engine.mlx.generate import stream_generate

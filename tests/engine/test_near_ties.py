@@ -6,10 +6,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.codec import compress
-from mlx_zip.engine.mlx import near_ties
-from mlx_zip.engine.mlx.drafted import DraftedPass
+from mlx_zip.engine.mlx import drafted
+from mlx_zip.engine.mlx.drafted import DraftedPass, read_last_again
 from mlx_zip.engine.mlx.generate import stream_generate
-from mlx_zip.engine.mlx.near_ties import read_last_again
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
 from support import tiny
@@ -59,7 +58,7 @@ def coarse(monkeypatch):
         return logits + 0.9 * ROUNDING * size * mx.array(rng.choice([-1.0, 1.0], logits.shape).astype(np.float32))
 
     monkeypatch.setattr(DraftedPass, "_read", with_noise)
-    monkeypatch.setitem(near_ties.ROUNDING, mx.float32, ROUNDING)
+    monkeypatch.setitem(drafted.ROUNDING, mx.float32, ROUNDING)
 
 
 def models(family):

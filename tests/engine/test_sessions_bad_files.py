@@ -230,7 +230,6 @@ def reopened(kind, folder, changes):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 FACTORS = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 ON_BOTH = pytest.mark.parametrize("engine", ["", *keeping.on_torch("torch ")])  # the beginning of a kind
-OLDER = "of an older version, which did not note how the model's positions were set"
 
 
 @ON_BOTH
@@ -252,28 +251,6 @@ def test_a_session_whose_positions_were_set_otherwise_is_refused(tmp_path, engin
     with pytest.raises(EngineError, match="another position mode, rotary setting or attention window than"):
         reopened(kind, tmp_path / "changed", changes).load(tmp_path / "x")
     assert reopened(kind, tmp_path / "same", {"max_new_thing": 3}).load(tmp_path / "x")
-
-
-def older(kind, folder):
-    """Writes a session's file as older versions did, without the settings of positions."""
-    data, _ = file_of(kind, folder)
-    (folder / "x").write_bytes(changed((data, None), lambda header: header["__metadata__"].pop("0.positions")))
-    return folder / "x"
-
-
-@ON_BOTH
-@pytest.mark.parametrize("kind", ["zip", "LongRoPE", "plain"])
-def test_an_older_file_is_read_where_the_settings_come_with_the_weights(tmp_path, engine, kind):
-    assert keeping.store(engine + kind).load(older(engine + kind, tmp_path))
-
-
-@ON_BOTH
-@pytest.mark.parametrize("changes", [{None: {"position_mode": "base_token_end"}}, {"rope_scaling": YARN}])
-def test_an_older_file_is_refused_where_people_may_have_changed_the_settings(tmp_path, engine, changes):
-    kind = f"{engine}zip"
-    file = older(kind, tmp_path)
-    with pytest.raises(EngineError, match=OLDER):
-        reopened(kind, tmp_path / "changed", changes).load(file)
 
 
 def test_a_cache_of_mlx_lm_is_refused_with_what_to_do(tmp_path):

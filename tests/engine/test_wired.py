@@ -97,11 +97,11 @@ def test_nobody_has_to_call_for_a_pause_to_end(limits):
 
 def test_memory_is_free_on_request_unless_requests_run(limits):
     with tiny_engine() as engine:
-        assert engine.unwire()
-        assert engine.unwire()
+        assert engine.unwire_idle_memory()
+        assert engine.unwire_idle_memory()
         assert limits == [BEFORE, RECOMMENDED, BEFORE]
         ticket, watch = ask(engine, PROMPT, max_tokens=400)
-        assert not engine.unwire()
+        assert not engine.unwire_idle_memory()
         engine.cancel(ticket)
         watch.wait()
         assert limits == [BEFORE, RECOMMENDED, BEFORE, RECOMMENDED]
@@ -109,7 +109,7 @@ def test_memory_is_free_on_request_unless_requests_run(limits):
 
 def test_scoring_a_prompt_wires_it_too(limits):
     with tiny_engine() as engine:
-        engine.unwire()
+        engine.unwire_idle_memory()
         assert list(engine.prompt_ids(PROMPT))
         assert limits == [BEFORE, RECOMMENDED, BEFORE, RECOMMENDED]
 
@@ -118,7 +118,7 @@ def test_it_stays_wired_until_the_last_of_several_engines_is_closed(limits):
     with tiny_engine() as first:
         second, plain = tiny_engine(), first.without_hypertokens("plain")
         plain.close()
-        first.unwire()
+        first.unwire_idle_memory()
         assert limits == [BEFORE, RECOMMENDED]
         second.close()
         assert limits == [BEFORE, RECOMMENDED, BEFORE]

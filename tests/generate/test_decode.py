@@ -457,7 +457,7 @@ def test_a_row_that_exists_is_not_encoded_again(ahead, monkeypatch):
     cache = model.make_cache()
     list(decode(model, cache, ahead=ahead))
     book = cache[-1].books[0]
-    missing = int((~cache[-1].encoded_inputs[0, : len(book)]).sum())
+    missing = int((~cache[-1].encoded_inputs[: len(book)]).sum())
     read = len(book) - missing if ahead else len({i for i in book.ids.tolist() if i >= tiny.VOCAB})
     assert not ahead or missing < INPUT_ROWS_TOGETHER
     assert sum(encoded) == len(book) + read

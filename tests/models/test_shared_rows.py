@@ -37,10 +37,10 @@ def test_entries_that_several_sequences_have_take_one_place():
     state = merge_caches(model, [read(model) for _ in range(3)])[-1]
     assert len(state.books[0]) > len(PACK)
     assert len(state.places) == len(state.books[0])
-    assert state.count_slots_with_equal_places(len(state.books[0])) == len(state.books[0])
+    assert state.places.count_slots_with_equal_places(len(state.books[0])) == len(state.books[0])
     state = merge_caches(model, [read(model), read(model, pack=PACK[1:])])[-1]
     assert len(state.places) < sum(map(len, state.books))
-    assert state.count_slots_with_equal_places(2) == 0
+    assert state.places.count_slots_with_equal_places(2) == 0
 
 
 def test_a_row_is_encoded_once_for_all_sequences_of_a_batch():

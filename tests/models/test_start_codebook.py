@@ -70,7 +70,7 @@ def test_start_entries_are_open_before_the_first_logits_and_their_output_rows_en
 def test_an_input_row_of_a_start_entry_is_encoded_when_it_is_read():
     cache = MODEL.make_cache(pack=START)
     MODEL(mx.array([[VOCAB + 3, 5, VOCAB + 1]]), cache=cache)
-    assert np.flatnonzero(cache[-1].encoded_inputs[0]).tolist() == [1, 3]
+    assert np.flatnonzero(cache[-1].encoded_inputs).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -50,7 +50,7 @@ class FakeServed:
     def make_drafter(self, text: Any, prediction: Any) -> None:
         return None
 
-    def forget_text(self) -> None:
+    def clear_draft_cache(self) -> None:
         return
 
     def free_unused(self) -> None:

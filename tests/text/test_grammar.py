@@ -50,7 +50,8 @@ def test_the_bytes_of_published_vocabularies_are_their_texts(file):
     spelled = bytes_by_id(tokenizer)
     text = 'a {"naïve": "你好 😀"}\n\tdef f(x): return 12345'
     assert b"".join(spelled[i] for i in ids(text, tokenizer)).decode().lstrip() == text
-    follower = constraint({"type": "string"}, tokenizer, eos_ids=frozenset([0]))
+    tokenizer.eos_token_ids = {0}
+    follower = constraint({"type": "string"}, tokenizer)
     follower.push([i for i in range(len(spelled)) if spelled[i] == b'"'][:1])
     assert np.count_nonzero(follower.mask()) > 0.7 * len(spelled)
 
@@ -122,8 +123,6 @@ def test_two_answers_by_one_grammar_do_not_meet():
 
 
 def test_a_tokenizer_without_an_end_is_refused():
-    with pytest.raises(GenerationError, match="eos token"):
-        constraint(SCHEMA, eos_ids=frozenset())
     bare = tiny_text.byte_level()._tokenizer
     bare.eos_token = None
     with pytest.raises(GenerationError, match="eos token"):

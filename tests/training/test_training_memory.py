@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.training.checkpoints import Progress
-from mlx_zip.training.loop import free_cached_memory, run_steps
+from mlx_zip.training.loop import free_cached_memory, train_to_step
 from mlx_zip.training.settings import TrainSettings
 
 
@@ -56,7 +56,7 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(seen: list[str]) -> None:
-    run_steps(Job(seen), TrainSettings(iters=2), Bar(), lambda: None)  # type: ignore[arg-type]
+    train_to_step(Job(seen), TrainSettings(iters=2), Bar(), lambda: None)  # type: ignore[arg-type]
 
 
 def test_memory_is_wired_during_a_run_and_as_before_afterwards(mac):

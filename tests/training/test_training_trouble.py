@@ -21,7 +21,7 @@ from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import try_lock_folder
 from mlx_zip.training.checkpoints import list_checkpoints
-from mlx_zip.training.loop import run_steps
+from mlx_zip.training.loop import train_to_step
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
@@ -315,4 +315,4 @@ def test_validation_data_without_a_sample_are_refused(tmp_path):
 
 def test_a_run_until_step_zero_trains_nothing():
     job = SimpleNamespace(progress=SimpleNamespace(step=0), save=lambda: None)
-    assert not run_steps(job, TrainSettings(iters=2), SimpleNamespace(), lambda: None, until=0)
+    assert not train_to_step(job, TrainSettings(iters=2), SimpleNamespace(), lambda: None, until=0)

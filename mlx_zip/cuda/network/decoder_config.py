@@ -19,6 +19,7 @@ from mlx_zip.models.decoder_options import (
     raise_if_options_unsupported,
     sliding_window,
 )
+from mlx_zip.models.model_folder import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class DecoderConfig:
 
         Raises `ConfigError` naming the architecture or option if it is not supported.
         """
-        config = _base_model_config(config)
+        if config.get("model_type") == MODEL_TYPE:
+            config = ModelArgs.from_dict(dict(config)).decoder_config
         kind = config.get("model_type")
         if kind not in TORCH_FAMILIES:
             known = ", ".join(TORCH_FAMILIES)
@@ -99,12 +101,3 @@ class DecoderConfig:
     def key_columns(self) -> int:
         """Columns of all keys, which are also the columns of all values: K E."""
         return self.kv_heads * self.head_width
-
-
-def _base_model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    if config.get("model_type") != MODEL_TYPE:
-        return config
-    section = config.get("zip2zip")
-    if not isinstance(section, Mapping):
-        raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
-    return {**config, "model_type": section.get("base_model_type")}

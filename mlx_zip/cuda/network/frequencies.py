@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.errors import ConfigError
-from mlx_zip.models.decoder_options import count_rotated_columns, pretraining_context, rope_errors_as_config_errors
+from mlx_zip.models.decoder_options import (
+    count_rotated_columns,
+    longrope_rule,
+    pretraining_context,
+    rope_errors_as_config_errors,
+    yarn_rule,
+)
 
 SHORT, LONG = 0, 1  # rows of `Rope.frequencies`
 
@@ -78,40 +83,15 @@ def _llama3_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config
 
 def _yarn_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
     """Returns YaRN's frequencies: low ones are divided by `factor`, high ones stay, with a linear ramp between."""
-    theta, context, columns = parameters["rope_theta"], pretraining_context(parameters, config), 2 * len(plain)
-    factor = parameters.get("factor") or config["max_position_embeddings"] / context
-    ends = [parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1]  # turns within the original context
-    low, high = (columns * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in ends)
-    if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, columns - 1)
+    factor, low, high, magnitude = yarn_rule(parameters, config, 2 * len(plain))
     ramp = np.clip((np.arange(len(plain)) - low) / max(high - low, 0.001), 0, 1)
     scaled = plain * (1 - ramp) + plain / factor * ramp
-    return (scaled, scaled), _yarn_magnitude(parameters, factor)
-
-
-def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    """Returns YaRN's factor on rotated columns: `attention_factor` if given, else a value computed from `factor`."""
-    if parameters.get("attention_factor") is not None:
-        return parameters["attention_factor"]
-    stretch = math.log(factor) if factor > 1 else 0.0
-    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if weight and weight_all:
-        return (0.1 * weight * stretch + 1.0) / (0.1 * weight_all * stretch + 1.0)
-    return 0.1 * stretch + 1.0
+    return (scaled, scaled), magnitude
 
 
 def _longrope_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
-    context = pretraining_context(parameters, config)
-    for name in ("short_factor", "long_factor"):
-        if len(parameters[name]) != len(plain):
-            raise ConfigError(f"rope {name} has {len(parameters[name])} factors, the heads need {len(plain)}")
-    short, long = (plain / np.asarray(parameters[name], np.float64) for name in ("short_factor", "long_factor"))
-    magnitude = parameters.get("attention_factor")
-    if magnitude is None:
-        growth = parameters.get("factor") or config["max_position_embeddings"] / context
-        magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(context))
-    return (short, long), magnitude
+    short, long, magnitude = longrope_rule(parameters, config, 2 * len(plain))
+    return (plain / np.asarray(short, np.float64), plain / np.asarray(long, np.float64)), magnitude
 
 
 _RULES = {

@@ -139,7 +139,7 @@ def _process_logits(
                     rows[row] = found
         except Exception as error:
             request.error = error
-    _search_ids(list(searches.values()))
+    searching.search(list(searches.values()), mx.eval)
     for row, one in searches.items():
         if one.token is not None:
             rows[row], forced[row] = one.logits, mx.array([one.token], mx.uint32)
@@ -200,7 +200,3 @@ class Search(searching.Search):
 
     def on_host(self, scores: Any) -> np.ndarray:
         return np.array(scores[0])
-
-
-def _search_ids(searches: Sequence[Search]) -> None:
-    searching.search(searches, mx.eval)

@@ -1,4 +1,8 @@
-"""`DraftModelSource`: proposes the greedy continuation by a second, smaller model (speculative decoding)."""
+"""Sources of drafts that compute: a second, smaller model (`DraftModelSource`) and a draft head (`HeadSource`).
+
+The second model proposes its greedy continuation (speculative decoding). The draft head is the model's own
+(`mlx_zip.models.draft_head`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, takewhile
+from functools import partial
+from itertools import accumulate, islice, takewhile
+from operator import mul
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import mlx.core as mx
@@ -21,16 +27,17 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_zip.codec.codebook import base_ids_of_next
 from mlx_zip.codec.ids import Uint32s, common_length
 from mlx_zip.engine.draft_sources import MOST_PROPOSED
-from mlx_zip.engine.pass_costs import SURE, Share
+from mlx_zip.engine.pass_costs import KEPT, SURE, HeadRecord, Share
 from mlx_zip.errors import EngineError, GenerationError, first_message_line
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import flatten_cache_lists
+from mlx_zip.models.draft_head import DEPTH, Proposer
 from mlx_zip.models.loading import load
-from mlx_zip.models.rows.zip_state import find_zip_state
+from mlx_zip.models.rows.zip_state import find_zip_state, kv_caches
 
 CHUNK = 512  # ids of a text read per pass
 FIRST_PASS = 16  # maximum number of ids that the first pass of a draft reads
-TIMED = 15  # number of latest drafts whose times are kept
+LEAST_LIKELY = 0.1  # minimum joint probability of the ids of a head's draft; a draft is cut where it falls below
 MOST_PADDING = 1024  # rows by which models' embeddings may differ for one vocabulary, because of padding
 
 
@@ -64,7 +71,7 @@ class DraftModel:
         self.vocab_size: float = (
             model.layout.vocab_size if has_hypertokens(model) else config.get("vocab_size") or math.inf
         )
-        self._times = deque[float](maxlen=TIMED)
+        self.times = deque[float](maxlen=KEPT)  # seconds per proposed id in the latest drafts
         self.model, self._reader = model, _Reader(model)
         self._owner: Callable[[], object] = lambda: None
         if kinds := {type(entry).__name__ for entry in self._reader.kv if type(entry) is not KVCache}:
@@ -81,14 +88,6 @@ class DraftModel:
                 f"draft for one of {vocab_size}; choose one with the same tokenizer"
             )
 
-    def seconds(self) -> float:
-        """Returns the median seconds per proposed id, infinite until a draft was timed."""
-        return median(self._times) if self._times else math.inf
-
-    def note_time(self, proposed: int, seconds: float) -> None:
-        """Notes how many seconds a draft of `proposed` ids took."""
-        self._times.append(seconds / proposed)
-
     def reader_for(self, source: object) -> _Reader:
         """Returns a reader for the text of a source.
 
@@ -100,7 +99,7 @@ class DraftModel:
         self._owner = weakref.ref(source)
         return self._reader
 
-    def forget_text(self) -> None:
+    def clear_draft_cache(self) -> None:
         """Discards the shared reader, with its cache and the text in it."""
         self._reader = _Reader(self.model)
 
@@ -132,7 +131,7 @@ class DraftModelSource:
         return self._accepted.value if fits else 0.0
 
     def seconds(self) -> float:
-        return self._model.seconds()
+        return _median_seconds(self._model.times)
 
     def propose(self, most: int) -> Iterator[int]:
         """Yields up to `most` base ids that may come next. The draft model takes one pass per id that it emits.
@@ -148,14 +147,68 @@ class DraftModelSource:
                 self._took_s = time.perf_counter() - began
                 yield one
         except Exception as error:
-            self._model.forget_text()
+            self._model.clear_draft_cache()
             raise EngineError(
                 f"the draft model (--draft-model) failed: {type(error).__name__}: {first_message_line(error)}"
             ) from error
 
     def note(self, proposed: int, accepted: int) -> None:
         self._accepted.note(proposed, accepted)
-        self._model.note_time(proposed, self._took_s)
+        self._model.times.append(self._took_s / proposed)
+
+
+class HeadSource:
+    """Proposes ids with a model's draft head. The ids may be hypertokens, unlike those of other sources.
+
+    Call `see` with the model's last output before each draft. record: figures of the head over all requests.
+    """
+
+    width: int | None = DEPTH + 1
+    most = DEPTH + 1
+
+    def __init__(self, head: Proposer, record: HeadRecord) -> None:
+        self._head, self._times, self._accepted = head, record.times, record.accepted
+        self._accepted.fade()
+        self._seen: tuple[mx.array, Sequence[Any]] | None = None
+        self._last: int | None = None
+
+    def see(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
+        """Stores the output of the model's last pass, see `Head.see`."""
+        self._seen, self._last = None if h is None else (h, cache), last
+
+    def append(self, base_ids: Sequence[int] | Uint32s) -> None:
+        """Does nothing: the head reads the body's output, not the text."""
+
+    def share(self) -> float:
+        return 0.0 if self._seen is None else self._accepted.value
+
+    def seconds(self) -> float:
+        return _median_seconds(self._times)
+
+    def propose(self, most: int) -> list[int]:
+        """Returns up to `most` ids that may come after the id last passed to `see`."""
+        assert self._seen is not None
+        assert self._last is not None
+        ask = partial(self._head.propose, self._seen[0], self._last, self._seen[1])
+        if not self._times:
+            ask(1)  # the first call may have to compile kernels, so it is not timed
+        began = time.perf_counter()
+        guesses, shares = ask(min(most, self.most))
+        likely = takewhile(lambda share: share >= LEAST_LIKELY, accumulate(shares, mul))
+        ids = [one for one, _ in zip(guesses, likely, strict=False)]
+        if ids:
+            self._times.append((time.perf_counter() - began) / len(ids))
+        else:
+            self._accepted.note(1, 0)  # an empty draft counts as a refused id
+        return ids
+
+    def note(self, proposed: int, accepted: int) -> None:
+        self._accepted.note(proposed, accepted)
+
+
+def _median_seconds(times: Sequence[float]) -> float:
+    """Returns the lower median of times, infinite if there are none."""
+    return median_low(times) if times else math.inf
 
 
 class _Reader:
@@ -165,7 +218,7 @@ class _Reader:
         self._model, self._cache = model, make_prompt_cache(model)
         self._state = find_zip_state(self._cache)
         self._plain_ids = array("I")  # ids that a plain model's cache holds; a codebook logs its ids itself
-        self.kv = list(flatten_cache_lists(self._cache if self._state is None else self._cache[:-1]))
+        self.kv = list(flatten_cache_lists(kv_caches(self._cache)))
 
     def catch_up(self, text: Uint32s) -> Uint32s:
         """Trims the cache to its common prefix with a text of base ids, and reads the rest of the text but its end.
@@ -194,8 +247,7 @@ class _Reader:
             del self._plain_ids[base_tokens:]
             return base_tokens
         book = self._state.books[0]
-        ends = np.cumsum(book.logged()[1], dtype=np.int64)
-        self._model.trim_cache(self._cache, int(np.searchsorted(ends, base_tokens, side="right")))
+        self._model.trim_cache(self._cache, int(np.searchsorted(book.ends(), base_tokens, side="right")))
         return book.base_length
 
     def write(self, ids: Uint32s, most: int) -> Iterator[int]:

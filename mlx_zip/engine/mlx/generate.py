@@ -23,8 +23,8 @@ from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
-from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
-from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
+from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, held_ids
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer

@@ -24,8 +24,7 @@ from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_
 from mlx_zip.engine.drafts import Draft, expects_draft, have_news
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
-from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
-from mlx_zip.engine.mlx.near_ties import choose_exactly, read_last_again
+from mlx_zip.engine.mlx.drafted import DraftedPass, choose_exactly, draft_room, read_last_again
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Request, propose_together
@@ -39,7 +38,7 @@ from mlx_zip.models.batching import (
     merge_unread,
 )
 from mlx_zip.models.longrope_refill import LongRopeRefill, plan_rope_factors
-from mlx_zip.models.rows.zip_state import find_zip_state, submit_parts_early
+from mlx_zip.models.rows.zip_state import find_zip_state, kv_caches, submit_parts_early
 from mlx_zip.models.two_part_step import TwoPartStep
 
 
@@ -447,7 +446,7 @@ class Reading:
             cache = merge_unread(served.model, caches, padding)
             if longest > 1:
                 served.model(mx.array(ids[:, :-1]), cache=cache, **self._factors)
-                mx.eval([entry.state for entry in (cache[:-1] if served.hyper else cache)])
+                mx.eval([entry.state for entry in kv_caches(cache)])
             logits = served.model(mx.array(ids[:, -1:]), cache=cache)[:, -1]
         for request, length in zip(requests, lengths, strict=True):
             request.note_read(request.next_ids)
@@ -472,7 +471,7 @@ class Reading:
         assert cache is not None
         served.model(self._ids[None, begin:end], cache=cache, **self._factors)
         served.quantize(cache)
-        mx.eval([entry.state for entry in (cache[:-1] if served.hyper else cache)])
+        mx.eval([entry.state for entry in kv_caches(cache)])
         self.request.note_read(self._next[begin:end])
         mx.clear_cache()
 

@@ -161,10 +161,10 @@ class MlxEngine(ThreadedEngine):
     def _free_when_idle(self) -> float | None:
         return None if self._wired is None else self._wired.free_if_idle()
 
-    def unwire(self) -> bool:
-        return self._inbox.ask(self._unwire)
+    def unwire_idle_memory(self) -> bool:
+        return self._inbox.ask(self._unwire_idle_memory)
 
-    def _unwire(self) -> bool:
+    def _unwire_idle_memory(self) -> bool:
         if self._scheduler.busy or self._wired is None:
             return False
         self._wired.free()

@@ -1,4 +1,4 @@
-"""Prompt caches of callers: `CacheTurn`, one request's use of a cache; `Notes` on what a cache has read; cache files.
+"""Prompt caches: `CacheTurn`, one request's use of a caller's cache; `Notes` on what a cache has read; cache files.
 
 With notes, only the new part of a conversation has to be read. The notes on a plain model's cache hold the cache's ids,
 and the answers that were generated with the cache. (For a zip2zip model, the codebook in the cache logs the ids, and
@@ -15,7 +15,7 @@ reads the whole conversation again, and past answers are tokenized like any othe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_prompt_cache, trim_prompt_cache
 
-from mlx_zip.codec.ids import Uint32s, common_length
+from mlx_zip.codec import compress_next
+from mlx_zip.codec.ids import as_ids, common_length
+from mlx_zip.engine.interface import SessionInfo, Submission
+from mlx_zip.engine.mlx.group import Reading
+from mlx_zip.engine.mlx.served import Served, check_kv
+from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.request import Request
+from mlx_zip.engine.sampling.options import Sampling
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
+from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
+from mlx_zip.engine.submissions import Checked, check_base_ids
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import find_zip_state
@@ -109,6 +119,27 @@ class CacheTurn:
             return
         text, noted = "".join(text for text, _ in answer), tuple(ids[:-1] if ended else ids)
         answers_in(self._cache).update({text: noted, text.strip(): noted})
+
+
+def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
+    """Raises `GenerationError` if the prompt has an invalid base id, or no position is left for an answer.
+
+    Both the prompt and the ids that the cache holds take positions.
+    """
+    check_base_ids(turn.base_ids, served.vocab_size)
+    context, ids, state = served.context, turn.base_ids, find_zip_state(cache)
+    used = turn.kept_tokens if served.by_base else turn.kept_ids
+    if context is None or used + len(ids) < context:
+        return
+    if state is not None and not served.by_base:
+        book = state.books[0].copy()
+        book.rewind(turn.kept_ids)
+        ids = compress_next(book, as_ids(ids))
+    if (used := used + len(ids)) >= context:
+        raise GenerationError(
+            f"the prompt (with what the cache holds) takes {used} positions, the model's context has {context} and "
+            "generation needs at least one; shorten the prompt"
+        )
 
 
 def notes_on(cache: Sequence[Any]) -> Notes:
@@ -199,8 +230,7 @@ def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
     state = find_zip_state(cache)
     if state is None:
         return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
-    spans: Uint32s | Any = state.books[0].logged()[1]
-    return np.cumsum(spans.astype(np.int64))
+    return state.books[0].ends()
 
 
 # ---- files, as `mlx_lm.cache_prompt` and `save_prompt_cache` write them
@@ -261,3 +291,37 @@ def read_prompt_cache(file: str) -> SavedCache:
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise GenerationError(f"--prompt-cache-file {file} is not a saved prompt cache: {error}") from error
     return SavedCache(file, cache, metadata.get("model"), tokenizer_config, metadata.get("positions"))
+
+
+# ---- a prompt read once and saved as a session's file, for `mlx_zip generate --prompt-cache-file` and for engines
+
+
+def cache_prompt(
+    model: Any,
+    tokenizer: Any,
+    base_ids: Sequence[int],
+    options: SessionOptions,
+    run: RunOptions,
+    progress: Callable[[int], None] = lambda read: None,
+) -> tuple[SessionStore, SessionInfo]:
+    """Has the model read a prompt. Returns a store whose only session holds the prompt, and the session's info.
+
+    options: options of the store. run: how the model is run. progress: called with the number of base tokens read so
+    far. Raises `GenerationError` if the prompt or the KV quantization is invalid.
+    """
+    served = Served(model, tokenizer, run)
+    cache = served.new_cache(None)
+    check_kv(served, cache)
+    check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
+    state, submission = find_zip_state(cache), Submission(base_ids, max_tokens=1)
+    request = Request(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
+    request.begin(served, Checkout(cache, 0, 0, ""))
+    reading, group = Reading(served, request), None
+    progress(0)
+    while group is None:
+        _, group = reading.read(run.prefill_step_size)
+        progress(request.held_ids if state is None else state.books[0].base_length)
+    store = open_session_store(model, tokenizer, options)
+    held = None if state is not None else base_ids
+    store.put(cache, pack_key="", base_ids=held)
+    return store, store.sessions()[0]

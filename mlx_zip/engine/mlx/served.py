@@ -16,27 +16,24 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlx_zip.codec import compress_next
-from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.codec.ids import Uint32s
 from mlx_zip.device import on_gpu
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import text_sources
 from mlx_zip.engine.drafts import Drafter
-from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource
-from mlx_zip.engine.mlx.head_source import HeadSource
-from mlx_zip.engine.mlx.prompt_caches import CacheTurn
+from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource, HeadSource
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.sampling.processors import make_processors
-from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, start_check
+from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
 from mlx_zip.models.draft_head import make_proposer
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model, named_arrays
-from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
+from mlx_zip.models.rows.zip_state import ZipState, find_zip_state, kv_caches
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 PREFILL_STEP_SIZE = 2048
@@ -108,7 +105,7 @@ class Served:
         else:
             cache = self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
         if self._batches is None:
-            self._batches = self.options.kv_bits is None and can_batch(_kv_of(cache))
+            self._batches = self.options.kv_bits is None and can_batch(kv_caches(cache))
         return cache
 
     def state_of(self, cache: list[Any]) -> ZipState | None:
@@ -159,9 +156,9 @@ class Served:
         """The file of `pass_costs`. Read only when needed, because its name requires the model's fingerprint."""
         return _cost_file_of(self.model, self.options.kv_bits)
 
-    def forget_text(self) -> None:
+    def clear_draft_cache(self) -> None:
         if self.draft_model is not None:
-            self.draft_model.forget_text()
+            self.draft_model.clear_draft_cache()
 
     def free(self, cache: list[Any]) -> None:
         """Does nothing: Python frees the memory once nothing refers to the cache."""
@@ -195,7 +192,7 @@ class ServedByEngine(Served):
         cache = self.new_cache(None)
         check_kv(self, cache)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
-        plain = [entry for entry in flatten_cache_lists(_kv_of(cache)) if type(entry) is KVCache]
+        plain = [entry for entry in flatten_cache_lists(kv_caches(cache)) if type(entry) is KVCache]
         return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
 
     def _make_facts(self) -> ModelFacts:
@@ -241,10 +238,6 @@ def _cost_key(model: Any, kv_bits: int | None) -> dict[str, str]:
         "mlx": version("mlx"),
         "preloaded": os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", "")),
     }
-
-
-def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:
-    return cache if find_zip_state(cache) is None else cache[:-1]
 
 
 # ---- the caches of a request
@@ -301,27 +294,6 @@ def check_kv(served: Served, cache: Sequence[Any]) -> None:
     width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)
     if width % group_size:
         raise GenerationError(f"kv_group_size (--kv-group-size): {group_size} does not divide the head width {width}")
-
-
-def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
-    """Raises `GenerationError` if the prompt has an invalid base id, or no position is left for an answer.
-
-    Both the prompt and the ids that the cache holds take positions.
-    """
-    check_base_ids(turn.base_ids, served.vocab_size)
-    context, ids, state = served.context, turn.base_ids, find_zip_state(cache)
-    used = turn.kept_tokens if served.by_base else turn.kept_ids
-    if context is None or used + len(ids) < context:
-        return
-    if state is not None and not served.by_base:
-        book = state.books[0].copy()
-        book.rewind(turn.kept_ids)
-        ids = compress_next(book, as_ids(ids))
-    if (used := used + len(ids)) >= context:
-        raise GenerationError(
-            f"the prompt (with what the cache holds) takes {used} positions, the model's context has {context} and "
-            "generation needs at least one; shorten the prompt"
-        )
 
 
 # ---- how ids are drawn

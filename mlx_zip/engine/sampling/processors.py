@@ -37,17 +37,15 @@ def make_sampler(options: Sampling, width: int | None, special_ids: Sequence[int
     )
 
 
-def make_processors(
-    options: Sampling, base_ids: int | None, state: ZipState | None, row: int = 0
-) -> list[LogitsProcessor]:
+def make_processors(options: Sampling, base_ids: int | None, state: ZipState | None) -> list[LogitsProcessor]:
     """Returns logits processors, called with (ids, logits [1, W]), that apply penalties and biases to a sequence.
 
-    base_ids: number of base ids, if known. state, row: the sequence's `ZipState` and its row there; without a state
-    the processors are mlx-lm's own. Raises `GenerationError` for a bias on an id that is not a base id.
+    base_ids: number of base ids, if known. state: the `ZipState` of this sequence alone; without a state the
+    processors are mlx-lm's own. Raises `GenerationError` for a bias on an id that is not a base id.
     """
     options.check_biases(base_ids)
     if state is not None:
-        return [BaseTokenPenalties(options, state, row)] if options.has_penalties else []
+        return [BaseTokenPenalties(options, state, 0)] if options.has_penalties else []
     return mlx_lm_processors(
         dict(options.logit_bias or {}),
         options.repetition_penalty,

@@ -248,20 +248,14 @@ class ModelIdentity:
         return {name: text for name, text in found.items() if text or name != "dtype"}
 
     def raise_if_other_model(self, facts: Mapping[str, str]) -> None:
-        """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, dtype or positions.
-
-        Older files name no positions. They are accepted if the position settings of this model are as trained.
-        """
+        """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, dtype or positions."""
         found = facts.get("format", "unknown")
         if found in _WRITERS and found != self.format:
             raise BadFileError(f"{_WRITERS[found]} wrote it, and {_WRITERS[self.format]} cannot go on from it")
         if found != self.format:
             raise BadFileError(f"its format is {found!r:.60}, this version of mlx_zip reads {self.format!r}")
-        if "positions" not in facts and not _are_positions_as_trained(self.positions):
-            raise BadFileError("it is of an older version, which did not note how the model's positions were set")
-        usual = {"dtype": "", "positions": self.positions}
         for name, word in _IDENTITY_WORDS.items():
-            if facts.get(name, usual.get(name)) != getattr(self, name):
+            if facts.get(name, "") != getattr(self, name):
                 raise BadFileError(f"it was made with another {word} than the one that is loaded")
 
 
@@ -285,19 +279,12 @@ def pack_key_of(start: Any, tuned: str | None) -> str:
 
 # ---- settings, other than weights, on which keys and values depend: position mode, rotary settings, attention windows
 
-_COMPRESSED = "compressed"  # also the position mode of models without hypertokens
 _ROPE_SCALING_KEYS = ("rope_scaling", "rope_parameters")
 _POSITION_KEYS = (
     "rope_theta", *_ROPE_SCALING_KEYS, "rope_local_base_freq", "rope_traditional", "partial_rotary_factor",
     "no_rope_layers", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
 "layer_types", )  # fmt: skip
 _CONTEXT_KEYS = ("max_position_embeddings", "original_max_position_embeddings")  # some scaling rules use these
-_TRAINED_ROPE_TYPES = (
-    "default",
-    "llama3",
-    "longrope",
-    "su",
-)  # rope types with which models are trained; users add others by hand
 
 
 def position_settings_text(config: Mapping[str, Any], zip_config: ZipConfig | None) -> str:
@@ -305,21 +292,11 @@ def position_settings_text(config: Mapping[str, Any], zip_config: ZipConfig | No
 
     config: contents of config.json, or the part that mlx-lm keeps. zip_config: None for a model without hypertokens.
     """
-    mode = _COMPRESSED if zip_config is None else zip_config.position_mode
+    mode = "compressed" if zip_config is None else zip_config.position_mode
     return json.dumps(
         {"position_mode": mode, "config": [_position_settings(part) for part in _config_and_text_config(config)]},
         sort_keys=True,
     )
-
-
-def _are_positions_as_trained(mark: str) -> bool:
-    """Returns whether position settings are those of training: compressed positions, no rope scaling added by hand.
-
-    mark: the settings as text, from `position_settings_text`.
-    """
-    found = json.loads(mark)
-    types = (kind for part in found["config"] for name in _ROPE_SCALING_KEYS for kind in _rope_types(part.get(name)))
-    return found["position_mode"] == _COMPRESSED and all(kind in _TRAINED_ROPE_TYPES for kind in types)
 
 
 def _config_and_text_config(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import (
     can_trim_prompt_cache,
     make_prompt_cache,
 )
-from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params import params_from_json
@@ -33,7 +32,7 @@ from mlx_zip.engine.sessions.file_format import (
     position_settings_text,
 )
 from mlx_zip.engine.sessions.files import raise_if_other_ids
-from mlx_zip.engine.sessions.session import FileParts, Ids, Session
+from mlx_zip.engine.sessions.session import FileParts, Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.layout import decoder_config, has_hypertokens
@@ -81,9 +80,9 @@ class MlxCaches:
         return pack_key_of(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
 
     def held_ids(self, cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
-        held = _ids_of_zip_state(cache)
-        if held is not None:
-            return held
+        state = find_zip_state(cache)
+        if state is not None:
+            return ids_in_book(state.books[0])
         ids = np.asarray(() if base_ids is None else base_ids, dtype=np.uint32)
         for entry in cache:
             if getattr(entry, "offset", len(ids)) != len(ids):
@@ -122,9 +121,9 @@ class MlxCaches:
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[list[Any], Any]:
         classes, states, extra = _classes_and_states(contents)
         cache = self._builder.build_cache(classes, states, len(session.ends))
-        held = _ids_of_zip_state(cache)
-        if held is not None:
-            raise_if_other_ids(held, session)
+        state = find_zip_state(cache)
+        if state is not None:
+            raise_if_other_ids(ids_in_book(state.books[0]), session)
         elif len(session.ends) != len(session.base_ids):
             raise BadFileError("its ids are not base ids")
         self._builder.raise_unless_base_ids(session.base_ids)
@@ -135,18 +134,6 @@ class MlxCaches:
 # ---- a cache in memory: copying without copying arrays, trimming, counting bytes
 
 _BYTES_PER_LOGGED_ID = 12  # of a codebook
-
-
-def _ids_of_zip_state(cache: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | None:
-    """Returns the base ids [n] uint32 that a cache's `ZipState` has read, and the ends of its ids, uint32.
-
-    The end of an id is the number of base tokens up to there. None for a plain model's cache.
-    """
-    state = find_zip_state(cache)
-    if state is None:
-        return None
-    book = state.books[0]
-    return book.base_ids(0), np.cumsum(book.logged()[1], dtype=np.uint32)
 
 
 def copy_prefix(cache: Sequence[Any], ids: int, surplus: int) -> list[Any]:

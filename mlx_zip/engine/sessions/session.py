@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.codec import Codebook
 from mlx_zip.engine.interface import SessionInfo
 from mlx_zip.engine.sessions.file_format import FileContents, ModelIdentity
 
@@ -116,6 +117,11 @@ def file_stamp(path: Path) -> FileStamp | None:
 def new_session_name() -> str:
     """Returns a random name that no other session has, in this or any other process."""
     return secrets.token_hex(8)
+
+
+def ids_in_book(book: Codebook) -> tuple[Ids, Ids]:
+    """Returns the base ids that a codebook has read, and the ends of its ids, as `SessionCaches.held_ids` does."""
+    return book.base_ids(), book.ends().astype(np.uint32)
 
 
 def answers_within(answers: AnswerIds, base_ids: NDArray[np.uint32]) -> AnswerIds:

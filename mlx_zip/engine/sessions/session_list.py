@@ -100,7 +100,7 @@ class SessionList:
                 yield session, len(session.ends)
                 break
         tried = 0
-        for name in index.names_with_prefix(found):
+        for name in found.names():
             session = self._sessions[name]
             if session.is_trimmable and session.can_be_read and len(session.base_ids) > found.depth:
                 yield session, session.count_reusable_ids(found.depth, self._merge_size)
@@ -123,22 +123,29 @@ class _TreeNode:
 class PrefixMatch:
     """The result of searching for a prompt. depth: length of the longest common prefix of the prompt and any sequence.
     whole: (name, length) of each sequence with which the prompt begins, the longest first. below: a node under which
-    all sequences begin with the first `depth` ids of the prompt; see `PrefixIndex.names_with_prefix`. next: the next
-    ids of one of these sequences, up to the end of an edge; empty if they all end after `depth` ids.
+    all sequences begin with the first `depth` ids of the prompt. next: the next ids of one of these sequences, up to
+    the end of an edge; empty if they all end after `depth` ids.
     """
 
     depth: int
     whole: list[tuple[str, int]]
-    below: Any
+    below: _TreeNode
     next: Ids
+
+    def names(self) -> Iterator[str]:
+        """Yields the names of all sequences that begin with the first `depth` ids of the prompt."""
+        nodes = [self.below]
+        while nodes:
+            node = nodes.pop()
+            yield from node.names
+            nodes += node.children.values()
 
 
 class PrefixIndex:
-    """Named sequences of base ids. compared: number of edges that all searches have compared with a prompt."""
+    """Named sequences of base ids."""
 
     def __init__(self) -> None:
         self._root = _TreeNode(np.empty(0, np.uint32))
-        self.compared = 0
 
     def add(self, name: str, ids: Ids) -> None:
         """Adds a sequence, ids [n] uint32. Several sequences may have the same ids."""
@@ -174,22 +181,12 @@ class PrefixIndex:
             if child is None:
                 rest = next((one.ids for one in node.children.values()), rest)
                 break
-            self.compared += 1
             shared = common_length(child.ids, ids[at:])
             node, at = child, at + shared
             if shared < len(child.ids):
                 rest = child.ids[shared:]
                 break
         return PrefixMatch(at, whole[::-1], node, rest)
-
-    @staticmethod
-    def names_with_prefix(found: PrefixMatch) -> Iterator[str]:
-        """Yields the names of all sequences that begin with the first `found.depth` ids of the prompt searched for."""
-        nodes = [found.below]
-        while nodes:
-            node = nodes.pop()
-            yield from node.names
-            nodes += node.children.values()
 
 
 def _split_edge(node: _TreeNode, at: int) -> _TreeNode:

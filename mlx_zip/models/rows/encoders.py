@@ -13,7 +13,7 @@ Upstream's `attention` fails when a model calls it, so the tests compare ours wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -447,18 +447,9 @@ def _is_known_layer(module: Any) -> bool:
 
 
 def _matrix_float_bytes(encoder: nn.Module) -> int:
-    return sum(4 * _weight_count(module) for module in _linear_layers(encoder))
-
-
-def _weight_count(module: Any) -> int:
-    weight = module["weight"]
-    return weight.size * (32 // module.bits if "scales" in module else 1)
-
-
-def _linear_layers(encoder: nn.Module) -> Iterator[Any]:
-    for _, module in encoder.named_modules():
-        if isinstance(module, nn.Linear | nn.QuantizedLinear):
-            yield module
+    """Returns the bytes of an encoder's matrices as float32."""
+    layers: list[Any] = [one for _, one in encoder.named_modules() if isinstance(one, nn.Linear | nn.QuantizedLinear)]
+    return sum(4 * one["weight"].size * (32 // one.bits if "scales" in one else 1) for one in layers)
 
 
 def _identity(x: mx.array) -> mx.array:

@@ -21,6 +21,7 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, Installed
 from mlx_zip.models.rows.row_tables import CAPACITY_STEP, ColumnTable, RowTable, TwoCopyTable
+from mlx_zip.packs.entries import pad_entries
 from mlx_zip.packs.pack import Tuned, tuned_fingerprint
 
 
@@ -34,7 +35,7 @@ class SequenceRows:
     inputs, outputs: the tables of input and output rows. places: the places of a batch's entries in these tables; None
     for a single request, where an entry's place is its slot.
 
-    encoded_inputs [1, places]: whether the entry at a place has its input row in the table. encoded_outputs: per
+    encoded_inputs [places]: whether the entry at a place has its input row in the table. encoded_outputs: per
     sequence, a number n; the first n slots have been given output rows. replaced: per sequence, those of the first n
     slots whose output row is out of date, because the slot holds another entry now.
     """
@@ -42,20 +43,16 @@ class SequenceRows:
     books: list[Codebook]
     tuned: list[Tuned]
 
-    def _clear_rows(self, shared: bool) -> None:
+    def _clear_rows(self, codebook_size: int, shared: bool) -> None:
         """Empties the row tables; the next model call fills them again. shared: whether a batch shares the tables."""
-        batch, size = len(self.books), self.books[0].params.codebook_size if self.books else 0
+        batch = len(self.books)
         self.inputs: RowTable = RowTable()
         self.outputs = ColumnTable()
-        self.places = Places(batch, size) if shared else None
-        self.encoded_inputs = np.zeros((1, 0 if shared else size), dtype=bool)
+        self.places = Places(batch, codebook_size) if shared else None
+        self.encoded_inputs = np.zeros(0 if shared else codebook_size, dtype=bool)
         self.encoded_outputs = [0] * batch
         self.replaced: list[set[int]] = [set() for _ in range(batch)]
         self.bound = [one is None for one in self.tuned]
-
-    def _start_empty_batch(self, codebook_size: int) -> None:
-        self._clear_rows(shared=True)
-        self.places = Places(0, codebook_size)
 
     def _copy_rows_to(self, twin: SequenceRows) -> None:
         twin.inputs, twin.outputs = self.inputs.copy(), cast(ColumnTable, self.outputs.copy())
@@ -82,12 +79,8 @@ class SequenceRows:
 
     # ---- output rows
 
-    def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (sequences [N], slots [N]): the slots of installed entries that have no output row yet."""
-        missing = [np.array(slots, np.int64) for slots in self._missing_slots()]
-        return np.repeat(np.arange(len(missing)), [len(slots) for slots in missing]), np.concatenate(missing)
-
-    def _missing_slots(self) -> list[list[int]]:
+    def missing_outputs(self) -> list[list[int]]:
+        """Returns for each sequence the slots of installed entries that have no output row yet."""
         done = zip(self.encoded_outputs, self.replaced, self.books, strict=True)
         return [[*sorted(replaced), *range(n, len(book))] for n, replaced, book in done]
 
@@ -121,11 +114,11 @@ class SequenceRows:
         n = len(self.books[0])
         if not self.can_evict:
             self.encoded_outputs[0] = max(self.encoded_outputs[0], min(before[0], n))
-            self.encoded_inputs[0, :n] |= before[1][0, :n]
+            self.encoded_inputs[:n] |= before[1][:n]
 
     def _mark_rows_missing(self, b: int, slots: np.ndarray) -> None:
         if self.places is None:
-            self.encoded_inputs[0, slots] = False
+            self.encoded_inputs[slots] = False
         self.replaced[b].update(slots[slots < self.encoded_outputs[b]].tolist())
 
     # ---- input rows
@@ -137,14 +130,14 @@ class SequenceRows:
         """
         if slots.shape[1] == 1:  # a step: for a few ids, numpy would be slower
             places = {self._place_of_slot(b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0}
-            return np.array([place for place in sorted(places) if not self.encoded_inputs[0, place]], np.int64)
+            return np.array([place for place in sorted(places) if not self.encoded_inputs[place]], np.int64)
         sequence, column = np.nonzero(slots >= 0)
         places = np.unique(self.places_of(sequence, slots[sequence, column]))
-        return places[~self.encoded_inputs[0, places]]
+        return places[~self.encoded_inputs[places]]
 
     def has_input_row(self, b: int, slot: int) -> bool:
         """Returns whether a slot of sequence b holds an entry whose input row is in the table."""
-        return slot < len(self.books[b]) and bool(self.encoded_inputs[0, self._place_of_slot(b, slot)])
+        return slot < len(self.books[b]) and bool(self.encoded_inputs[self._place_of_slot(b, slot)])
 
     def _place_of_slot(self, b: int, slot: int) -> int:
         return slot if self.places is None else int(self.places.index[b, slot])
@@ -152,7 +145,7 @@ class SequenceRows:
     def missing_installed_inputs(self) -> np.ndarray:
         """Returns the places of installed entries that have no input row yet: [N]."""
         n = len(self.books[0] if self.places is None else self.places)
-        return np.flatnonzero(~self.encoded_inputs[0, :n])
+        return np.flatnonzero(~self.encoded_inputs[:n])
 
     def places_of(self, sequence: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Returns the places of the entries at (sequence, slots), in the shape of `slots`."""
@@ -169,14 +162,6 @@ class SequenceRows:
             return self.inputs.capacity
         want = max(CAPACITY_STEP, -(-max(map(len, self.books)) // CAPACITY_STEP) * CAPACITY_STEP)
         return min(want, self.places.index.shape[1])
-
-    def count_slots_with_equal_places(self, limit: int) -> int:
-        """Returns a number n <= limit such that the first n slots of all sequences of a batch have the places 0 to n-1.
-
-        limit: a number of slots that have an entry in every sequence.
-        """
-        assert self.places is not None
-        return self.places.count_slots_with_equal_places(limit)
 
     def values_by_slot(self, values: mx.array, first: int) -> mx.array:
         """Returns values [B, L, places] in the order of slots, [B, L, slots], for the slots from `first` on."""
@@ -204,8 +189,8 @@ class SequenceRows:
         return base_ids[places - first], lengths[places - first].astype(np.int64)
 
     def _unpack_keys(self, keys: Sequence[EntryKey]) -> tuple[np.ndarray, np.ndarray]:
-        params = self.books[0].params
-        return unpack_entry_keys(keys, params.merge_size, params.pad_id or 0)
+        words = [np.frombuffer(key if isinstance(key, bytes) else key[1], np.uint32) for key in keys]
+        return pad_entries(words, self.books[0].params.merge_size, self.books[0].params.fill)
 
     # ---- tuned rows
 
@@ -213,7 +198,7 @@ class SequenceRows:
         """Marks a single request's tuned rows as encoded on these sides, "input" or "output"."""
         n = len(self.books[0].params.start or ())
         if "input" in sides:
-            self.encoded_inputs[0, :n] = True
+            self.encoded_inputs[:n] = True
         if "output" in sides:
             self.encoded_outputs[0] = max(n, self.encoded_outputs[0])
         self.bound[0] = True
@@ -237,7 +222,7 @@ class SequenceRows:
 
         encode(base_ids [N, merge_size], lengths [N]) makes rows [N, D].
         """
-        missing = self._missing_slots()
+        missing = self.missing_outputs()
         keys = [book.words(slot) for book, slots in zip(self.books, missing, strict=True) for slot in slots]
         places = self._places_with_output_rows(
             keys, lambda chosen: encode(*self._unpack_keys([keys[i] for i in chosen]))
@@ -261,9 +246,9 @@ class SequenceRows:
         if first:
             self.outputs.put_run(len(self.places), rows(list(first.values())))
             self.places.add(list(first))
-            more = len(self.places) - self.encoded_inputs.shape[1]
+            more = len(self.places) - len(self.encoded_inputs)
             if more > 0:
-                self.encoded_inputs = np.pad(self.encoded_inputs, ((0, 0), (0, more + CAPACITY_STEP)))
+                self.encoded_inputs = np.pad(self.encoded_inputs, (0, more + CAPACITY_STEP))
         return [of[key] for key in keys]
 
     def _set_places(self, b: int, slots: Sequence[int], places: Sequence[int]) -> None:
@@ -277,10 +262,10 @@ class SequenceRows:
         rows(indices into `places`) returns input rows.
         """
         at = np.array(places, np.int64)
-        chosen = np.flatnonzero(~self.encoded_inputs[0, at])
+        chosen = np.flatnonzero(~self.encoded_inputs[at])
         if len(chosen):
             self.inputs.put(at[chosen], rows(chosen.tolist()))
-            self.encoded_inputs[0, at] = True
+            self.encoded_inputs[at] = True
 
     def _free_places_for(self, n: int) -> None:
         """Frees unused places if `n` more would make the table grow, but only if a quarter of it then stays free."""
@@ -305,7 +290,7 @@ class SequenceRows:
         """Frees all places but `used` [N], which become the places 0 to N - 1."""
         assert self.places is not None
         places, outputs, inputs = self.places.select(used), self.outputs.select(used), self.inputs.select(used)
-        encoded = self.encoded_inputs[:, used]
+        encoded = self.encoded_inputs[used]
         self.places, self.outputs, self.inputs, self.encoded_inputs = places, outputs, inputs, encoded
 
     # ---- sequences that join and leave
@@ -325,7 +310,7 @@ class SequenceRows:
             ours = self._places_with_output_rows(
                 other._entry_keys(b, slots.tolist()), lambda chosen, at=theirs: other.outputs.at(at[chosen])
             )
-            read = np.flatnonzero(other.encoded_inputs[0, theirs])
+            read = np.flatnonzero(other.encoded_inputs[theirs])
             if len(read):
                 self._add_input_rows(np.array(ours)[read], lambda chosen, at=theirs[read]: other.inputs.at(at[chosen]))
             self.places = self.places.with_sequence(slots, ours)
@@ -350,7 +335,7 @@ class SequenceRows:
         places = np.zeros(n, np.int64)
         places[slots] = self.places_of(np.full(len(slots), b), slots)
         made.outputs, made.inputs = self.outputs.select(places, limit), self.inputs.select(places, limit).copy()
-        made.encoded_inputs[0, slots] = self.encoded_inputs[0, places[slots]]
+        made.encoded_inputs[slots] = self.encoded_inputs[places[slots]]
         made.encoded_outputs, made.replaced, made.bound = [n], [set(self.replaced[b])], [self.bound[b]]
 
 
@@ -437,15 +422,6 @@ class Places:
             self._equal_slots,
         )
         return twin
-
-
-def unpack_entry_keys(keys: Sequence[EntryKey], merge_size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns entries as base_ids [N, merge_size] uint32, padded with `pad_id`, and lengths [N]."""
-    base_ids, lengths = np.full((len(keys), merge_size), pad_id, np.uint32), np.empty(len(keys), np.int64)
-    for i, key in enumerate(keys):
-        words = np.frombuffer(key if isinstance(key, bytes) else key[1], np.uint32)
-        base_ids[i, : len(words)], lengths[i] = words, len(words)
-    return base_ids, lengths
 
 
 # ---- entries that are evicted within one call, under a policy other than freeze

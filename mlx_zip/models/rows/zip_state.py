@@ -80,7 +80,7 @@ class ZipState(SequenceRows):
         self._fitting_codec: CodecParams | None = None  # a codec that `fits_codec` has found to fit
         self._reset_loop_fields()
         self._reset_spans()
-        self._clear_rows(shared=len(books) > 1)
+        self._clear_rows(books[0].params.codebook_size, shared=len(books) > 1)
 
     @property
     def params(self) -> CodecParams:
@@ -142,11 +142,9 @@ class ZipState(SequenceRows):
         another batch size than this state.
         """
         if isinstance(ids, int):
-            book = self.books[0]
-            new, live = book.push(ids), len(book)
+            self.push_to_row(0, ids)
             self.offset += 1
-            if self.can_evict and len(new):
-                self._mark_rows_missing(0, new.slots)
+            live = len(self.books[0])
             return Advance(live, live)
         batch, length = ids.shape
         if batch != len(self.books):
@@ -221,8 +219,7 @@ class ZipState(SequenceRows):
         out = np.zeros(ids.shape, dtype=np.int32)
         first = self._padding_columns(self.offset - ids.shape[1], ids.shape[1])
         for b, book in enumerate(self.books):
-            spans = book.logged(book.mark() - (ids.shape[1] - int(first[b])))[1].astype(np.int64)
-            out[b, first[b] :] = book.base_length - spans.sum() + np.cumsum(spans) - 1
+            out[b, first[b] :] = book.ends(book.mark() - (ids.shape[1] - int(first[b]))) - 1
         return out
 
     def base_lengths(self) -> np.ndarray:
@@ -343,7 +340,7 @@ class ZipState(SequenceRows):
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             if self.places is None:
-                self.encoded_inputs[0, len(book) :] = False
+                self.encoded_inputs[len(book) :] = False
             self._span_counts[b] = min(self._span_counts[b], len(book))
             self._spans[b, len(book) :] = 0
         return n
@@ -373,7 +370,7 @@ class ZipState(SequenceRows):
         made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
         made.offset, made.long_rope, made._fitting_codec = 0, states[0].long_rope, states[0]._fitting_codec
         made._reset_loop_fields()
-        made._start_empty_batch(states[0].books[0].params.codebook_size)
+        made._clear_rows(states[0].books[0].params.codebook_size, shared=True)
         for one in states:
             made._append_sequences(one)
         return made
@@ -517,6 +514,11 @@ def submit_parts_early(state: ZipState) -> Iterator[None]:
 def find_zip_state(cache: Sequence[Any]) -> ZipState | None:
     """Returns the cache's `ZipState`, or None for a plain model's cache."""
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
+
+
+def kv_caches(cache: Sequence[Any]) -> Sequence[Any]:
+    """Returns the KV caches in a cache: all entries but the `ZipState`."""
+    return cache if find_zip_state(cache) is None else cache[:-1]
 
 
 # ---- parts of a state as JSON, for mlx-lm's cache files
