@@ -3,11 +3,13 @@
 import random
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
 from mlx_zip.codec import twin
+
+few = settings(max_examples=60)  # of each property; test_fuzz_targets.py and `make fuzz` try many more inputs
 
 WHERE = st.integers(0, 10**6)  # a place in a sequence, taken modulo its length
 
@@ -66,6 +68,7 @@ def pushed(params, *pieces):
     return book
 
 
+@few
 @given(codecs(), DRAWS)
 def test_compressing_agrees_with_the_twin(params, draws):
     ids = base_ids(params, draws)
@@ -80,6 +83,7 @@ def test_compressing_agrees_with_the_twin(params, draws):
     assert dict(got[1]) == entries
 
 
+@few
 @given(codecs(), DRAWS)
 def test_what_is_compressed_expands_to_itself(params, draws):
     ids = base_ids(params, draws)
@@ -90,6 +94,7 @@ def test_what_is_compressed_expands_to_itself(params, draws):
     assert pushed(params, emitted).base_ids().tolist() == ids
 
 
+@few
 @given(codecs(), DRAWS)
 def test_the_reader_ends_with_the_writers_entries(params, draws):
     try:
@@ -99,6 +104,7 @@ def test_the_reader_ends_with_the_writers_entries(params, draws):
     assert pushed(params, emitted).entries == entries
 
 
+@few
 @given(codecs(), DRAWS)
 def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
     ids = sampled(params, draws)
@@ -111,6 +117,7 @@ def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
     assert [tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)] == expected.runs
 
 
+@few
 @given(codecs(), st.lists(st.integers(0, 999), max_size=40))
 def test_any_ids_are_accepted_or_refused_as_by_the_twin(params, draws):
     book, expected = Codebook(params), twin.Codebook(params)
@@ -128,6 +135,7 @@ def test_any_ids_are_accepted_or_refused_as_by_the_twin(params, draws):
     assert dict(book.entries) == expected.entries
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_a_codebook_does_not_depend_on_how_its_input_was_cut(params, draws, cut):
     ids = sampled(params, draws)
@@ -135,6 +143,7 @@ def test_a_codebook_does_not_depend_on_how_its_input_was_cut(params, draws, cut)
     assert state(pushed(params, ids)) == state(pushed(params, ids[:cut], ids[cut:]))
 
 
+@few
 @given(codecs(), DRAWS)
 def test_pushing_one_by_one_installs_what_one_push_does(params, draws):
     ids = sampled(params, draws)
@@ -147,6 +156,7 @@ def test_pushing_one_by_one_installs_what_one_push_does(params, draws):
     assert [int(new.slots[0]) for _, new in each] == whole.slots.tolist()
 
 
+@few
 @given(codecs(), DRAWS, WHERE, WHERE)
 def test_rewinding_equals_replaying(params, draws, first, second):
     ids = sampled(params, draws)
@@ -156,6 +166,7 @@ def test_rewinding_equals_replaying(params, draws, first, second):
         assert state(book) == state(pushed(params, ids[:mark]))
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_after_rewinding_one_can_go_another_way(params, draws, mark):
     ids = sampled(params, draws)
@@ -166,6 +177,7 @@ def test_after_rewinding_one_can_go_another_way(params, draws, mark):
     assert state(book) == state(pushed(params, other))
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_a_copy_goes_on_like_its_original(params, draws, cut):
     ids = sampled(params, draws)
@@ -175,6 +187,7 @@ def test_a_copy_goes_on_like_its_original(params, draws, cut):
     assert state(copy) == state(pushed(params, ids))
 
 
+@few
 @given(codecs(), DRAWS)
 def test_a_copy_does_not_share_anything_with_its_original(params, draws):
     book = pushed(params, sampled(params, draws))
@@ -185,6 +198,7 @@ def test_a_copy_does_not_share_anything_with_its_original(params, draws):
     assert state(book) == before
 
 
+@few
 @given(codecs(), DRAWS)
 def test_a_saved_codebook_loads_to_an_equal_one(params, draws):
     book = pushed(params, sampled(params, draws))
@@ -193,6 +207,7 @@ def test_a_saved_codebook_loads_to_an_equal_one(params, draws):
     assert state(loaded) == state(book)
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_an_unlawful_id_anywhere_in_a_push_changes_nothing(params, draws, where):
     ids = sampled(params, draws)
@@ -205,6 +220,7 @@ def test_an_unlawful_id_anywhere_in_a_push_changes_nothing(params, draws, where)
     assert state(book) == before
 
 
+@few
 @given(codecs(), DRAWS, DRAWS)
 def test_compressing_from_a_running_codebook_agrees_with_the_twin(params, draws, more):
     ids = sampled(params, draws)
@@ -215,6 +231,7 @@ def test_compressing_from_a_running_codebook_agrees_with_the_twin(params, draws,
     assert state(book) == before
 
 
+@few
 @given(codecs(), DRAWS, DRAWS)
 def test_what_a_running_codebook_compresses_expands_to_itself(params, draws, more):
     book, text = pushed(params, sampled(params, draws)), base_ids(params, more)
@@ -235,6 +252,7 @@ def crowded(draw):
     return params, sampled(params, [rng.randrange(1000) for _ in range(80)])
 
 
+@few
 @given(crowded(), WHERE)
 def test_entries_leave_as_in_the_twin_and_come_back(case, mark):
     params, ids = case
@@ -249,6 +267,7 @@ def test_entries_leave_as_in_the_twin_and_come_back(case, mark):
     assert state(book) == state(pushed(params, ids[:mark]))
 
 
+@few
 @given(crowded(), st.integers(0, 10**6))
 def test_compressing_agrees_with_the_twin_where_entries_leave(case, seed):
     params, ids = case
@@ -263,6 +282,7 @@ def test_compressing_agrees_with_the_twin_where_entries_leave(case, seed):
     assert pushed(params, ids).compress(text).tolist() == expected.compress(text)
 
 
+@few
 @given(codecs(), DRAWS)
 def test_spans_are_the_lengths_of_the_expansions(params, draws):
     book = pushed(params, ids := sampled(params, draws))
@@ -270,6 +290,7 @@ def test_spans_are_the_lengths_of_the_expansions(params, draws):
     assert book.base_length == len(book.base_ids())
 
 
+@few
 @given(codecs(), st.binary(max_size=40), DRAWS, WHERE)
 def test_damaged_bytes_are_refused(params, junk, draws, where):
     data = pushed(params, sampled(params, draws)).to_bytes()

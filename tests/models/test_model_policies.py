@@ -65,8 +65,10 @@ FORMS = [  # with input and output rows apart, and as one
 ]
 
 
-@pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), slow_but(FORMS, FORMS[0], FORMS[4]))
+CASES = [(family, changes, policy) for family, changes in FORMS for policy in TURNS]
+
+
+@pytest.mark.parametrize(("family", "changes", "policy"), slow_but(CASES, (*FORMS[0], "lru"), (*FORMS[4], "use-count")))
 def test_a_causal_call_gives_what_single_steps_give(policy, family, changes):
     model = turning(policy, family, **changes)
     ids = sampled(model)
@@ -76,8 +78,10 @@ def test_a_causal_call_gives_what_single_steps_give(policy, family, changes):
     np.testing.assert_allclose(each[same], whole[same], atol=2e-4)
 
 
-@pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), FORMS)
+EACH_FORM = [(*form, TURNS[n % 2]) for n, form in enumerate(FORMS)]  # quick, with the policies in turn
+
+
+@pytest.mark.parametrize(("family", "changes", "policy"), slow_but(CASES, *EACH_FORM, (*FORMS[4], "use-count")))
 def test_a_prompt_in_pieces_gives_what_single_steps_give(policy, family, changes):
     model = turning(policy, family, **changes)
     ids = sampled(model)
@@ -120,8 +124,7 @@ def test_a_batch_gives_what_its_sequences_give_alone(policy):
             np.testing.assert_allclose(more[b, 0], last_logits(model, [5 + b], alone), atol=2e-4)
 
 
-@pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), FORMS)
+@pytest.mark.parametrize(("family", "changes", "policy"), slow_but(CASES, *EACH_FORM))
 @pytest.mark.parametrize("forget", [1, 9, 30])
 def test_after_a_trim_slots_have_their_former_rows(policy, family, changes, forget):
     model = turning(policy, family, **changes)
@@ -181,7 +184,7 @@ def test_a_step_ahead_of_the_host_emits_the_same_ids(policy, family, changes):
     for ahead in (False, True):
         mx.random.seed(3)
         sampler, cache = make_sampler(temp=4.0), model.make_cache()
-        emitted = decode_steps(model, prompt, cache, max_steps=60, sampler=sampler, prefill_step_size=8, ahead=ahead)
+        emitted = decode_steps(model, prompt, cache, max_steps=40, sampler=sampler, prefill_step_size=8, ahead=ahead)
         made.append([token for token, _ in emitted])
     assert made[0] == made[1]
     assert sum(one >= VOCAB for one in made[0]) > 5
