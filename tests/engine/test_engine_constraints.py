@@ -74,7 +74,7 @@ CASES = [(canonical, sampling) for canonical in (False, True) for sampling in ({
 def test_only_accepted_ids_are_emitted_and_hypertokens_among_them(kind, canonical, sampling):
     seen = 0
     with tiny_engine(kind=kind, model={"start": START, "canonical": canonical}) as engine:
-        for prompt in prompts(4):
+        for prompt in prompts(2):
             only = Only(DIGITS)
             how = {"eos_ids": frozenset({EOS}), "sampling": sampling, "max_tokens": 25}
             watch = ask(engine, prompt, constraint=only, **how)[1].wait()

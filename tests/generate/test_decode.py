@@ -258,8 +258,10 @@ def test_an_interrupt_in_the_first_step_leaves_the_prompt_in_the_cache(ahead):
     assert {entry.offset for entry in cache} == {len(prompt_of(model))}
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+SWITCHES = [(mode, ahead) for mode in ("compressed", "base_token_end") for ahead in (True, False)]
+
+
+@pytest.mark.parametrize(("mode", "ahead"), slow_but(SWITCHES, ("compressed", True), ("base_token_end", False)))
 def test_at_longropes_switch_too_the_cache_holds_what_was_yielded_and_nothing_more(mode, ahead):
     model = tiny.tiny_model("phi3", position_mode=mode)
     model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 70})

@@ -33,10 +33,10 @@ def turning(policy="lru", family="llama", size=SIZE, **changes):
     return tiny_model(family, compression=compression(policy, size), **changes)
 
 
-def sampled(model, seed=0):
+def sampled(model, seed=0, pushes=64):
     """Ids as a sampler may emit them, some of which stand for one entry here and for another there."""
     book, rng = Codebook(model.config.codec_params), np.random.default_rng(seed)
-    for _ in range(90):
+    for _ in range(pushes):
         hyper = len(book) and rng.random() < 0.6
         book.push(VOCAB + int(rng.integers(len(book))) if hyper else int(rng.integers(3, 12)))
     ids = book.ids.tolist()
@@ -110,7 +110,7 @@ def test_rows_are_those_of_the_entries_that_the_slots_have(family, changes):
 @pytest.mark.parametrize("policy", TURNS)
 def test_a_batch_gives_what_its_sequences_give_alone(policy):
     model = turning(policy)
-    texts = [sampled(model, seed)[:n] for seed, n in ((0, 40), (1, 33))]
+    texts = [sampled(model, seed, 90)[:n] for seed, n in ((0, 40), (1, 33))]
     padding = [0, 7]
     ids = mx.array([texts[0], [PAD] * 7 + texts[1]])
     for causal in (False, True):
@@ -184,7 +184,7 @@ def test_a_step_ahead_of_the_host_emits_the_same_ids(policy, family, changes):
     for ahead in (False, True):
         mx.random.seed(3)
         sampler, cache = make_sampler(temp=4.0), model.make_cache()
-        emitted = decode_steps(model, prompt, cache, max_steps=40, sampler=sampler, prefill_step_size=8, ahead=ahead)
+        emitted = decode_steps(model, prompt, cache, max_steps=60, sampler=sampler, prefill_step_size=8, ahead=ahead)
         made.append([token for token, _ in emitted])
     assert made[0] == made[1]
     assert sum(one >= VOCAB for one in made[0]) > 5
