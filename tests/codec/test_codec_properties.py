@@ -4,11 +4,13 @@ import random
 from itertools import accumulate
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
 from mlx_zip.codec import twin
+
+few = settings(max_examples=60)  # of each property; test_fuzz_targets.py and `make fuzz` try many more inputs
 
 WHERE = st.integers(0, 10**6)  # a place in a sequence, taken modulo its length
 
@@ -67,6 +69,7 @@ def pushed(params, *pieces):
     return book
 
 
+@few
 @given(codecs(), DRAWS)
 def test_compressing_agrees_with_the_twin(params, draws):
     ids = base_ids(params, draws)
@@ -81,6 +84,7 @@ def test_compressing_agrees_with_the_twin(params, draws):
     assert dict(got[1]) == entries
 
 
+@few
 @given(codecs(), DRAWS)
 def test_what_is_compressed_expands_to_itself(params, draws):
     ids = base_ids(params, draws)
@@ -91,6 +95,7 @@ def test_what_is_compressed_expands_to_itself(params, draws):
     assert pushed(params, emitted).base_ids().tolist() == ids
 
 
+@few
 @given(codecs(), DRAWS)
 def test_the_reader_ends_with_the_writers_entries(params, draws):
     try:
@@ -100,6 +105,7 @@ def test_the_reader_ends_with_the_writers_entries(params, draws):
     assert pushed(params, emitted).entries == entries
 
 
+@few
 @given(codecs(), DRAWS)
 def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
     ids = sampled(params, draws)
@@ -115,6 +121,7 @@ def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
     assert book.ends(len(ends) // 2).tolist() == ends[len(ends) // 2 :]
 
 
+@few
 @given(codecs(), st.lists(st.integers(0, 999), max_size=40))
 def test_any_ids_are_accepted_or_refused_as_by_the_twin(params, draws):
     book, expected = Codebook(params), twin.Codebook(params)
@@ -132,6 +139,7 @@ def test_any_ids_are_accepted_or_refused_as_by_the_twin(params, draws):
     assert dict(book.entries) == expected.entries
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_a_codebook_does_not_depend_on_how_its_input_was_cut(params, draws, cut):
     ids = sampled(params, draws)
@@ -139,6 +147,7 @@ def test_a_codebook_does_not_depend_on_how_its_input_was_cut(params, draws, cut)
     assert state(pushed(params, ids)) == state(pushed(params, ids[:cut], ids[cut:]))
 
 
+@few
 @given(codecs(), DRAWS)
 def test_pushing_one_by_one_installs_what_one_push_does(params, draws):
     ids = sampled(params, draws)
@@ -151,6 +160,7 @@ def test_pushing_one_by_one_installs_what_one_push_does(params, draws):
     assert [int(new.slots[0]) for _, new in each] == whole.slots.tolist()
 
 
+@few
 @given(codecs(), DRAWS, WHERE, WHERE)
 def test_rewinding_equals_replaying(params, draws, first, second):
     ids = sampled(params, draws)
@@ -160,6 +170,7 @@ def test_rewinding_equals_replaying(params, draws, first, second):
         assert state(book) == state(pushed(params, ids[:mark]))
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_after_rewinding_one_can_go_another_way(params, draws, mark):
     ids = sampled(params, draws)
@@ -170,6 +181,7 @@ def test_after_rewinding_one_can_go_another_way(params, draws, mark):
     assert state(book) == state(pushed(params, other))
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_a_copy_goes_on_like_its_original(params, draws, cut):
     ids = sampled(params, draws)
@@ -179,6 +191,7 @@ def test_a_copy_goes_on_like_its_original(params, draws, cut):
     assert state(copy) == state(pushed(params, ids))
 
 
+@few
 @given(codecs(), DRAWS)
 def test_a_copy_does_not_share_anything_with_its_original(params, draws):
     book = pushed(params, sampled(params, draws))
@@ -189,6 +202,7 @@ def test_a_copy_does_not_share_anything_with_its_original(params, draws):
     assert state(book) == before
 
 
+@few
 @given(codecs(), DRAWS)
 def test_a_saved_codebook_loads_to_an_equal_one(params, draws):
     book = pushed(params, sampled(params, draws))
@@ -197,6 +211,7 @@ def test_a_saved_codebook_loads_to_an_equal_one(params, draws):
     assert state(loaded) == state(book)
 
 
+@few
 @given(codecs(), DRAWS, WHERE)
 def test_an_unlawful_id_anywhere_in_a_push_changes_nothing(params, draws, where):
     ids = sampled(params, draws)
@@ -209,6 +224,7 @@ def test_an_unlawful_id_anywhere_in_a_push_changes_nothing(params, draws, where)
     assert state(book) == before
 
 
+@few
 @given(codecs(), DRAWS, DRAWS)
 def test_compressing_from_a_running_codebook_agrees_with_the_twin(params, draws, more):
     ids = sampled(params, draws)
@@ -219,6 +235,7 @@ def test_compressing_from_a_running_codebook_agrees_with_the_twin(params, draws,
     assert state(book) == before
 
 
+@few
 @given(codecs(), DRAWS, DRAWS)
 def test_what_a_running_codebook_compresses_expands_to_itself(params, draws, more):
     book, text = pushed(params, sampled(params, draws)), base_ids(params, more)
@@ -239,6 +256,7 @@ def crowded(draw):
     return params, sampled(params, [rng.randrange(1000) for _ in range(80)])
 
 
+@few
 @given(crowded(), WHERE)
 def test_entries_leave_as_in_the_twin_and_come_back(case, mark):
     params, ids = case
@@ -253,6 +271,7 @@ def test_entries_leave_as_in_the_twin_and_come_back(case, mark):
     assert state(book) == state(pushed(params, ids[:mark]))
 
 
+@few
 @given(crowded(), st.integers(0, 10**6))
 def test_compressing_agrees_with_the_twin_where_entries_leave(case, seed):
     params, ids = case
@@ -267,6 +286,7 @@ def test_compressing_agrees_with_the_twin_where_entries_leave(case, seed):
     assert pushed(params, ids).compress(text).tolist() == expected.compress(text)
 
 
+@few
 @given(codecs(), DRAWS)
 def test_spans_are_the_lengths_of_the_expansions(params, draws):
     book = pushed(params, ids := sampled(params, draws))
@@ -274,6 +294,7 @@ def test_spans_are_the_lengths_of_the_expansions(params, draws):
     assert book.base_length == len(book.base_ids())
 
 
+@few
 @given(codecs(), st.binary(max_size=40), DRAWS, WHERE)
 def test_damaged_bytes_are_refused(params, junk, draws, where):
     data = pushed(params, sampled(params, draws)).to_bytes()

@@ -1,6 +1,7 @@
 """Drafts: several proposed ids per pass, and what is emitted is what it would be without them."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -63,7 +64,7 @@ def oracle(monkeypatch):
     return Own
 
 
-def answer_of(model, prompt=PROMPT, max_tokens=60, **options):
+def answer_of(model, prompt=PROMPT, max_tokens=40, **options):
     return list(stream_generate(model, ENDLESS, prompt, max_tokens, **options))
 
 
@@ -126,24 +127,50 @@ def models(family, **changes):
     return plain_model() if family == "plain" else tiny.tiny_model(family, **changes).eval()
 
 
-OPTIONS = [
-    {},
-    {"temp": 0.8, "seed": 3},
-    {"temp": 1.1, "top_k": 9, "min_p": 0.02, "top_p": 0.9, "seed": 4},
-    {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 2.0}},
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"temp": 0.8, "seed": 3},
+    "filtered": {"temp": 1.1, "top_k": 9, "min_p": 0.02, "top_p": 0.9, "seed": 4},
+    "penalized": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 2.0}},
+}
+MODES = {"plain": ["none"]}  # a plain model has no position mode
+
+
+@functools.cache
+def answer_without_a_draft(family, mode="compressed", options="greedy"):
+    """The answer to PROMPT of such a model, computed once; each test drafts with a model of its own."""
+    return answer_of(model_of(family, mode), **OPTIONS[options])
+
+
+def model_of(family, mode="compressed"):
+    return models(family) if family == "plain" else models(family, position_mode=mode)
+
+
+CASES = [
+    (family, mode, wrong, options)
+    for family in ("llama", "phi3", "gemma2", "qwen3", "plain")
+    for mode in MODES.get(family, ["compressed", "base_token_end"])
+    for wrong in (0, 5)
+    for options in OPTIONS
+]
+QUICK = [  # llama and plain models with each of the options, which also meet each `wrong`
+    ("llama", "compressed", 0, "greedy"),
+    ("llama", "base_token_end", 5, "greedy"),
+    ("llama", "base_token_end", 0, "sampled"),
+    ("llama", "compressed", 5, "filtered"),
+    ("llama", "compressed", 0, "penalized"),
+    ("plain", "none", 0, "greedy"),
+    ("plain", "none", 5, "sampled"),
+    ("plain", "none", 0, "filtered"),
+    ("plain", "none", 5, "penalized"),
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("wrong", [0, 5])
-@pytest.mark.parametrize("family", slow_but(["llama", "phi3", "gemma2", "qwen3", "plain"], "llama", "plain"))
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize(("family", "mode", "wrong", "options"), slow_but(CASES, *QUICK))
 def test_ids_and_log_probabilities_are_those_without_a_draft(family, mode, wrong, options, oracle):
-    changes = {} if family == "plain" else {"position_mode": mode}
-    model = models(family, **changes)
-    alone = answer_of(model, **options)
+    model, alone = model_of(family, mode), answer_without_a_draft(family, mode, options)
     oracle.answer, oracle.wrong = [one for response in alone for one in response.base_ids], wrong
-    drafted = answer_of(model, draft="lookup", **options)
+    drafted = answer_of(model, draft="lookup", **OPTIONS[options])
     assert_equal_answers(drafted, alone)
     if not wrong and family == "plain":
         assert drafted[-1].accepted > len(alone) // 2
@@ -152,8 +179,7 @@ def test_ids_and_log_probabilities_are_those_without_a_draft(family, mode, wrong
 
 @pytest.mark.parametrize("family", ["llama", "plain"])
 def test_bodies_that_run_ahead_take_turns_with_drafts(family, oracle):
-    model = models(family)
-    alone = answer_of(model)
+    model, alone = models(family), answer_without_a_draft(family)
     oracle.answer, oracle.wrong = [one for response in alone for one in response.base_ids], 7
     ids = PROMPT if family == "plain" else compress(model.config.codec_params, PROMPT)[0]
     cache = make_prompt_cache(model)
@@ -195,12 +221,12 @@ def test_canonical_decoding_excludes_the_same_ids(oracle):
 def test_codebooks_that_evict_take_drafts(policy, oracle):
     sizes = {"initial_vocab_size": tiny.VOCAB, "max_codebook_size": 24, "max_subtokens": tiny.MERGE}
     model = models("llama", compression={**sizes, "disabled_ids": [0, 1, 2], "policy": policy})
-    alone = answer_of(model, max_tokens=150)
+    alone = answer_of(model, max_tokens=90)
     oracle.answer = [one for response in alone for one in response.base_ids]
-    assert_equal_answers(answer_of(model, max_tokens=150, draft="lookup"), alone)
+    assert_equal_answers(answer_of(model, max_tokens=90, draft="lookup"), alone)
 
 
-@pytest.mark.parametrize("start", [10, 70, 75, 5000])
+@pytest.mark.parametrize("start", slow_but([10, 70, 75, 5000], 10, 70, 5000))
 def test_kv_caches_are_quantized_after_the_same_id(start, oracle):
     model = wide_plain_model()
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
@@ -224,7 +250,7 @@ def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
     assert border is not None
     for before in range(2, 26, 3):
         prompt = tiny.base_ids(border - before, seed=before)
-        alone = answer_of(model, prompt, max_tokens=before + 20)
+        alone = answer_of(model, prompt, max_tokens=before + 8)
         oracle.answer = [one for response in alone for one in response.base_ids]
         rooms = []
 
@@ -238,7 +264,7 @@ def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mlx_zip.engine.mlx.group.propose_together", noted)
-            answer_of(model, prompt, max_tokens=before + 20, draft="lookup")
+            answer_of(model, prompt, max_tokens=before + 8, draft="lookup")
         assert all(rooms)
         reached += rooms
     assert reached
@@ -246,7 +272,7 @@ def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
 
 def test_auto_tries_a_draft_where_steps_begin_ahead(oracle):
     model = models("plain")
-    oracle.answer = [one.token for one in answer_of(model)]
+    oracle.answer = [one.token for one in answer_without_a_draft("plain")]
     assert answer_of(model, draft="auto")[-1].accepted > 0
 
 
@@ -280,8 +306,7 @@ def test_nothing_is_kept_of_requests_whose_prompts_failed_together():
 
 
 def test_a_stop_an_eos_and_a_limit_inside_a_draft_end_the_answer_there(oracle):
-    model = models("plain")
-    whole = answer_of(model)
+    model, whole = models("plain"), answer_without_a_draft("plain")
     oracle.answer = [one.token for one in whole]
     for limit in range(1, 12):
         drafted = answer_of(model, max_tokens=limit, draft="lookup")
@@ -294,7 +319,7 @@ def test_a_stop_an_eos_and_a_limit_inside_a_draft_end_the_answer_there(oracle):
     tokenizer = never_ending()
     tokenizer._eos_token_ids = {oracle.answer[5]}
     ends = [
-        [one.token for one in stream_generate(model, tokenizer, PROMPT, 60, draft=draft)] for draft in ("off", "lookup")
+        [one.token for one in stream_generate(model, tokenizer, PROMPT, 40, draft=draft)] for draft in ("off", "lookup")
     ]
     assert ends[0] == ends[1]
 
@@ -302,7 +327,7 @@ def test_a_stop_an_eos_and_a_limit_inside_a_draft_end_the_answer_there(oracle):
 @pytest.mark.parametrize("family", ["llama", "plain"])
 def test_an_answer_that_ends_inside_a_draft_counts_every_accepted_id(family, oracle):
     with tiny_engine(family) as engine:
-        oracle.answer = ask(engine, PROMPT, max_tokens=50)[1].wait().base_ids
+        oracle.answer = ask(engine, PROMPT, max_tokens=30)[1].wait().base_ids
     with tiny_engine(family, run={"draft": "lookup"}) as engine:
         for limit in range(2, 20, 3):
             watch = ask(engine, PROMPT, max_tokens=limit)[1].wait()
@@ -315,7 +340,7 @@ def test_an_interrupt_between_two_layers_of_a_drafted_pass_leaves_the_layers_of_
     oracle, monkeypatch
 ):
     model = models("plain")
-    oracle.answer = [one.token for one in answer_of(model)]
+    oracle.answer = [one.token for one in answer_without_a_draft("plain")]
     cache, found, real = make_prompt_cache(model), [], llama.TransformerBlock.__call__
 
     def interrupted(self, x, *args, **options):
@@ -352,7 +377,7 @@ def test_a_constraint_and_the_likeliest_ids_are_those_without_a_draft(family, sa
     def answer(draft):
         with tiny_engine(family, run={"draft": draft}) as engine:
             asked = {"constraint": EvenThenOdd(), "sampling": sampling, "top_logprobs": 3}
-            return ask(engine, PROMPT, max_tokens=50, **asked)[1].wait()
+            return ask(engine, PROMPT, max_tokens=30, **asked)[1].wait()
 
     alone = answer("off")
     oracle.answer = alone.base_ids
@@ -364,11 +389,15 @@ def test_a_constraint_and_the_likeliest_ids_are_those_without_a_draft(family, sa
         assert [likely.base_ids for likely in one.likely] == [likely.base_ids for likely in other.likely]
 
 
-@pytest.mark.parametrize("family", ["llama", "plain"])
-@pytest.mark.parametrize("call", range(3, 8))
+CALLS = [(family, call) for family in ("llama", "plain") for call in range(3, 8)]
+
+
+@pytest.mark.parametrize(
+    ("family", "call"), slow_but(CALLS, ("llama", 3), ("plain", 4), ("llama", 5), ("plain", 6), ("llama", 7))
+)
 def test_an_interrupt_in_a_pass_leaves_the_callers_cache_with_what_was_yielded(family, call, oracle, monkeypatch):
     model = models(family)
-    oracle.answer = [one for response in answer_of(model) for one in response.base_ids]
+    oracle.answer = [one for response in answer_without_a_draft(family) for one in response.base_ids]
     cache, calls, found, real = make_prompt_cache(model), [], [], type(model).__call__
 
     def interrupted(self, *args, **options):
@@ -385,11 +414,14 @@ def test_an_interrupt_in_a_pass_leaves_the_callers_cache_with_what_was_yielded(f
     assert {entry.size() for entry in cache} == {read + len(found)}
 
 
-@pytest.mark.parametrize("family", ["llama", "plain"])
-@pytest.mark.parametrize("stops_after", [1, 3, 6, 14])
+STOPS = [(family, stops_after) for family in ("llama", "plain") for stops_after in (1, 3, 6, 14)]
+
+
+@pytest.mark.parametrize(
+    ("family", "stops_after"), slow_but(STOPS, ("llama", 1), ("plain", 3), ("llama", 6), ("plain", 14))
+)
 def test_a_callers_cache_holds_what_was_yielded_and_nothing_more(family, stops_after, oracle):
-    model = models(family)
-    alone = answer_of(model)
+    model, alone = models(family), answer_without_a_draft(family)
     oracle.answer = [one for response in alone for one in response.base_ids]
     cache, other = make_prompt_cache(model), make_prompt_cache(model)
     made = stream_generate(model, ENDLESS, PROMPT, 60, prompt_cache=cache, draft="lookup")
@@ -404,15 +436,14 @@ def test_a_callers_cache_holds_what_was_yielded_and_nothing_more(family, stops_a
     for one in (cache, between):
         assert [entry.size() for entry in one] == [entry.size() for entry in other]
     goes_on = [
-        [one.token for one in stream_generate(model, ENDLESS, [5, 6, 7], 20, prompt_cache=held)]
+        [one.token for one in stream_generate(model, ENDLESS, [5, 6, 7], 8, prompt_cache=held)]
         for held in (other, cache, between)
     ]
     assert goes_on[0] == goes_on[1] == goes_on[2]
 
 
 def test_rows_that_a_draft_has_encoded_are_not_encoded_again(oracle):
-    model, encoded = models("phi3"), []
-    alone = answer_of(model)
+    model, encoded, alone = models("phi3"), [], answer_without_a_draft("phi3")
     oracle.answer = [one for response in alone for one in response.base_ids]
 
     class Counting(DraftedPass):
@@ -432,16 +463,16 @@ def test_rows_that_a_draft_has_encoded_are_not_encoded_again(oracle):
 def test_an_engine_gives_the_same_with_drafts_alone_and_in_company():
     prompts = [tiny.base_ids(20, i) * 3 for i in range(4)]
     with tiny_engine("plain") as engine:
-        expected = [ask(engine, prompt, max_tokens=50)[1].wait().ids for prompt in prompts]
+        expected = [ask(engine, prompt, max_tokens=30)[1].wait().ids for prompt in prompts]
     with tiny_engine("plain", run={"draft": "lookup"}) as engine:
-        first = ask(engine, prompts[0], max_tokens=50)[1].wait()
+        first = ask(engine, prompts[0], max_tokens=30)[1].wait()
         assert first.ids == expected[0]
         assert isinstance(first.end, Finished)
         assert 0 < first.end.counts.accepted <= first.end.counts.proposed
         assert sum(one.from_draft for one in first.emitted) == first.end.counts.accepted
-        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=50)[1] for prompt in prompts])
+        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=30)[1] for prompt in prompts])
         assert [watch.wait().ids for watch in watches] == expected
-        later = ask(engine, prompts[1], max_tokens=50)[1]
+        later = ask(engine, prompts[1], max_tokens=30)[1]
         same_again = ask(engine, prompts[2], max_tokens=20)[1]
         assert later.wait().ids == expected[1]
         assert same_again.wait().ids == expected[2][:20]
@@ -449,8 +480,7 @@ def test_an_engine_gives_the_same_with_drafts_alone_and_in_company():
 
 @pytest.mark.parametrize("family", ["llama", "plain"])
 def test_auto_proposes_by_what_passes_cost_and_emits_the_same(family, oracle, monkeypatch):
-    model = models(family)
-    alone = answer_of(model)
+    model, alone = models(family), answer_without_a_draft(family)
     oracle.answer = [one for response in alone for one in response.base_ids]
     accepted = []
     for curve in ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}):
@@ -464,9 +494,9 @@ def test_auto_proposes_by_what_passes_cost_and_emits_the_same(family, oracle, mo
 
 def test_passes_of_an_answer_are_timed_by_their_width(oracle):
     model = models("plain")
-    oracle.answer = [one.token for one in answer_of(model)]
-    answer_of(model, draft="auto", max_tokens=50)
-    answer_of(model, draft="lookup", max_tokens=50)
+    oracle.answer = [one.token for one in answer_without_a_draft("plain")]
+    answer_of(model, draft="auto")
+    answer_of(model, draft="lookup")
     served = Served(model, ENDLESS, RunOptions())
     assert {1, 8, 16} <= served.pass_costs.ratios(100).keys()
 
@@ -487,9 +517,9 @@ def test_drafts_that_cannot_be_are_refused(options, said):
 @pytest.mark.parametrize("name", slow_but(list(plain_families.FAMILIES), "qwen2", "gemma3", "qwen3_next"))
 def test_answers_of_every_kind_of_cache_are_those_without_a_draft(name, oracle):
     model = plain_families.plain_family(name)
-    alone = answer_of(model)
+    alone = answer_of(model, max_tokens=24)
     oracle.answer, oracle.wrong = [one.token for one in alone], 7
-    drafted = answer_of(model, draft="lookup")
+    drafted = answer_of(model, max_tokens=24, draft="lookup")
     assert_equal_answers(drafted, alone)
     assert (drafted[-1].accepted > 0) == (name in ("llama", "qwen2"))
 

@@ -13,6 +13,7 @@ from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.errors import GenerationError
 from support import tiny
 from support.serving import SAME, alone, ask, both, prompts, tiny_engine
+from support.slow_cases import slow_but
 
 EOS = 1
 DIGITS = [10, 11, 12, 13]
@@ -64,15 +65,19 @@ class Words:
 START = [[10, 11], [11, 12, 13], [10, 30], [12, 12], [13, 10, 11], [20, 21]]
 
 
+SAMPLED = {"temp": 1.0, "seed": 2}
+CASES = [(canonical, sampling) for canonical in (False, True) for sampling in ({}, SAMPLED)]
+
+
 @both
-@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 2}])
-@pytest.mark.parametrize("canonical", [False, True])
-def test_only_accepted_ids_are_emitted_and_hypertokens_among_them(kind, sampling, canonical):
+@pytest.mark.parametrize(("canonical", "sampling"), slow_but(CASES, (False, SAMPLED), (True, {})))
+def test_only_accepted_ids_are_emitted_and_hypertokens_among_them(kind, canonical, sampling):
     seen = 0
     with tiny_engine(kind=kind, model={"start": START, "canonical": canonical}) as engine:
-        for prompt in prompts(4):
+        for prompt in prompts(2):
             only = Only(DIGITS)
-            watch = ask(engine, prompt, constraint=only, eos_ids=frozenset({EOS}), sampling=sampling)[1].wait()
+            how = {"eos_ids": frozenset({EOS}), "sampling": sampling, "max_tokens": 25}
+            watch = ask(engine, prompt, constraint=only, **how)[1].wait()
             assert watch.end.reason in ("stop", "length")
             assert set(watch.base_ids) <= {*DIGITS, EOS}
             assert only.taken == watch.base_ids
@@ -85,7 +90,7 @@ def test_a_grammar_of_two_words_gives_one_of_them(kind):
     words = [(10, 11, 12, 13), (10, 30, 31)]
     given = Counter()
     with tiny_engine(kind=kind, model={"start": START}) as engine:
-        for seed in range(30):
+        for seed in range(12):
             sampling = {"temp": 20.0, "seed": seed}
             watch = ask(engine, [3, 4], constraint=Words(words), eos_ids=frozenset({EOS}), sampling=sampling)[1].wait()
             assert watch.end.reason == "stop"
@@ -132,12 +137,16 @@ def test_the_highest_scores_are_draws_without_putting_back():
     assert (after == 1).mean() == pytest.approx(0.6, abs=0.06)
 
 
+@pytest.fixture(scope="module")
+def expected():
+    return [alone(tiny.tiny_model().eval(), prompt, max_tokens=15) for prompt in prompts(3)]
+
+
 @both
-def test_rows_with_a_constraint_change_nothing_for_the_others(kind):
-    expected = [alone(tiny.tiny_model().eval(), prompt, max_tokens=30) for prompt in prompts(3)]
+def test_rows_with_a_constraint_change_nothing_for_the_others(kind, expected):
     with tiny_engine(kind=kind) as engine:
-        bound = [ask(engine, prompt, constraint=Only(DIGITS, 99), max_tokens=25)[1] for prompt in prompts(2)]
-        free = [ask(engine, prompt, max_tokens=30)[1] for prompt in prompts(3)]
+        bound = [ask(engine, prompt, constraint=Only(DIGITS, 99), max_tokens=12)[1] for prompt in prompts(2)]
+        free = [ask(engine, prompt, max_tokens=15)[1] for prompt in prompts(3)]
         for watch, wanted in zip(free, expected, strict=True):
             SAME[kind](watch.wait(), wanted)
         for watch in bound:
@@ -148,9 +157,10 @@ def test_rows_with_a_constraint_change_nothing_for_the_others(kind):
 def test_a_seed_gives_the_same_constrained_answer_alone_and_in_company(kind):
     sampling = {"temp": 1.0, "seed": 9}
     with tiny_engine(kind=kind, model={"start": START}) as engine:
-        one = ask(engine, tiny.base_ids(20), constraint=Only(DIGITS, 99), sampling=sampling)[1].wait()
-        others = [ask(engine, prompt, max_tokens=80)[1] for prompt in prompts(3)]
-        two = ask(engine, tiny.base_ids(20), constraint=Only(DIGITS, 99), sampling=sampling)[1].wait()
+        how = {"sampling": sampling, "max_tokens": 20}
+        one = ask(engine, tiny.base_ids(20), constraint=Only(DIGITS, 99), **how)[1].wait()
+        others = [ask(engine, prompt, max_tokens=40)[1] for prompt in prompts(3)]
+        two = ask(engine, tiny.base_ids(20), constraint=Only(DIGITS, 99), **how)[1].wait()
         assert one.ids == two.ids
         for watch in others:
             watch.wait()

@@ -15,14 +15,14 @@ from mlx_zip.errors import (
     PromptTooLongError,
 )
 from support import tiny
-from support.serving import SAME, Broken, Watch, alone, ask, both, prompts, same, tiny_engine
+from support.serving import NEEDS_TORCH, SAME, Broken, Watch, alone, ask, both, prompts, same, tiny_engine
 
 LONG = 400
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return [alone(tiny.tiny_model().eval(), prompt, max_tokens=30) for prompt in prompts(3)]
+    return [alone(tiny.tiny_model().eval(), prompt, max_tokens=15) for prompt in prompts(3)]
 
 
 # ---- one request's own faults
@@ -32,7 +32,7 @@ def expected():
 @pytest.mark.parametrize("method", ["mask", "push"])
 def test_a_constraint_that_raises_fails_its_request_only(kind, method, expected):
     with tiny_engine(kind=kind) as engine:
-        good = [ask(engine, prompt, max_tokens=30)[1] for prompt in prompts(3)]
+        good = [ask(engine, prompt, max_tokens=15)[1] for prompt in prompts(3)]
         bad = ask(engine, tiny.base_ids(9, 7), constraint=Broken(method))[1].wait()
         assert isinstance(bad.end, Failed)
         assert isinstance(bad.end.error, EngineError)
@@ -61,7 +61,7 @@ def test_a_receiver_that_raises_is_left_alone_and_harms_nobody(kind, expected):
         bad = Watch(raise_at=4)
         engine.submit(Submission(tiny.base_ids(9, 7), max_tokens=LONG), bad)
         for prompt, wanted in zip(prompts(3), expected, strict=True):
-            SAME[kind](ask(engine, prompt, max_tokens=30)[1].wait(), wanted)
+            SAME[kind](ask(engine, prompt, max_tokens=15)[1].wait(), wanted)
         assert len(bad.events) == 5
         assert engine.alive
         while engine.figures().running:  # the figures of a round are those at its end
@@ -81,7 +81,7 @@ def test_a_prompt_that_cannot_be_read_fails_its_request_only(expected):
         model.__class__ = Fails
 
     with tiny_engine(change=change, run={"prefill_step_size": 77}) as engine:
-        good = [ask(engine, prompt, max_tokens=30)[1] for prompt in prompts(3)]
+        good = [ask(engine, prompt, max_tokens=15)[1] for prompt in prompts(3)]
         book = tiny.tiny_model().make_cache()[-1].books[0]
         some = next(n for n in range(78, 500) if len(book.compress(tiny.base_ids(n))) > 100)
         bad = ask(engine, tiny.base_ids(some))[1].wait()
@@ -110,7 +110,7 @@ def test_a_step_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(expect
         assert all("out of memory" in str(watch.wait().end.error) for watch in bad)
         assert engine.sessions() == []
         for prompt, wanted in zip(prompts(3), expected, strict=True):
-            same(ask(engine, prompt, max_tokens=30)[1].wait(), wanted)
+            same(ask(engine, prompt, max_tokens=15)[1].wait(), wanted)
 
 
 # ---- cancelling
@@ -145,10 +145,10 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_read_and_what_was_read_i
 @both
 def test_cancelling_an_ended_request_does_nothing(kind):
     with tiny_engine(kind=kind) as engine:
-        ticket, watch = ask(engine, tiny.base_ids(9))
+        ticket, watch = ask(engine, tiny.base_ids(9), max_tokens=3)
         watch.wait()
         engine.cancel(ticket)
-        assert ask(engine, tiny.base_ids(9))[1].wait().end.reason == "length"
+        assert ask(engine, tiny.base_ids(9), max_tokens=3)[1].wait().end.reason == "length"
         assert engine.figures().cancelled == 0
 
 
@@ -165,7 +165,13 @@ def test_leaving_the_loop_over_events_cancels_the_request(kind):
 # ---- what is refused
 
 
-@both
+@pytest.fixture(scope="module", params=["mlx", pytest.param("cuda", marks=NEEDS_TORCH)])
+def asked_for_the_impossible(request):
+    """One engine for all refusals, which leave nothing behind."""
+    with tiny_engine(kind=request.param) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "words"),
     [
@@ -186,12 +192,15 @@ def test_leaving_the_loop_over_events_cancels_the_request(kind):
         ([3], {"pack": 5}, "pack must be"),
     ],
 )
-def test_what_cannot_be_met_is_refused_before_anything_runs(kind, prompt, fields, words):
-    with tiny_engine(kind=kind) as engine:
-        with pytest.raises(GenerationError, match=words):
-            ask(engine, prompt, **fields)
-        assert engine.figures().requests == 0
-        assert ask(engine, [3, 4, 5])[1].wait().end.reason == "length"
+def test_what_cannot_be_met_is_refused_before_anything_runs(asked_for_the_impossible, prompt, fields, words):
+    engine = asked_for_the_impossible
+    before = engine.figures().requests
+    with pytest.raises(GenerationError, match=words):
+        ask(engine, prompt, **fields)
+    assert engine.figures().requests == before
+    assert ask(engine, [3, 4, 5], max_tokens=2)[1].wait().end.reason == "length"
+    engine.sessions()  # answered between two rounds: the request is counted by then
+    assert engine.figures().requests == before + 1
 
 
 @both

@@ -10,14 +10,16 @@ from mlx_zip.errors import EngineError
 from support import tiny
 from support.serving import ask, both, prompts, tiny_engine
 
+WHOLE = 18  # base tokens, after which the first prompt's answer does not end inside a hypertoken
+
 
 @both
 def test_the_second_turn_reads_only_what_is_new(kind):
     first = tiny.base_ids(60)
     with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
-        one = ask(engine, first)[1].wait()
+        one = ask(engine, first, max_tokens=WHOLE)[1].wait()
         second = [*first, *one.base_ids, 9, 8, 7, 6]
-        two = ask(engine, second)[1].wait()
+        two = ask(engine, second, max_tokens=WHOLE)[1].wait()
         assert two.end.counts.cached_tokens >= len(second) - 4 - len(one.emitted[-1].base_ids)
         assert two.events[0].cached_tokens == two.end.counts.cached_tokens
         (session,) = engine.sessions()
@@ -30,10 +32,10 @@ def test_the_second_turn_reads_only_what_is_new(kind):
 def test_a_request_is_told_where_its_prompt_differs_from_the_best_session(kind):
     first = tiny.base_ids(60)
     with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
-        one = ask(engine, first)[1].wait()
+        one = ask(engine, first, max_tokens=WHOLE)[1].wait()
         assert one.events[0].differing is None
-        assert ask(engine, [*first, *one.base_ids, 9, 8])[1].wait().events[0].differing is None
-        found = ask(engine, [*first[:30], 39, 38, 37])[1].wait().events[0].differing
+        assert ask(engine, [*first, *one.base_ids, 9, 8], max_tokens=8)[1].wait().events[0].differing is None
+        found = ask(engine, [*first[:30], 39, 38, 37], max_tokens=8)[1].wait().events[0].differing
     assert (found.at, found.now, found.kept[0]) == (30, (39, 38, 37), first[30])
 
 
@@ -59,9 +61,9 @@ def test_a_session_never_holds_more_than_was_delivered(family, ahead):
 def test_a_request_that_is_not_to_be_kept_leaves_the_sessions_as_they_were(kind):
     prompt = tiny.base_ids(60)
     with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
-        ask(engine, prompt)[1].wait()
+        ask(engine, prompt, max_tokens=8)[1].wait()
         before = engine.sessions()
-        watch = ask(engine, [*prompt, 5], keep=False)[1].wait()
+        watch = ask(engine, [*prompt, 5], max_tokens=8, keep=False)[1].wait()
         assert watch.end.counts.cached_tokens
         after = engine.sessions()
     assert [(one.name, one.base_tokens) for one in after] == [(one.name, one.base_tokens) for one in before]
@@ -70,7 +72,7 @@ def test_a_request_that_is_not_to_be_kept_leaves_the_sessions_as_they_were(kind)
 @both
 def test_answers_can_be_noted_during_and_after_a_request(kind):
     with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
-        ticket, watch = ask(engine, tiny.base_ids(30), max_tokens=200)
+        ticket, watch = ask(engine, tiny.base_ids(30), max_tokens=60)
         engine.note_answer(ticket, "early", [5, 6])
         assert engine.answers()["early"] == (5, 6)
         watch.wait()
@@ -85,11 +87,11 @@ def test_answers_can_be_noted_during_and_after_a_request(kind):
 def test_several_requests_continue_one_session_at_a_time(kind):
     first = tiny.base_ids(60)
     with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
-        one = ask(engine, first)[1].wait()
+        one = ask(engine, first, max_tokens=12)[1].wait()
         second = [*first, *one.base_ids, 9, 8, 7, 6]
-        asked = [ask(engine, [*second, extra])[1] for extra in (5, 6, 7)]
+        asked = [ask(engine, [*second, extra], max_tokens=12)[1] for extra in (5, 6, 7)]
         assert asked[0].wait().end.counts.cached_tokens > 60
-        assert len(asked[1].wait().base_ids) == len(asked[2].wait().base_ids) == 40
+        assert len(asked[1].wait().base_ids) == len(asked[2].wait().base_ids) == 12
 
 
 def test_sessions_on_disk_are_there_for_the_next_engine(tmp_path):
@@ -116,8 +118,8 @@ def test_a_purge_forgets_the_sessions_of_requests_under_way_too(kind):
     with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
         first = ask(engine, tiny.base_ids(30), max_tokens=20)[1].wait()
         again = [*tiny.base_ids(30), *first.base_ids, 5]
-        _, running = ask(engine, again, max_tokens=400)
-        _, fresh = ask(engine, tiny.base_ids(20, 9), max_tokens=400)
+        _, running = ask(engine, again, max_tokens=250)
+        _, fresh = ask(engine, tiny.base_ids(20, 9), max_tokens=250)
         while not (running.emitted and fresh.emitted):
             time.sleep(0.001)
         engine.purge_sessions()

@@ -23,7 +23,7 @@ def kept_text(params, base_ids):
     return ids, Session("a", "", np.array(base_ids, np.uint32), np.cumsum(lengths).astype(np.uint32), None, True, 0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(common=TEXT, first=TEXT, second=TEXT, merge=st.integers(2, 4))
 def test_a_text_that_begins_as_a_kept_one_has_the_ids_that_it_has_alone(common, first, second, merge):
     params = CodecParams(VOCAB, 64, merge)
@@ -37,7 +37,7 @@ def test_a_text_that_begins_as_a_kept_one_has_the_ids_that_it_has_alone(common, 
     assert [*ids[:held], *compress_next(book, text[base_tokens:])] == compress(params, text)[0].tolist()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(text=TEXT, answer=TEXT, question=TEXT)
 def test_what_follows_an_answer_goes_on_from_the_ids_that_were_emitted(text, answer, question):
     params = CodecParams(VOCAB, 64, 3)

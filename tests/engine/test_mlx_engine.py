@@ -29,6 +29,16 @@ def twin(family="llama"):
     return plain_model() if family == "plain" else tiny.tiny_model(family).eval()
 
 
+@functools.cache
+def _known(family, prompt, max_tokens, options):
+    return alone(twin(family), list(prompt), max_tokens=max_tokens, **dict(options))
+
+
+def known(prompt, max_tokens=40, family="llama", **options):
+    """What `stream_generate` yields with the twin of an engine's model, generated once for all tests."""
+    return _known(family, tuple(prompt), max_tokens, tuple(options.items()))
+
+
 def canonical(model):
     model.row_source.config = replace(model.config, canonical=True)
 
@@ -41,8 +51,8 @@ def canonical(model):
 def test_one_request_gets_the_ids_of_stream_generate(family, ahead):
     prompt = tiny.base_ids(50)
     with tiny_engine(family, run={"ahead": ahead}) as engine:
-        _, watch = ask(engine, prompt)
-        same(watch.wait(), alone(twin(family), prompt))
+        _, watch = ask(engine, prompt, max_tokens=20)
+        same(watch.wait(), known(prompt, 20, family))
         assert isinstance(watch.events[0], Started)
         assert isinstance(watch.end, Finished)
 
@@ -51,9 +61,9 @@ def test_one_request_gets_the_ids_of_stream_generate(family, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_requests_in_company_get_the_ids_that_they_get_alone(family, ahead):
     with tiny_engine(family, run={"ahead": ahead}) as engine:
-        watches = [ask(engine, prompt, max_tokens=20 + 5 * i)[1] for i, prompt in enumerate(prompts(5))]
+        watches = [ask(engine, prompt, max_tokens=12 + 4 * i)[1] for i, prompt in enumerate(prompts(5))]
         for i, (watch, prompt) in enumerate(zip(watches, prompts(5), strict=True)):
-            same(watch.wait(), alone(twin(family), prompt, max_tokens=20 + 5 * i))
+            same(watch.wait(), known(prompt, 12 + 4 * i, family))
 
 
 def read_together(monkeypatch):
@@ -73,9 +83,9 @@ def read_together(monkeypatch):
 def test_short_prompts_that_come_together_are_read_in_one_call(family, ahead, monkeypatch):
     sizes, some = read_together(monkeypatch), [tiny.base_ids(40 + i, seed=i) for i in range(5)]
     with tiny_engine(family, run={"ahead": ahead}) as engine:
-        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=30)[1] for prompt in some])
+        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=12)[1] for prompt in some])
         for watch, prompt in zip(watches, some, strict=True):
-            same(watch.wait(), alone(twin(family), prompt, max_tokens=30))
+            same(watch.wait(), known(prompt, 12, family))
             told = next(event for event in watch.events if isinstance(event, Progress))
             assert told == Progress(watch.end.counts.prompt_ids, watch.end.counts.prompt_ids)
     assert sizes == [5]
@@ -122,14 +132,14 @@ OPTIONS = [
 @pytest.mark.parametrize("family", slow_but(["llama", "plain"], "plain"))
 def test_sampling_gives_the_same_alone_in_company_and_in_stream_generate(family):
     expected = [
-        alone(twin(family), prompt, max_tokens=25, **options)
+        alone(twin(family), prompt, max_tokens=15, **options)
         for prompt, options in zip(prompts(6), OPTIONS, strict=True)
     ]
     with tiny_engine(family) as engine:
         for prompt, options, wanted in zip(prompts(6), OPTIONS, expected, strict=True):
-            same(ask(engine, prompt, max_tokens=25, sampling=options)[1].wait(), wanted)
+            same(ask(engine, prompt, max_tokens=15, sampling=options)[1].wait(), wanted)
         pairs = list(zip(prompts(6), OPTIONS, strict=True))
-        watches = [ask(engine, prompt, max_tokens=25, sampling=options)[1] for prompt, options in pairs]
+        watches = [ask(engine, prompt, max_tokens=15, sampling=options)[1] for prompt, options in pairs]
         for watch, wanted in zip(watches, expected, strict=True):
             same(watch.wait(), wanted)
 
@@ -137,7 +147,7 @@ def test_sampling_gives_the_same_alone_in_company_and_in_stream_generate(family)
 @both
 def test_a_request_without_a_seed_gets_random_numbers_of_its_own(kind):
     with tiny_engine(kind=kind) as engine:
-        watches = [ask(engine, tiny.base_ids(9), sampling={"temp": 1.5})[1] for _ in range(3)]
+        watches = [ask(engine, tiny.base_ids(9), max_tokens=20, sampling={"temp": 1.5})[1] for _ in range(3)]
         answers = {tuple(watch.wait().ids) for watch in watches}
     assert len(answers) == 3
 
@@ -146,21 +156,30 @@ def test_canonical_decoding_goes_on_when_rows_move():
     model = tiny.tiny_model().eval()
     canonical(model)
     with tiny_engine(change=canonical) as engine:
-        watches = [ask(engine, prompt, max_tokens=15 + 9 * i)[1] for i, prompt in enumerate(prompts(6))]
+        watches = [ask(engine, prompt, max_tokens=10 + 6 * i)[1] for i, prompt in enumerate(prompts(6))]
         for i, (watch, prompt) in enumerate(zip(watches, prompts(6), strict=True)):
-            same(watch.wait(), alone(model, prompt, max_tokens=15 + 9 * i))
+            same(watch.wait(), alone(model, prompt, max_tokens=10 + 6 * i))
+
+
+BESIDE_THE_BORDER = [tiny.base_ids(n, n) for n in (20, 28, 40, 5)]
+
+
+@functools.cache
+def beyond_the_border(mode):
+    """What `stream_generate` yields where LongRoPE's factors switch during an answer."""
+    model = tiny.tiny_model("phi3", position_mode=mode).eval()
+    return [alone(model, prompt, max_tokens=60) for prompt in BESIDE_THE_BORDER]
 
 
 @pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode, ahead):
     changes = {"position_mode": mode}
-    model = tiny.tiny_model("phi3", **changes).eval()
-    some = [tiny.base_ids(n, n) for n in (20, 28, 40, 5)]
+    expected = beyond_the_border(mode)
     with tiny_engine("phi3", model=changes, run={"ahead": ahead}) as engine:
-        watches = [ask(engine, prompt, max_tokens=60)[1] for prompt in some]
-        for watch, prompt in zip(watches, some, strict=True):
-            same(watch.wait(), alone(model, prompt, max_tokens=60))
+        watches = [ask(engine, prompt, max_tokens=60)[1] for prompt in BESIDE_THE_BORDER]
+        for watch, wanted in zip(watches, expected, strict=True):
+            same(watch.wait(), wanted)
 
 
 @pytest.fixture
@@ -192,14 +211,20 @@ def far(border):
     return change
 
 
+@functools.cache
+def read_again_alone(mode, border):
+    """(prompts, of which the first one's answer crosses LongRoPE's border; what `stream_generate` yields)."""
+    model = tiny.tiny_model("phi3", position_mode=mode).eval()
+    far(border)(model)
+    some = [tiny.base_ids(85 if mode == "base_token_end" else 190, 3), [5, 6], [7, 8, 9]]
+    return some, [alone(model, one, max_tokens=n) for one, n in zip(some, (60, 80, 80), strict=True)]
+
+
 @pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_context_is_read_again_in_chunks_between_the_steps_of_others(mode, ahead, work):
     changes, chunk, border = {"position_mode": mode}, 8, 90
-    model = tiny.tiny_model("phi3", **changes).eval()
-    far(border)(model)
-    some = [tiny.base_ids(85 if mode == "base_token_end" else 190, 3), [5, 6], [7, 8, 9]]
-    expected = [alone(model, one, max_tokens=n) for one, n in zip(some, (60, 80, 80), strict=True)]
+    some, expected = read_again_alone(mode, border)
     work.clear()
     options = {"run": {"ahead": ahead, "prefill_step_size": chunk}, "model": changes, "change": far(border)}
     with tiny_engine("phi3", **options) as engine:
@@ -276,9 +301,9 @@ def test_quantized_caches_take_turns():
     changes = {"hidden": 128}
     model = tiny.tiny_model(**changes).eval()
     with tiny_engine(run=kv, model=changes) as engine:
-        watches = [ask(engine, prompt)[1] for prompt in prompts(3)]
+        watches = [ask(engine, prompt, max_tokens=25)[1] for prompt in prompts(3)]
         for watch, prompt in zip(watches, prompts(3), strict=True):
-            same(watch.wait(), alone(model, prompt, **kv))
+            same(watch.wait(), alone(model, prompt, max_tokens=25, **kv))
 
 
 @both
@@ -287,7 +312,7 @@ def test_a_long_prompt_is_read_in_chunks_and_nobody_waits_for_it(kind):
     with tiny_engine(kind=kind, **changes) as engine:
         _, short = ask(engine, tiny.base_ids(9), max_tokens=30)
         _, watch = ask(engine, long, max_tokens=5)
-        SAME[kind](watch.wait(), alone(twin(), long, max_tokens=5, prefill_step_size=16))
+        SAME[kind](watch.wait(), known(long, 5, prefill_step_size=16))
         short.wait()
         reads = [event.read for event in watch.events if isinstance(event, Progress)]
         assert len(reads) > 5
@@ -319,7 +344,7 @@ def test_expansions_and_counts_are_those_of_stream_generate(kind):
     prompt = tiny.base_ids(50)
     with tiny_engine(kind=kind) as engine:
         watch = ask(engine, prompt, max_tokens=41)[1].wait()
-    expected = alone(twin(), prompt, max_tokens=41)
+    expected = known(prompt, 41)
     SAME[kind](watch, expected)
     counts, last = watch.end.counts, expected[-1]
     assert (counts.prompt_tokens, counts.prompt_ids) == (last.prompt_tokens, last.prompt_ids)
@@ -352,7 +377,7 @@ def test_log_probabilities_are_those_that_the_id_was_chosen_from(company):
     prompt, options = tiny.base_ids(30), {"temp": 0.8, "seed": 3, "logit_bias": {5: 2.0}}
     expected = alone(twin(), prompt, max_tokens=12, **options)
     with tiny_engine() as engine:
-        others = [ask(engine, tiny.base_ids(9, i), max_tokens=30)[1] for i in range(company)]
+        others = [ask(engine, tiny.base_ids(9, i), max_tokens=14)[1] for i in range(company)]
         watch = ask(engine, prompt, max_tokens=12, sampling=options, top_logprobs=4)[1].wait()
         assert all(one.logprob is None for other in others for one in other.wait().emitted)
     same(watch, expected)
@@ -384,7 +409,7 @@ def test_log_probabilities_of_zero_likely_ids_are_the_chosen_id_s_alone(kind):
 
 @both
 def test_an_answer_ends_inside_a_hypertoken_at_its_limit(kind):
-    prompt, whole = tiny.base_ids(50), alone(twin(), tiny.base_ids(50))
+    prompt, whole = tiny.base_ids(50), known(tiny.base_ids(50))
     at = next(i for i, one in enumerate(whole) if len(one.base_ids) > 1)
     limit = sum(len(one.base_ids) for one in whole[:at]) + 1
     with tiny_engine(kind=kind) as engine:
@@ -397,7 +422,7 @@ def test_an_answer_ends_inside_a_hypertoken_at_its_limit(kind):
 
 @both
 def test_an_eos_inside_an_expansion_ends_the_answer(kind):
-    prompt, whole = tiny.base_ids(50), alone(twin(), tiny.base_ids(50))
+    prompt, whole = tiny.base_ids(50), known(tiny.base_ids(50))
     flat = [one for response in whole for one in response.base_ids]
     at = next(i for i, one in enumerate(whole) if len(one.base_ids) > 1 and one.base_ids[0] not in flat[:i])
     eos = whole[at].base_ids[0]
@@ -443,9 +468,9 @@ def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch(monkeypatch):
             sizes.add(tuple(sorted(len(group.requests) for group in engine._scheduler.groups)))
 
         monkeypatch.setattr(engine._scheduler, "work", counted)
-        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=60)[1] for prompt in some])
+        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=25)[1] for prompt in some])
         for watch, prompt in zip(watches, some, strict=True):
-            same(watch.wait(), alone(model, prompt, max_tokens=60))
+            same(watch.wait(), alone(model, prompt, max_tokens=25))
         assert (1, 2) in sizes
         assert (3,) not in sizes
 

@@ -56,7 +56,7 @@ def replayed(params, ids, prompt_ids):
     return out[prompt_ids:]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(PARAMS, st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 40), st.integers(0, 20))
 def test_origins_are_those_of_a_replay_by_the_plain_python_codec(params, seed, prompt, answer, rewound):
     ids = legal_ids(params, seed, prompt + answer)
@@ -79,7 +79,7 @@ def length(book, one):
     return int(book.logged(book.mark() - 1)[1][0])
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(PARAMS, st.integers(0, 10**6), st.lists(st.integers(0, 3), min_size=1, max_size=20))
 def test_ids_may_be_delivered_before_they_are_read(params, seed, read):
     ids, book, learned = legal_ids(params, seed, 10 + sum(read)), Codebook(params), []
@@ -97,6 +97,7 @@ def test_ids_may_be_delivered_before_they_are_read(params, seed, read):
     assert tuple(learned) == sum((entries for _, entries in replayed(params, ids, 10)), ())
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_entries_are_found_alike_with_and_without_their_origins(seed):
     params = CodecParams(V, 12, 3)
@@ -179,7 +180,7 @@ def test_it_says_so_after_the_context_was_read_again_for_longrope(policy, border
         model.traits = type(model.traits)(**{**vars(model.traits), "long_context": border})
 
     with tiny_engine("phi3", change=change, model={"compression": compression(policy)}) as engine:
-        watch = ask(engine, tiny.base_ids(20), show=True, max_tokens=80)[1].wait()
+        watch = ask(engine, tiny.base_ids(20), show=True, max_tokens=50)[1].wait()
         agrees(watch, logs[-1], late=True)
 
 
@@ -195,7 +196,7 @@ def test_an_entry_of_a_pack_is_said_to_be_from_the_pack(kind, logs):
 @both
 def test_rows_of_a_batch_say_it_too(kind, logs):
     with tiny_engine(kind=kind, model={"compression": compression("lru")}) as engine:
-        watches = [ask(engine, prompt, show=True, max_tokens=20 + 7 * i)[1] for i, prompt in enumerate(prompts(4))]
+        watches = [ask(engine, prompt, show=True, max_tokens=12 + 5 * i)[1] for i, prompt in enumerate(prompts(4))]
         for watch in watches:
             watch.wait()
         for watch, prompt in zip(watches, prompts(4), strict=True):
@@ -246,7 +247,7 @@ def test_origins_are_right_after_longrope_has_the_context_read_again(mode, polic
     changes = {"position_mode": mode, "compression": compression(policy)}
     with tiny_engine("phi3", model=changes, run={"prefill_step_size": 7}) as engine:
         for prompt in (tiny.base_ids(20), tiny.base_ids(26, 1)):
-            watch = ask(engine, prompt, show=True, max_tokens=160)[1].wait()
+            watch = ask(engine, prompt, show=True, max_tokens=90)[1].wait()
             params, read = logs.pop()
             expected = replayed(params, [*read, *watch.ids], len(read))
             assert [one.origin and tuple(one.origin) for one in watch.emitted] == [origin for origin, _ in expected]

@@ -10,6 +10,7 @@ from mlx_zip.engine import pass_costs
 from mlx_zip.engine.draft_sources import Acceptance, LookupSource
 from mlx_zip.engine.drafts import Drafter, choose_drafts, expects_draft
 from mlx_zip.engine.pass_costs import TRY_EVERY, PassClock, PassCosts, expected_ids
+from support.slow_cases import slow_but
 
 M4_PRO, M4_PRO_SLOWER, M3_ULTRA_4_BIT, M3_ULTRA_BF16, M1_ULTRA = CHIPS.values()
 ROW_BY_ROW = {n: float(n) for n in (1, 2, 4, 8, 16)}
@@ -81,8 +82,12 @@ def test_drafts_that_are_never_right_cost_at_most_two_percent(curve, noise):
     assert run(curve, lambda rng: False, 2000, noise=noise) > 0.98
 
 
-@pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.0])
+SHARES = [0.3, 0.6, 0.9, 1.0]
+MACHINES = [(curve, share) for curve in CURVES for share in SHARES]
+QUICK = [(curve, SHARES[n % len(SHARES)]) for n, curve in enumerate(CURVES)]  # each machine with one share
+
+
+@pytest.mark.parametrize(("curve", "share"), slow_but(MACHINES, *QUICK))
 def test_a_machine_reaches_nearly_the_rate_of_its_best_width(curve, share):
     if curve is M3_ULTRA_BF16 and share == 0.6:
         best = 1.0  # two ids cost twice as much there, and wider passes are tried for surer drafts only

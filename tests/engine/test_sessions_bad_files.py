@@ -34,6 +34,11 @@ def whole(tmp_path_factory):
     return file_of("zip", tmp_path_factory.mktemp("kept"))
 
 
+@pytest.fixture(scope="module")
+def whole_on_pytorch(tmp_path_factory):
+    return file_of("torch zip", tmp_path_factory.mktemp("kept"))
+
+
 @pytest.fixture(scope="module", params=keeping.ENGINES)
 def both(request, tmp_path_factory):
     """(what `file_of` returns, the kind of model), on MLX and on PyTorch."""
@@ -192,14 +197,14 @@ OTHER_CACHE = "not those of this model"
         (lambda h: h.update({"other": h.pop("start")}), "do not fit together"),
     ],
 )
-def test_a_made_up_file_is_refused_on_pytorch_too(tmp_path, change, reason):
-    refused(tmp_path / "kept", changed(file_of("torch zip", tmp_path), change), reason, "torch zip")
+def test_a_made_up_file_is_refused_on_pytorch_too(tmp_path, whole_on_pytorch, change, reason):
+    refused(tmp_path / "kept", changed(whole_on_pytorch, change), reason, "torch zip")
 
 
 @NEEDS_TORCH
 @pytest.mark.parametrize("name", ["log", "base_ids", "start"])
-def test_values_that_do_not_belong_together_are_refused_on_pytorch(tmp_path, name):
-    header, data = header_of(file_of("torch zip", tmp_path)[0])
+def test_values_that_do_not_belong_together_are_refused_on_pytorch(tmp_path, whole_on_pytorch, name):
+    header, data = header_of(whole_on_pytorch[0])
     begin, end = header[name]["data_offsets"]
     values = np.frombuffer(data[begin:end], np.uint8).copy()
     values[-4] ^= 1

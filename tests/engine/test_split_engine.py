@@ -24,7 +24,6 @@ from support import tiny
 from support.processes import Command, wait_all
 from support.serving import ask
 from support.several_machines import LIMIT_S, PROMPT, answered, losing, ring, serve_on, write_model
-from support.slow_cases import slow_but
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
@@ -175,7 +174,8 @@ def _address(out: Path, processes: list[Command]) -> str:
     raise AssertionError("no address was printed")
 
 
-@pytest.mark.parametrize("flags", slow_but([["--session-files", "x"], ["--pipeline"]], ["--pipeline"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--session-files", "x"], ["--pipeline"]])
 def test_flags_of_serve_that_several_machines_cannot_use_are_refused(flags, tmp_path):
     processes = [
         Command(["serve", *flags], tmp_path / f"said-{rank}", place) for rank, place in enumerate(ring(tmp_path, 2))

@@ -24,29 +24,33 @@ def family(name):
     return plain_family(name)
 
 
-def mlx_lm(model, ids, max_tokens=40, **options):
+def mlx_lm(model, ids, max_tokens=24, **options):
     options["sampler"] = lambda logprobs: mx.argmax(logprobs, axis=-1)
     return [int(token) for token, _ in generate_step(mx.array(ids), model, max_tokens=max_tokens, **options)]
+
+
+@functools.cache
+def ids_of_mlx_lm_s_batch(name):
+    return mlx_lm_batch(family(name), ENDLESS, PROMPTS, max_tokens=12, return_token_ids=True).token_ids
 
 
 @pytest.mark.parametrize("chunk", [4, 2048])
 @pytest.mark.parametrize("name", slow_but(FAMILIES, "llama", "mamba2"))
 def test_a_batch_has_the_ids_of_mlx_lm_s_batch(name, chunk):
     found = [[] for _ in PROMPTS]
-    for row, response in stream_batch(family(name), ENDLESS, PROMPTS, 30, prefill_step_size=chunk):
+    for row, response in stream_batch(family(name), ENDLESS, PROMPTS, 12, prefill_step_size=chunk):
         found[row].append(response.token)
-    expected = mlx_lm_batch(family(name), ENDLESS, PROMPTS, max_tokens=30, return_token_ids=True).token_ids
-    assert found == expected
+    assert found == ids_of_mlx_lm_s_batch(name)
 
 
 @pytest.mark.parametrize("name", slow_but(["gemma3", "qwen3_next"], "qwen3_next"))
 def test_rows_of_a_batch_may_end_at_any_time_and_have_penalties(name):
     options = {"repetition_penalty": 1.3, "stop": ["q", "Z"]}
     found = ["" for _ in PROMPTS]
-    for row, response in stream_batch(family(name), ENDLESS, PROMPTS, 40, **options):
+    for row, response in stream_batch(family(name), ENDLESS, PROMPTS, 25, **options):
         found[row] += response.text
     alone = [
-        "".join(one.text for one in stream_generate(family(name), ENDLESS, prompt, 40, **options)) for prompt in PROMPTS
+        "".join(one.text for one in stream_generate(family(name), ENDLESS, prompt, 25, **options)) for prompt in PROMPTS
     ]
     assert found == alone
     assert len(set(map(len, found))) > 1
@@ -74,16 +78,16 @@ def test_a_bounded_cache_gives_mlx_lm_s_ids(name, size):
         expected = mlx_lm(model, prompt, prompt_cache=cache)
         if name == "qwen2":  # mlx-lm ignores the bound for models that make their caches themselves, as llama
             assert expected == mlx_lm(model, prompt, max_kv_size=size)
-        found = stream_generate(model, ENDLESS, prompt, 40, max_kv_size=size)
+        found = stream_generate(model, ENDLESS, prompt, 24, max_kv_size=size)
         assert [one.token for one in found] == expected
     assert expected != mlx_lm(model, prompt) or size == 60
 
 
 def test_a_bounded_cache_holds_no_more_than_its_bound():
     cache = bounded_cache(family("llama"), 16)
-    list(stream_generate(family("llama"), ENDLESS, PROMPTS[1], 60, prompt_cache=cache))
+    list(stream_generate(family("llama"), ENDLESS, PROMPTS[1], 30, prompt_cache=cache))
     assert {entry.keys.shape[2] for entry in cache} == {16}
-    assert {entry.offset for entry in cache} == {len(PROMPTS[1]) + 60}
+    assert {entry.offset for entry in cache} == {len(PROMPTS[1]) + 30}
 
 
 @pytest.mark.parametrize(

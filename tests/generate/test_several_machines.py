@@ -21,7 +21,6 @@ from support.command_line import runner
 from support.places import REPO
 from support.processes import Command, wait_all
 from support.several_machines import LIMIT_S, PROMPT, free_ports, generated_ids, ids_on, peaks_on, ring, write_model
-from support.slow_cases import slow_but
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
@@ -127,7 +126,8 @@ def test_every_machine_says_why_the_model_cannot_be_split(tmp_path):
     assert ["type phi3 cannot be split" in said for _, said in ended] == [True, True]
 
 
-@pytest.mark.parametrize("flags", slow_but(FLAGS, FLAGS[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", FLAGS)
 def test_flags_that_several_machines_cannot_use_are_refused(flags, jobs, tmp_path):
     ended = wait_all(on_two(tmp_path, "--model", jobs[0][0], *flags), LIMIT_S)
     assert [status for status, _ in ended] == [2, 2]

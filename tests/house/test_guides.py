@@ -15,6 +15,7 @@ SHAPES = {  # billions of parameters, width, layers, width of all KV heads
 }
 
 
+@pytest.mark.slow
 def test_the_chat_of_the_guide_answers_both_requests(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
     exec(compile(code, "use.md", "exec"), {})

@@ -102,8 +102,18 @@ def imports_of(module: str) -> tuple[Import, ...]:
     """All imports of a module, inside functions and type checks too. Each file is parsed once."""
     file = modules()[module]
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
-    nodes = ast.walk(ast.parse(file.read_text()))
-    return tuple(found for node in nodes for found in _imports_in(node, package))
+    statements = _statements(ast.parse(file.read_text()).body)
+    return tuple(found for node in statements for found in _imports_in(node, package))
+
+
+def _statements(nodes: list[ast.AST]) -> Iterator[ast.AST]:
+    """All statements and those inside of them, without expressions, which are most of a file and import nothing."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for inside in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, inside, [])
 
 
 def _imports_in(node: ast.AST, package: str) -> Iterator[Import]:

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 import mlx_zip
 from mlx_zip.converters import convert
 from support.places import GOLDEN_MODELS
+from support.slow_cases import slow_but
 
 NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
 ROWS_ATOL, LOGITS_ATOL = 2e-5, 2e-4
@@ -107,8 +108,10 @@ def test_greedy_steps_give_the_published_ids_logits_and_entries(case, index):
     assert prompt["base_ids"] + book.expand(made).tolist() == prompt["decoded_base_ids"]
 
 
-@pytest.mark.parametrize("index", range(3))
-@pytest.mark.parametrize("size", [1, 2, 5, 16])
+CHUNKS = [(index, size) for index in range(3) for size in (1, 2, 5, 16)]
+
+
+@pytest.mark.parametrize(("index", "size"), slow_but(CHUNKS, (0, 1), (1, 2), (2, 5), (0, 16)))
 def test_any_chunking_of_the_prefill_gives_the_same_greedy_ids(case, index, size):
     prompt, cache = case.prompts[index], case.model.make_cache()
     ids = prompt["compressed_ids"]

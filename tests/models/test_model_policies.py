@@ -33,10 +33,10 @@ def turning(policy="lru", family="llama", size=SIZE, **changes):
     return tiny_model(family, compression=compression(policy, size), **changes)
 
 
-def sampled(model, seed=0):
+def sampled(model, seed=0, pushes=64):
     """Ids as a sampler may emit them, some of which stand for one entry here and for another there."""
     book, rng = Codebook(model.config.codec_params), np.random.default_rng(seed)
-    for _ in range(90):
+    for _ in range(pushes):
         hyper = len(book) and rng.random() < 0.6
         book.push(VOCAB + int(rng.integers(len(book))) if hyper else int(rng.integers(3, 12)))
     ids = book.ids.tolist()
@@ -65,8 +65,10 @@ FORMS = [  # with input and output rows apart, and as one
 ]
 
 
-@pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), slow_but(FORMS, FORMS[0], FORMS[4]))
+CASES = [(family, changes, policy) for family, changes in FORMS for policy in TURNS]
+
+
+@pytest.mark.parametrize(("family", "changes", "policy"), slow_but(CASES, (*FORMS[0], "lru"), (*FORMS[4], "use-count")))
 def test_a_causal_call_gives_what_single_steps_give(policy, family, changes):
     model = turning(policy, family, **changes)
     ids = sampled(model)
@@ -76,8 +78,10 @@ def test_a_causal_call_gives_what_single_steps_give(policy, family, changes):
     np.testing.assert_allclose(each[same], whole[same], atol=2e-4)
 
 
-@pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), FORMS)
+EACH_FORM = [(*form, TURNS[n % 2]) for n, form in enumerate(FORMS)]  # quick, with the policies in turn
+
+
+@pytest.mark.parametrize(("family", "changes", "policy"), slow_but(CASES, *EACH_FORM, (*FORMS[4], "use-count")))
 def test_a_prompt_in_pieces_gives_what_single_steps_give(policy, family, changes):
     model = turning(policy, family, **changes)
     ids = sampled(model)
@@ -106,7 +110,7 @@ def test_rows_are_those_of_the_entries_that_the_slots_have(family, changes):
 @pytest.mark.parametrize("policy", TURNS)
 def test_a_batch_gives_what_its_sequences_give_alone(policy):
     model = turning(policy)
-    texts = [sampled(model, seed)[:n] for seed, n in ((0, 40), (1, 33))]
+    texts = [sampled(model, seed, 90)[:n] for seed, n in ((0, 40), (1, 33))]
     padding = [0, 7]
     ids = mx.array([texts[0], [PAD] * 7 + texts[1]])
     for causal in (False, True):
@@ -120,8 +124,7 @@ def test_a_batch_gives_what_its_sequences_give_alone(policy):
             np.testing.assert_allclose(more[b, 0], last_logits(model, [5 + b], alone), atol=2e-4)
 
 
-@pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), FORMS)
+@pytest.mark.parametrize(("family", "changes", "policy"), slow_but(CASES, *EACH_FORM))
 @pytest.mark.parametrize("forget", [1, 9, 30])
 def test_after_a_trim_slots_have_their_former_rows(policy, family, changes, forget):
     model = turning(policy, family, **changes)

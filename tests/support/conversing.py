@@ -1,5 +1,6 @@
 """Conversations with tiny models, turn by turn on one cache, and what a fresh cache would generate."""
 
+import copy
 from functools import cache
 
 import mlx.core as mx
@@ -7,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip import load, stream_generate
-from mlx_zip.engine.mlx.prompt_caches import notes_on
+from mlx_zip.engine.mlx.prompt_caches import keep_notes, notes_on
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny_text
@@ -55,6 +56,15 @@ def held(cache):
 
 def first_turn(kind, seed=None, **options):
     """(cache, messages up to the second question, how many base tokens the cache holds)."""
+    made, messages, had = _first_turn(kind, seed, **options)
+    cache = copy.deepcopy(made)
+    keep_notes(cache, copy.deepcopy(notes_on(made)))
+    return cache, list(messages), had
+
+
+@cache
+def _first_turn(kind, seed, **options):
+    """What `first_turn` returns, generated once: each test gets a copy of the cache."""
     cache, messages = new_cache(loaded(kind)[0]), [message("user", ASKED)]
     sampling = {} if seed is None else {"seed": seed, "temp": 1.0}
     text, last = answer(kind, messages, cache, **sampling, **options)

@@ -4,6 +4,7 @@ A kind that begins with "torch" is a model on PyTorch, which has no prompt cache
 MLX.
 """
 
+import copy
 from functools import cache
 
 import mlx.core as mx
@@ -32,6 +33,7 @@ KINDS = [*TRIMMED, "sliding window", *on_torch("torch bfloat16")]
 ENGINES = ["zip", *on_torch("torch zip")]  # one kind for each engine
 PLAIN = ("plain", "sliding window", "torch plain")
 OWN = "own pack"
+STEPS = 6  # of an answer, unless a test asks for more
 
 
 def is_torch(kind):
@@ -109,7 +111,7 @@ def read(kind, cache, base_ids):
     return model(kind)(mx.array(ids.astype(np.int32))[None], cache=cache)[0, -1]
 
 
-def greedy(kind, cache, base_ids, steps=12, bits=None):
+def greedy(kind, cache, base_ids, steps=STEPS, bits=None):
     """Reads base ids and returns the greedy ids after them, and the base ids that they stand for; all are read."""
     if is_torch(kind):
         return _torch().greedy(model(kind), cache, base_ids, steps)
@@ -126,18 +128,33 @@ def greedy(kind, cache, base_ids, steps=12, bits=None):
 
 def conversation(kind, kept, seed=0, length=60, **options):
     """Puts a session of a prompt and its answer; returns (name, all its base ids)."""
+    if is_torch(kind):
+        cache, held = _read_conversation(kind, seed, length)
+        return kept.put(cache, pack_key=OWN, **options), held
+    read_once, held = _kept_conversation(kind, seed, length)
+    cache = copy.deepcopy(read_once)
+    given = {"base_ids": held} if find_zip_state(cache) is None else {}
+    return kept.put(cache, pack_key=OWN, **given, **options), list(held)
+
+
+def _read_conversation(kind, seed, length):
+    """A cache that has read a prompt and its answer, and all its base ids."""
     cache, prompt = new_cache(kind), tiny.base_ids(length, seed)
-    _, answer = greedy(kind, cache, prompt)
-    given = {"base_ids": prompt + answer} if not is_torch(kind) and find_zip_state(cache) is None else {}
-    return kept.put(cache, pack_key=OWN, **given, **options), prompt + answer
+    return cache, prompt + greedy(kind, cache, prompt)[1]
 
 
-def continued(kind, checkout, prompt, steps=12):
+@cache
+def _kept_conversation(kind, seed, length):
+    """What `_read_conversation` returns, read once: every session gets a copy of the cache."""
+    return _read_conversation(kind, seed, length)
+
+
+def continued(kind, checkout, prompt, steps=STEPS):
     """The greedy ids after a prompt, of which a checkout's cache holds the beginning."""
     return greedy(kind, checkout.cache, prompt[checkout.base_tokens :], steps)[0]
 
 
-def as_read_at_once(kind, held, prompt, steps=12):
+def as_read_at_once(kind, held, prompt, steps=STEPS):
     """The greedy ids after a prompt whose beginning was read as the ids `held`, by a new cache in one call."""
     if is_torch(kind):
         return _torch().read_at_once(model(kind), held, prompt, steps)

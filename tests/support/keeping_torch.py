@@ -68,7 +68,7 @@ def _step(row_handle, ids, batch):
     return int(batch.model.head(output[None], batch.tables.outputs[row], batch.tables.installed[row]).best)
 
 
-def greedy(model, row_handle, base_ids, steps=12):
+def greedy(model, row_handle, base_ids, steps):
     """Reads base ids and returns the greedy ids after them, and the base ids that they stand for; all are read."""
     batch, out, base = row_handles(model).batch, [], []
     best = read(row_handle, base_ids, batch)
