@@ -91,7 +91,7 @@ class Codebook:
         if x in self.params.disabled_ids:
             self.prev, run = (), (x,)
         elif x < self.params.vocab_size or x in self.entries:
-            run = self._run(x)
+            run = self._run_of(x)
             if x in self.uses:
                 self._count_use(x)
             self._extend_run(run, x)
@@ -156,7 +156,7 @@ class Codebook:
         self.uses.pop(code, None)
         self._count_use(code)
 
-    def _run(self, x: int) -> Run:
+    def _run_of(self, x: int) -> Run:
         """Returns the base ids that id x stands for now. Raises `CodecError` for an entry that is not installed."""
         if x < self.params.vocab_size or x in self.params.disabled_ids:
             return (x,)
@@ -166,7 +166,7 @@ class Codebook:
 
     def expand(self, ids: Iterable[int]) -> list[int]:
         """Returns the base ids that ids stand for."""
-        return [base for x in ids for base in self._run(x)]
+        return [base for x in ids for base in self._run_of(x)]
 
     def rewind(self, mark: int) -> None:
         """Goes back to the state after the first `mark` ids."""

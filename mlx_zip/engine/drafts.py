@@ -53,7 +53,7 @@ class Drafter:
         self.costs, self.own_width = costs, MOST_PROPOSED // 2
         self._asked: Source | None = None  # the source of the last draft
         self._asked_tokens = 0  # base tokens of the last draft
-        # each source's share when ids last did not pay, and the number of the pass before which only more is news
+        # each source's share when ids last did not pay; until that pass only a higher share is weighed
         self._left, self._left_until = [0.0] * len(self._sources), 0
         self.proposed = self.proposed_tokens = 0
 
@@ -67,7 +67,7 @@ class Drafter:
         if self._head is not None:
             self._head.see(h, last, cache)
 
-    def has_news(self) -> bool:
+    def has_ids_to_weigh(self) -> bool:
         """Returns whether a source has ids to propose that are to be weighed: `leave` did not put it off.
 
         Weighing takes noticeable time between two passes of a small model.
@@ -79,7 +79,7 @@ class Drafter:
         return False
 
     def leave(self, until: int) -> None:
-        """Notes that no ids pay. Until `PassCosts.passes` reaches `until`, only a source whose share rises is news."""
+        """Notes that no ids pay: before the pass number `until`, a source is weighed only if its share has risen."""
         self._left, self._left_until = [source.share() for source in self._sources], until
 
     def offers(self) -> tuple[Offer | None, Offer | None]:
@@ -200,7 +200,7 @@ def choose_drafts(
     """
     nothing: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
     costs = _costs_of(drafters)
-    if not have_news(drafters) or not (found := _offers_to_weigh(drafters, limits)):
+    if not have_ids_to_weigh(drafters) or not (found := _offers_to_weigh(drafters, limits)):
         return nothing
     offers, width = (found[0], None) if costs is None else _weigh(costs, found, held)
     if costs is not None and width == 0:
@@ -219,11 +219,11 @@ def choose_drafts(
 def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
     """Returns the offers to take and the number of ids per row: of a trial if one is due, else of the highest gain."""
     if len(found) == 1:
-        return found[0], costs.choose_ids(found[0].shares, held, found[0].most, found[0].seconds)
+        return found[0], costs.choose_draft_length(found[0].shares, held, found[0].most, found[0].seconds)
     for offers in found:
         if ids := costs.take_trial(offers.shares, held, offers.most, offers.seconds):
             return offers, ids
-    weighed = [(offers, costs.best_ids(offers.shares, held, offers.most, offers.seconds)) for offers in found]
+    weighed = [(offers, costs.best_draft_length(offers.shares, held, offers.most, offers.seconds)) for offers in found]
     return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
 
 
@@ -232,7 +232,7 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
 
     drafters, held: as in `choose_drafts`.
     """
-    if not have_news(drafters):
+    if not have_ids_to_weigh(drafters):
         return False
     costs, found = _costs_of(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
     if costs is None:
@@ -243,9 +243,9 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     return False
 
 
-def have_news(drafters: Sequence[Drafter | None]) -> bool:
-    """Returns whether `Drafter.has_news` is true for any row of a pass. If not, `choose_drafts` proposes nothing."""
-    return any(drafter is not None and drafter.has_news() for drafter in drafters)
+def have_ids_to_weigh(drafters: Sequence[Drafter | None]) -> bool:
+    """Returns whether any row of a pass has ids to weigh. If not, `choose_drafts` proposes nothing."""
+    return any(drafter is not None and drafter.has_ids_to_weigh() for drafter in drafters)
 
 
 def _leave(drafters: Sequence[Drafter | None], costs: PassCosts, held: int) -> None:

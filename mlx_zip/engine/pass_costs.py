@@ -96,7 +96,7 @@ class PassCosts:
         # by (rows, length), then width: seconds of passes over one id, and multiples of these for all other widths
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
         self._known: dict[tuple[int, int], _Known] = {}  # results of `_find_known`, until costs change
-        self._weighed: tuple[Any, int] = None, 0  # last input and result of `best_ids`, until costs change
+        self._weighed: tuple[Any, int] = None, 0  # last input and result of `best_draft_length`, until costs change
         self.passes, self._tried = 0, -TRY_AGAIN_EVERY  # so that a cheap first trial is due at once
         self.head = HeadRecord()
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
@@ -195,17 +195,17 @@ class PassCosts:
         each = self._find_known(held, rows).share_of_pass(seconds)
         return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
-    def choose_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
-        """Returns how many ids to propose per row: for a trial if one is due, else the result of `best_ids`.
+    def choose_draft_length(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
+        """Returns how many ids to propose per row: for a trial if one is due, else the result of `best_draft_length`.
 
         most: maximum number of ids per row. seconds: time to propose one id to every row.
         """
-        return self.take_trial(shares, held, most, seconds) or self.best_ids(shares, held, most, seconds)
+        return self.take_trial(shares, held, most, seconds) or self.best_draft_length(shares, held, most, seconds)
 
     def take_trial(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many ids to propose per row in a trial, 0 if no trial is due. Counts the trial as done.
 
-        Arguments as in `choose_ids`.
+        Arguments as in `choose_draft_length`.
         """
         width = self._find_trial(shares, held, most, seconds)
         if width is None:
@@ -213,10 +213,11 @@ class PassCosts:
         self._tried, self._trial, self._in_vain = self.passes, width, self._in_vain + 1
         return width - 1
 
-    def best_ids(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
+    def best_draft_length(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
         """Returns how many proposed ids per row give the most emitted ids per second, as far as costs are known.
 
-        Returns 0 if no number gains enough, or a pass over one id must be timed first. Arguments as in `choose_ids`.
+        Returns 0 if no number gains enough, or a pass over one id must be timed first. Arguments as in
+        `choose_draft_length`.
         """
         if self._needs_comparison(len(shares), held):
             return 0
@@ -234,8 +235,11 @@ class PassCosts:
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 
     def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
-        """Returns whether proposed ids are expected to save time, or a trial is due. Arguments as in `choose_ids`."""
-        ids = self.best_ids(shares, held, most, seconds)
+        """Returns whether proposed ids are expected to save time, or a trial is due.
+
+        Arguments as in `choose_draft_length`.
+        """
+        ids = self.best_draft_length(shares, held, most, seconds)
         return ids > 0 or self._find_trial(shares, held, most, seconds) is not None
 
     def _find_trial(self, shares: Sequence[float], held: int, most: int, seconds: float) -> int | None:
@@ -256,7 +260,7 @@ class PassCosts:
             width = TRIED[0]
         elif unknown := [width for width in known.unknown if width <= most + 1]:
             width = unknown[0]
-        elif waited < TRY_AGAIN_EVERY or self.best_ids(shares, held, most, seconds):
+        elif waited < TRY_AGAIN_EVERY or self.best_draft_length(shares, held, most, seconds):
             return None
         else:
             ratios, every = self._ratios_with_proposing(held, len(shares), seconds), TRY_AGAIN_EVERY

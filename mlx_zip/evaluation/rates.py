@@ -179,7 +179,7 @@ def _stream_turn(
         yield from stream_responses(model, tokenizer, [turn.prompt for turn in turns], **options)
         return
     prompt = turns[0].prompt
-    kept_ids, kept_base_ids = prompt_caches.common_prefix(cache, prompt)
+    kept_ids, kept_base_ids = prompt_caches.reusable_prefix(cache, prompt)
     prompt_caches.trim_to(cache, kept_ids)
     prompt, turns[0].context = prompt[kept_base_ids:], _copy_codebook(cache)
     yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))

@@ -126,7 +126,7 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
             _filter_layer(layer, indices, padding)
 
 
-def keep_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
+def restore_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
     """Restores the first columns that the last call added to a batch's cache and that `trim` has removed since.
 
     kept [B]: number of these columns that each sequence keeps, at least 1. The codebooks must have read the ids of
@@ -175,7 +175,7 @@ def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
 
 def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     """Returns the KV caches of `cache`. Raises `ModelError` if one cannot be batched or `cache` is of another model."""
-    kv = model.check_cache(cache)[0] if has_hypertokens(model) else cache
+    kv = model.split_cache(cache)[0] if has_hypertokens(model) else cache
     for layer in flatten_cache_lists(kv):
         if not _entry_can_batch(layer):
             raise ModelError(f"KV caches of the kind {type(layer).__name__} do not batch")

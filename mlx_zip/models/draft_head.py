@@ -110,7 +110,7 @@ class HeadedModel:
         self.rows = config.get("vocab_size")
         self.vocab_size = model.layout.vocab_size if self.hyper else self.rows
 
-    def check(self) -> None:
+    def check_logits(self) -> None:
         """Raises `ModelError` if a plain model's logits are not `base_logits` of the output of `model.model`."""
         if self.hyper:
             return
@@ -172,7 +172,7 @@ class HeadFile:
         """Returns the head. Raises `ModelError` if the file is damaged or the head is for a model of another size."""
         if self._head is None:
             head = load_draft_head(self._path, model.width, model.rows)
-            model.check()
+            model.check_logits()
             self._head = head
         return self._head
 

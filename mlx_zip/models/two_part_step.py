@@ -48,7 +48,7 @@ class TwoPartStep:
         not fit the model.
         """
         model = self.model
-        kv, state = model.check_cache(self.cache)
+        kv, state = model.split_cache(self.cache)
         model.bind_tuned_rows(state)
         self._fill_missing_inputs(state)
         table, layout = state.inputs, model.layout

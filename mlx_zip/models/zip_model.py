@@ -120,7 +120,7 @@ class Model(nn.Module):
     ) -> tuple[mx.array, mx.array]:
         """Returns the logits, as `__call__` does, and the body's output [B, L, D] that gave them."""
         raise_unless_ids_shape(ids)
-        kv, state = self.check_cache(cache)
+        kv, state = self.split_cache(cache)
         host_ids, before = read_ids_on_host(ids, state), state.offset
         self.row_source.settle_unsubmitted()
         self.bind_tuned_rows(state)
@@ -192,7 +192,7 @@ class Model(nn.Module):
         self.check_pack(found)
         self.row_source.config, self.row_source.pack = config, None if found.rows is None else found
 
-    def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
+    def split_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
         """Returns a request's KV caches and its `ZipState`.
 
         Raises `ModelError` if the cache is of another model, or its KV caches and codebooks hold different numbers of

@@ -273,7 +273,7 @@ class VllmServed:
         if self.params is not None and pack is not None:
             pack.check_made_for(tokenizer)
             self.params = self.params.with_start(pack)
-        one_row = config is not None and config.encoder.tie_encoders and tied
+        sides_are_one = config is not None and config.encoder.tie_encoders and tied
         self.facts = ModelFacts(
             vocab_size=self.vocab_size,
             width=model.hf_config.vocab_size - self.hyper,  # without `broken_id`, the last id
@@ -281,7 +281,7 @@ class VllmServed:
             by_base=self.by_base,
             params=self.params,
             tokenizer=tokenizer_fingerprint(tokenizer),
-            check_start=start_check(fingerprint, one_row, model.hf_config.hidden_size),
+            check_start=start_check(fingerprint, sides_are_one, model.hf_config.hidden_size),
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
         if pack is not None:

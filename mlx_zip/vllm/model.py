@@ -162,7 +162,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         return next(self.decoder.parameters()).device
 
     @cached_property
-    def one_row(self) -> bool:
+    def sides_are_one(self) -> bool:
         """Whether an entry has one row for input and output."""
         return self.config.encoder.tie_encoders and self.decoder.config.tie_word_embeddings
 
@@ -170,7 +170,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
     def sides(self) -> tuple[str, ...]:
         """The sides whose rows this worker needs: input if it embeds ids, output if it computes logits."""
         group = get_pp_group()
-        if self.one_row:
+        if self.sides_are_one:
             return SIDES[:1] if group.is_first_rank or group.is_last_rank else ()
         return SIDES[:1] * group.is_first_rank + SIDES[1:] * group.is_last_rank
 

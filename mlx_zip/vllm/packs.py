@@ -76,7 +76,7 @@ class WorkerPacks:
         keys = [np.array(entry, np.uint32).tobytes() for entry in pack.entries]  # as `entry_keys` names entries
         if pack.rows is None:
             return StartRows(params, keys)
-        pack.rows.check_model(self._fingerprint, self._model.one_row, self._model.decoder.config.hidden_size)
+        pack.rows.check_model(self._fingerprint, self._model.sides_are_one, self._model.decoder.config.hidden_size)
         mark = pack.rows.fingerprint.encode()  # a tuned row differs from the encoded one, so it has another key
         sides = {SIDES[0]: pack.rows.input, SIDES[1]: pack.rows.output}
         tuned = [torch.from_numpy(np.ascontiguousarray(sides[side])) for side in self._model.sides]

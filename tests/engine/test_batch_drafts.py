@@ -10,7 +10,7 @@ import pytest
 
 from mlx_zip.engine import Submission
 from mlx_zip.engine.sessions.store import SessionOptions
-from mlx_zip.models.batching import keep_columns
+from mlx_zip.models.batching import restore_columns
 from support import tiny
 from support.serving import Watch, ask, at_once, tiny_engine
 from support.slow_cases import slow_but
@@ -239,7 +239,7 @@ def test_long_padding_that_all_rows_have_is_given_up():
         for row, n in enumerate(kept):
             for one in ids[row, :n].tolist():
                 cache[-1].push_to_row(row, one)
-        keep_columns(cache, kept)
+        restore_columns(cache, kept)
     assert [book.mark() for book in cache[-1].books] == [100, 100]
     assert cache[-1].offset < 100 + 64
     assert cache[0]._idx == cache[-1].offset

@@ -37,9 +37,9 @@ def kept(curve=CURVE, held=1000, key=KEY):
 def first_choice(slower=1.0):
     """How many ids a new run proposes after its first pass, which is over one id."""
     costs = CostFile(KEY).costs
-    assert costs.choose_ids([0.7], 1000, 15) == 0
+    assert costs.choose_draft_length([0.7], 1000, 15) == 0
     costs.note(1, 1000, slower * CURVE[1])
-    return costs.choose_ids([0.7], 1000, 15)
+    return costs.choose_draft_length([0.7], 1000, 15)
 
 
 @pytest.mark.parametrize("slower", [0.5, 1.0, 2.0])
@@ -47,7 +47,7 @@ def test_the_next_run_chooses_by_the_kept_costs_from_its_second_step(slower):
     before = kept()
     assert CostFile(KEY).costs.ratios(1000) == pytest.approx(before.costs.ratios(1000))
     before.costs.note(1, 1000, CURVE[1])
-    assert first_choice(slower) == before.costs.choose_ids([0.7], 1000, 15) > 0
+    assert first_choice(slower) == before.costs.choose_draft_length([0.7], 1000, 15) > 0
 
 
 def test_passes_are_compared_with_those_of_their_own_run():

@@ -151,7 +151,7 @@ def test_what_proposing_takes_counts_in_the_choice_of_the_width():
     for width in (1, 2, 4, 8):
         costs.note(width, 100, 1.0, known=True)
     costs.note(1, 100, 1.0)
-    widths = [costs.choose_ids([0.7], 100, 15, seconds) for seconds in (0.0, 0.1, 0.5, 0.9)]
+    widths = [costs.choose_draft_length([0.7], 100, 15, seconds) for seconds in (0.0, 0.1, 0.5, 0.9)]
     assert widths == [15, 3, 1, 0]
     assert costs.pays([0.7], 100, 15, 0.1)
     assert not costs.pays([0.7], 100, 15, 0.9)

@@ -32,13 +32,13 @@ def rate(curve, share, proposed):
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.7, 0.85, 0.95, 1.0])
 def test_the_width_of_the_best_rate_is_chosen_if_it_gains(curve, share):
-    chosen = timed(curve).choose_ids([share], 100, 15)
+    chosen = timed(curve).choose_draft_length([share], 100, 15)
     best = max((0, 1, 3, 7, 15), key=lambda proposed: rate(curve, share, proposed))
     if rate(curve, share, best) > 1.02:
         assert chosen == best
     else:
         assert chosen <= 1  # a trial
-        assert timed(curve).choose_ids([min(share, 0.79)], 100, 15) == 0
+        assert timed(curve).choose_draft_length([min(share, 0.79)], 100, 15) == 0
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_the_width_of_the_best_rate_is_chosen_if_it_gains(curve, share):
     [(M4_PRO, 3), (M4_PRO_SLOWER, 3), (M3_ULTRA_4_BIT, 0), (M3_ULTRA_BF16, 7), (M1_ULTRA, 3), (ROW_BY_ROW, 0)],
 )
 def test_with_seven_of_ten_accepted_each_machine_gets_its_own_width(curve, expected):
-    assert timed(curve).choose_ids([0.7], 100, 7) == expected
+    assert timed(curve).choose_draft_length([0.7], 100, 7) == expected
 
 
 def test_nothing_is_proposed_before_a_pass_over_one_id_was_timed():
-    assert PassCosts().choose_ids([1.0], 100, 15) == 0
+    assert PassCosts().choose_draft_length([1.0], 100, 15) == 0
 
 
 def run(curve, is_right, passes, most=15, noise=0.0, seed=0, slow=1.0):
@@ -64,7 +64,7 @@ def run(curve, is_right, passes, most=15, noise=0.0, seed=0, slow=1.0):
     for _ in range(passes):
         if slow > 1 and rng.random() < 1 / 40:
             pace = slow if pace == 1 else 1.0
-        width = costs.choose_ids([acceptance.share(40)], 100, most)
+        width = costs.choose_draft_length([acceptance.share(40)], 100, most)
         accepted = 0
         while accepted < width and is_right(rng):
             accepted += 1
@@ -106,21 +106,21 @@ def test_a_trial_whose_ids_take_long_to_propose_is_not_made_to_save_time():
     costs = timed({1: 1.0, 2: 1.01, 4: 1.02, 8: 1.03})
     for _ in range(600):
         costs.note(1, 100, 0.01)
-    assert costs.choose_ids([0.85], 100, 15, seconds=0.03) == 1
+    assert costs.choose_draft_length([0.85], 100, 15, seconds=0.03) == 1
 
 
 def test_no_trial_is_made_before_a_pass_over_one_id_of_its_kind():
     costs = PassCosts()
     costs.note(1, 100, 0.01)
-    assert costs.choose_ids([0.99], 1000, 15) == 0
+    assert costs.choose_draft_length([0.99], 1000, 15) == 0
     costs.note(1, 1000, 0.01)
-    assert costs.choose_ids([0.99], 1000, 15) == 1
+    assert costs.choose_draft_length([0.99], 1000, 15) == 1
 
 
 def test_a_pass_over_one_id_comes_now_and_then_though_drafts_gain():
     costs, widths = timed(M4_PRO), []
     for _ in range(1000):
-        widths.append(1 + costs.choose_ids([0.9], 100, 15))
+        widths.append(1 + costs.choose_draft_length([0.9], 100, 15))
         costs.note(widths[-1], 100, 0.01 * M4_PRO[widths[-1]])
     assert 3 <= widths.count(1) <= 4
 
@@ -146,7 +146,7 @@ def test_a_width_that_was_never_timed_is_reached_step_by_step():
     costs.note(1, 100, 1.0)
     widths = []
     for _ in range(5):
-        widths.append(costs.choose_ids([0.99], 100, 15))
+        widths.append(costs.choose_draft_length([0.99], 100, 15))
         costs.note(widths[-1] + 1, 100, 1.0)
     assert widths == [1, 3, 7, 15, 15]
 
@@ -155,11 +155,11 @@ def test_a_width_that_was_never_timed_is_reached_step_by_step():
 def test_a_first_pass_that_waited_decides_only_until_it_is_tried_again(slow):
     costs, passes = PassCosts(), []
     for _ in range(24 * TRY_EVERY):
-        width = 1 + costs.choose_ids([0.99], 100, 15)
+        width = 1 + costs.choose_draft_length([0.99], 100, 15)
         first = width == slow and slow not in passes
         costs.note(width, 100, 0.01 * M4_PRO[width] * (40 if first else 1))
         passes.append(width)
-    assert passes[-1] == 1 + timed(M4_PRO).choose_ids([0.99], 100, 15)
+    assert passes[-1] == 1 + timed(M4_PRO).choose_draft_length([0.99], 100, 15)
 
 
 def test_the_clock_leaves_out_passes_at_which_running_ahead_begins_or_ends(monkeypatch):
@@ -189,7 +189,7 @@ def test_the_clock_notes_a_pass_with_the_last_id_that_is_chosen_from_it(monkeypa
 def test_trials_cost_at_most_two_percent_even_if_drafts_are_much_less_sure_than_they_seem(passes):
     costs, took = PassCosts(), 0.0
     for _ in range(passes):
-        width = 1 + costs.choose_ids([0.85], 100, 15)
+        width = 1 + costs.choose_draft_length([0.85], 100, 15)
         costs.note(width, 100, ROW_BY_ROW[width])
         took += ROW_BY_ROW[width]
     assert passes < took <= 1.02 * passes
@@ -199,7 +199,7 @@ def test_a_width_that_is_proposed_but_never_noted_is_tried_less_and_less():
     costs = PassCosts()
     tried = []
     for _ in range(30 * TRY_EVERY):
-        tried.append(costs.choose_ids([0.99], 100, 15))
+        tried.append(costs.choose_draft_length([0.99], 100, 15))
         costs.note(1, 100, 0.01)
     assert set(tried) == {0, 1}
     assert [n for n, ids in enumerate(tried) if ids] == [1, 129, 385, 897, 1409]
@@ -212,7 +212,7 @@ def test_a_width_that_was_timed_once_at_this_length_has_the_ratio_at_which_it_is
         costs.note(width, 400, 40.0)
     assert costs.ratios(400)[8] == pytest.approx(M4_PRO[8])
     for _ in range(3 * TRY_EVERY):
-        widths.append(1 + costs.choose_ids([0.99], 400, 15))
+        widths.append(1 + costs.choose_draft_length([0.99], 400, 15))
         costs.note(widths[-1], 400, 0.01 * M4_PRO[widths[-1]])
     assert widths[-1] == 8
 
@@ -233,7 +233,7 @@ def test_with_two_sources_a_trial_is_run_although_the_other_source_seems_to_gain
         width = 1 + choose_drafts([drafter], [15], 100)[0][1]
         costs.note(width, 100, 0.01 * M4_PRO[width] * (40 if width > 1 and width not in widths else 1))
         widths.append(width)
-    assert widths[-1] == 1 + timed(M4_PRO).choose_ids([0.85], 100, 15)
+    assert widths[-1] == 1 + timed(M4_PRO).choose_draft_length([0.85], 100, 15)
 
 
 def weighed_passes(monkeypatch, ask, rises_at=()):
@@ -244,8 +244,10 @@ def weighed_passes(monkeypatch, ask, rises_at=()):
     costs, found = timed(ROW_BY_ROW), []
     costs.take_trial([0.9], 100, 15)  # so that none is due
     head, lookup = Proposes(0.78, 0.004), Proposes(0.3, 0.0)
-    drafter, best_ids, begin = Drafter([head, lookup], costs), costs.best_ids, costs.passes
-    monkeypatch.setattr(costs, "best_ids", lambda *words: found.append(costs.passes - begin) or best_ids(*words))
+    drafter, best_draft_length, begin = Drafter([head, lookup], costs), costs.best_draft_length, costs.passes
+    monkeypatch.setattr(
+        costs, "best_draft_length", lambda *words: found.append(costs.passes - begin) or best_draft_length(*words)
+    )
     for number in range(40):
         if number in rises_at:
             share = lookup.share() + 0.1
@@ -292,19 +294,19 @@ def test_a_drafter_with_costs_proposes_by_them():
     assert expects_draft([drafter(timed(M3_ULTRA_4_BIT))], 100)
     wide = timed(ROW_BY_ROW)
     assert expects_draft([drafter(wide)], 100)  # a trial is due
-    wide.choose_ids([0.9], 100, 15)
+    wide.choose_draft_length([0.9], 100, 15)
     assert not expects_draft([drafter(wide)], 100)
 
 
 def test_the_curve_of_as_many_rows_decides_for_a_batch():
     costs = timed(M4_PRO)
-    assert costs.choose_ids([0.9] * 4, 100, 15) == 0  # no batch was timed
+    assert costs.choose_draft_length([0.9] * 4, 100, 15) == 0  # no batch was timed
     for width, ratio in M1_ULTRA.items():
         costs.note(width, 100, ratio, rows=4, known=True)
     costs.note(1, 100, M1_ULTRA[1], rows=4)
-    assert costs.choose_ids([0.9] * 4, 100, 15) == timed(M1_ULTRA).choose_ids([0.9], 100, 15)
-    assert costs.choose_ids([0.9] * 3, 100, 15) == costs.choose_ids([0.9] * 4, 100, 15)
-    assert costs.choose_ids([0.9], 100, 15) == timed(M4_PRO).choose_ids([0.9], 100, 15)
+    assert costs.choose_draft_length([0.9] * 4, 100, 15) == timed(M1_ULTRA).choose_draft_length([0.9], 100, 15)
+    assert costs.choose_draft_length([0.9] * 3, 100, 15) == costs.choose_draft_length([0.9] * 4, 100, 15)
+    assert costs.choose_draft_length([0.9], 100, 15) == timed(M4_PRO).choose_draft_length([0.9], 100, 15)
 
 
 def test_rows_without_a_draft_pay_for_the_pass_too():
@@ -312,9 +314,9 @@ def test_rows_without_a_draft_pay_for_the_pass_too():
     for width, ratio in M4_PRO.items():
         costs.note(width, 100, ratio, rows=4, known=True)
     costs.note(1, 100, M4_PRO[1], rows=4)
-    widths = [costs.choose_ids([0.9] * n + [0.0] * (4 - n), 100, 15) for n in range(5)]
+    widths = [costs.choose_draft_length([0.9] * n + [0.0] * (4 - n), 100, 15) for n in range(5)]
     assert widths == sorted(widths)
-    assert (widths[0], widths[4]) == (0, timed(M4_PRO).choose_ids([0.9], 100, 15))
+    assert (widths[0], widths[4]) == (0, timed(M4_PRO).choose_draft_length([0.9], 100, 15))
 
 
 def test_what_takes_no_time_proposes_where_it_gives_more_tokens_per_second():

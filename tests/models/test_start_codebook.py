@@ -159,11 +159,11 @@ def test_start_entries_outlive_a_trim_and_a_copy():
 
 def test_a_cache_may_differ_from_the_model_in_its_start_and_in_nothing_else():
     cache = MODEL.make_cache(pack=START)
-    assert MODEL.check_cache(cache)[1] is cache[-1]
+    assert MODEL.split_cache(cache)[1] is cache[-1]
     others = [CodecParams(VOCAB, SLOTS, MERGE, (0, 1, 5), PAD), CodecParams(VOCAB, SLOTS - 1, MERGE, (0, 1), PAD)]
     for other in others:
         with pytest.raises(ModelError, match="other codec parameters"):
-            MODEL.check_cache([*cache[:-1], ZipState(other)])
+            MODEL.split_cache([*cache[:-1], ZipState(other)])
     with pytest.raises(ModelError, match="start entries only"):
         ZipState([codec(None), CodecParams(VOCAB, SLOTS, MERGE - 1, (0, 1), PAD)], [0, 0])
 

@@ -66,7 +66,7 @@ def causal_logits(model: Any, token: int, cache: Any, rows: np.ndarray) -> np.nd
 
 def legacy_logits(model: Any, token: int, cache: Any, rows: np.ndarray) -> np.ndarray:
     """The same hidden state against every entry of the whole sample."""
-    kv, state = model.check_cache(cache)
+    kv, state = model.split_cache(cache)
     ids = np.array([[token]], np.uint32)
     state.advance(ids)
     hidden = model.hidden(kv, state, ids)

@@ -93,7 +93,7 @@ def _transformer_encoder(config: EncoderConfig, merge_size: int, weights: Encode
     """Returns the post-norm transformer; a row is the mean over all S places, padding included."""
     width = config.hidden_size
     places = weights.take_dense("pos_embed.weight", merge_size, width) if config.has_positions else None
-    layers = [_post_norm_layer(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
+    layers = [_make_post_norm_layer(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         x = embed_entries(entries, matrix, places)
@@ -111,7 +111,7 @@ def _res_latent_encoder(config: EncoderConfig, merge_size: int, weights: Encoder
     places = weights.take_dense("pos_embed.weight", merge_size, width)
     enter = weights.take_product("proj_in", width, model) if model != width else None
     leave = weights.take_product("proj_out", model, width) if model != width else None
-    layers = [_pre_norm_layer(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
+    layers = [_make_pre_norm_layer(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
     norm, kind = weights.take_norm("norm", width), "last" if config.causal else "real"
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
@@ -150,7 +150,7 @@ ApplyLayer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H]
 ApplyAttention = Callable[..., torch.Tensor]  # x, lengths, residual to add or None -> [N, S, H]
 
 
-def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
+def _make_post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
     """Returns the layer x = LN(x + attention(x)), x = LN(x + MLP(x))."""
     width, inner = config.hidden_size, config.intermediate_size
     attend = _attention_of_projections(config, weights, f"{at}attention.", "both")
@@ -166,7 +166,7 @@ def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) ->
     return layer
 
 
-def _pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
+def _make_pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
     """Returns the layer x = x + attention(LN(x)), x = x + MLP(LN(x))."""
     width, inner = config.hidden_size, config.intermediate_size
     attend = _make_attention(

@@ -17,7 +17,7 @@ from mlx_zip.engine.drafts import Draft
 from mlx_zip.engine.mlx.choosing import Choice
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
-from mlx_zip.models.batching import flatten_cache_lists, keep_columns
+from mlx_zip.models.batching import flatten_cache_lists, restore_columns
 from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state, kv_caches
 
@@ -156,7 +156,7 @@ class DraftedPass:
     def close(self) -> None:
         """Moves the end of a batch's KV caches past the chosen ids. After that no more ids can be chosen."""
         if len(self._drafts) > 1:
-            keep_columns(self._cache, [1 + taken for taken in self._taken])
+            restore_columns(self._cache, [1 + taken for taken in self._taken])
 
 
 def draft_room(served: Served, cache: Sequence[Any]) -> int:
@@ -209,7 +209,7 @@ def choose_exactly(
     if any(request.error is not None for request in requests):
         return choice, False
     after = [request.draws.state for request in requests]
-    for lowered in _rounded_otherwise(logits, choice.y):
+    for lowered in _lowered_up_to_and_from(logits, choice.y):
         _set_random_states(requests, before)
         other = choose(requests, lowered)
         for request in requests:
@@ -226,7 +226,7 @@ def _set_random_states(requests: Sequence[Request], states: Sequence[mx.array | 
         request.draws.state = state
 
 
-def _rounded_otherwise(logits: mx.array, chosen: mx.array) -> Iterator[mx.array]:
+def _lowered_up_to_and_from(logits: mx.array, chosen: mx.array) -> Iterator[mx.array]:
     """Yields logits [B, W] twice: lowered for all ids up to the chosen ones [B], and for the chosen and later ids."""
     size = mx.abs(mx.where(logits == -mx.inf, 0, logits)).max(axis=-1, keepdims=True)
     lower, ids = logits - 2 * ROUNDING[logits.dtype] * size, mx.arange(logits.shape[-1])[None]

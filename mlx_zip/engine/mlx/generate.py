@@ -484,7 +484,7 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
     ):
         raise GenerationError("the prompt cache was not made for this model")
     if has_hypertokens(model):
-        state = model.check_cache(given)[1]
+        state = model.split_cache(given)[1]
         if len(state.books) > 1:
             raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
         state.bind_start_packs([start])

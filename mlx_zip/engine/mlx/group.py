@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_zip.engine.drafts import Draft, expects_draft, have_news
+from mlx_zip.engine.drafts import Draft, expects_draft, have_ids_to_weigh
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.drafted import DraftedPass, choose_exactly, draft_room, read_last_again
@@ -209,7 +209,7 @@ class Group:
         if any(drafters):
             began = time.perf_counter()
             self._show_state(self.tokens)
-            if have_news(drafters):
+            if have_ids_to_weigh(drafters):
                 room = draft_room(self.served, self.cache)
                 proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
             self._clock.leave_out(time.perf_counter() - began)

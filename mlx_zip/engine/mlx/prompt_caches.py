@@ -80,7 +80,7 @@ class CacheTurn:
         base_ids = encode_prompt(tokenizer, prompt, begun, answers_in(cache) if chat else None)
         self.cached_tokens = 0
         if chat is not None and begun:
-            self.kept_ids, self.kept_tokens = common_prefix(cache, base_ids)
+            self.kept_ids, self.kept_tokens = reusable_prefix(cache, base_ids)
             base_ids, self.cached_tokens = base_ids[self.kept_tokens :], self.kept_tokens
         self.base_ids = base_ids
         check_trim(cache, self.kept_ids)
@@ -178,7 +178,7 @@ def answers_in(cache: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     return notes_on(cache).answers if state is None else state.answers
 
 
-def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, int]:
+def reusable_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, int]:
     """Returns how much of a cache a prompt of base ids can reuse, as (number of ids, number of base tokens).
 
     That is the longest common prefix of cache and prompt that ends where an id of the cache ends and leaves at least

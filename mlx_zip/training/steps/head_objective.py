@@ -54,7 +54,7 @@ class HeadTrainee(Trainee):
         super().__init__(model, LossWeights())
         model.freeze()
         self._headed, self._depth, self._pack = HeadedModel(model), depth, pack
-        self._headed.check()
+        self._headed.check_logits()
         self.draft_head = DraftHead(self._headed.width, size)
 
     @property

@@ -90,7 +90,7 @@ def _store_block_of_many(value, ids, rows, batch, block, blocks, end, whole, out
 
 
 @triton.jit
-def _hyper_block(
+def _store_hyper_logits(
     at, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, plane,
     STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _for_one_vector(
         value = tl.where(ids < boundary, value, float("-inf"))
         _store_block(value, ids, 0, at, blocks, boundary, whole, out, found, blocks, STORE)
     elif at < blocks:
-        _hyper_block(
+        _store_hyper_logits(
             at - low, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, blocks,
             STORE, IDS, COLUMNS, STAGES,
         )  # fmt: skip
@@ -162,7 +162,7 @@ def _for_many_vectors(
             value, ids, several, batch, at % low, blocks, boundary, whole, out, found, batch * blocks, STORE
         )
     elif at < first + batch * high:
-        _hyper_block(
+        _store_hyper_logits(
             at - first, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, batch * blocks,
             STORE, IDS, COLUMNS, STAGES,
         )  # fmt: skip
