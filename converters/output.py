@@ -19,7 +19,7 @@ from mlx_zip.converters.prepared import DTYPES, PreparedModel, tensors_by_name
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
-from mlx_zip.errors import ConversionError, first_message_line
+from mlx_zip.errors import ConversionError, errors_as, failure_reason, first_message_line
 from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes
@@ -76,7 +76,7 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
         refuse_existing(path, flag)
         raise
     except OSError as error:
-        raise ConversionError(f"cannot write {path}: {error.strerror or error}; nothing was kept") from error
+        raise ConversionError(f"cannot write {path}: {failure_reason(error)}; nothing was kept") from error
 
 
 def write_model(
@@ -198,10 +198,8 @@ def check_repository(name: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with errors_as(ConversionError, f"--upload-repo {name!r} is not a hub id", HFValidationError):
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_message_line(error)}") from error
     if not name:
         raise ConversionError("--upload-repo is empty; name a hub id, owner/name")
 

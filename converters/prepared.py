@@ -20,7 +20,7 @@ from mlx_zip.converters.meta_pt import encoder_overrides
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import FLOATS, StoredTensor, Table, list_some_names, load_lazily, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, errors_as
 from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
 from mlx_zip.models.model_folder import ModelArgs
@@ -229,10 +229,8 @@ def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
     from mlx_lm.utils import load_model
 
     read_model_files(place.folder)
-    try:
+    with errors_as(ConversionError, f"{place.name} cannot be loaded", ValueError):
         return load_model(place.folder, lazy=True)
-    except ValueError as error:
-        raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
 
 
 # ---- matching a checkpoint's tensor names to the model's names; no name may be left over on either side

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, errors_as
 from mlx_zip.progress import pluralize
 
 ENVIRONMENT = "MLX_ZIP_ROW_CACHE"
@@ -45,15 +45,13 @@ def run(args: argparse.Namespace) -> int:
     folder = _row_cache_folder(args.folder)
     if folder is None:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
-    try:
+    with errors_as(GenerationError, str(folder)):
         if args.action == "purge":
             count, size = purge_row_folder(folder)
             print(f"removed: {_count_and_size(count, size)}")
         else:
             files = list_row_files(folder)
             print(_count_and_size(len(files), sum_disk_usage(files)))
-    except OSError as error:
-        raise GenerationError(f"{folder}: {error.strerror or error}") from error
     return 0
 
 

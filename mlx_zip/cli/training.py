@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import suggest_nearest
-from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import expand_home
 from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_names
 from mlx_zip.training.settings import (
@@ -217,10 +217,8 @@ def _read_config(path: str | None) -> dict[str, Any]:
         return {}
     from mlx_zip.training.yaml_file import read_yaml
 
-    try:
+    with errors_as(TrainingError, f"--config {path} cannot be read", OSError, ValueError):
         values = read_yaml(expand_home(path)) or {}
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"--config {path} cannot be read: {failure_reason(error)}") from error
     if not isinstance(values, dict):
         raise TrainingError(f"--config {path} holds no settings")
     known = {*_SETTINGS, *ENCODER_FLAGS.values(), *_KINDS, *_FOLDERS, *MLX_LM_NAMES}

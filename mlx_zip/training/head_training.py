@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.errors import ModelError, TrainingError, failure_reason
+from mlx_zip.errors import ModelError, TrainingError, errors_as
 from mlx_zip.files import expand_home
 from mlx_zip.models.draft_head import save_draft_head
 from mlx_zip.models.model_folder import DRAFT_HEAD
@@ -81,11 +81,9 @@ def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: T
     if isinstance(model, Model) and params.start:
         pack = pack_in_folder(folder, model.config.start)
         pack = pack if pack is not None and pack.entries == tuple(params.start) else None
-    try:
+    with errors_as(TrainingError, "--draft-head", ModelError, AttributeError):
         width = model.config.encoder.model_size if isinstance(model, Model) else model.args.hidden_size
         return HeadTrainee(model, settings.head_size or 2 * width, pack=pack)
-    except (ModelError, AttributeError) as error:
-        raise TrainingError(f"--draft-head: {error}") from error
 
 
 def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
@@ -98,9 +96,7 @@ def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
     for place in places:
         if (place / DRAFT_HEAD).exists():
             print(f"{place / DRAFT_HEAD} is replaced", file=sys.stderr)
-        try:
+        with errors_as(TrainingError, f"cannot write {place / DRAFT_HEAD}"):
             save_draft_head(place / DRAFT_HEAD, trainee.draft_head, trainee.embedding_rows)
-        except OSError as error:
-            raise TrainingError(f"cannot write {place / DRAFT_HEAD}: {failure_reason(error)}") from error
     if len(places) == 1:
         print(f"copy {options.out / DRAFT_HEAD} into the model's folder to use it", file=sys.stderr)

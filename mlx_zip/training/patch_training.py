@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mlx_zip
-from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.errors import DataError, TrainingError, errors_as
 from mlx_zip.files import remove_unfinished
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
@@ -323,16 +323,13 @@ def fit_patch_model(
     _check_trainable(model, corpus, settings)
     record = _make_run_record(texts, text, options, settings)
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
-    try:
-        with lock_run_folder(out, "RUN"):
-            remove_unfinished(out)
-            with catch_stop_signals() as asked:
-                done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
-            source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
-            saved = SavedPatchModel(model, text, options.context, source)
-            save_patch_model(out / MODEL, saved)
-    except OSError as error:
-        raise TrainingError(f"{out}: {error.strerror or error}") from error
+    with errors_as(TrainingError, str(out)), lock_run_folder(out, "RUN"):
+        remove_unfinished(out)
+        with catch_stop_signals() as asked:
+            done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
+        source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
+        saved = SavedPatchModel(model, text, options.context, source)
+        save_patch_model(out / MODEL, saved)
     return saved
 
 

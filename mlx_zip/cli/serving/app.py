@@ -36,7 +36,7 @@ from mlx_zip.cli.serving.serving_flags import (
     check_keep_wired,
 )
 from mlx_zip.engine.sampling.options import Sampling
-from mlx_zip.errors import GenerationError, MlxZipError, import_or_explain, missing_library_error
+from mlx_zip.errors import GenerationError, MlxZipError, errors_as, import_or_explain, missing_library_error
 from mlx_zip.files import data_folder, expand_home, make_private
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
@@ -180,10 +180,8 @@ def _import_app_module(name: str) -> Any:
 
 
 def _open_listener(running: Any, port: int | None) -> Any:
-    try:
+    with errors_as(GenerationError, f"--port {port}", end="; choose another --port"):
         return running.open_listener(port)
-    except OSError as error:
-        raise GenerationError(f"--port {port}: {error.strerror or error}; choose another --port") from error
 
 
 def _open_conversations(kept: Any, file: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import parse_json_map
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
-from mlx_zip.errors import DataError, GenerationError, failure_reason, first_message_line
+from mlx_zip.errors import DataError, GenerationError, errors_as, first_message_line
 from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import check_slots, load_options, pack_flag_with_files
@@ -132,11 +132,9 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
 def _read_template(given: str) -> str:
     if "{" in given:
         return given
-    try:
+    with errors_as(GenerationError, f"--chat-template {given}", OSError, UnicodeDecodeError, DataError):
         check_regular_file(expand_home(given))
         return expand_home(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, DataError) as error:
-        raise GenerationError(f"--chat-template {given}: {failure_reason(error)}") from error
 
 
 def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mlx_zip.cli.actions import (
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.progress import pluralize
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 
@@ -109,10 +109,8 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     tokens = open_first_stage(args.tokenizer).tokens()
     learned = learn_merges(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
-    try:
+    with errors_as(DataError, str(out)):
         table.save(out)
-    except OSError as error:
-        raise DataError(f"{out}: {error.strerror or error}") from error
     pool = len(tokens_too_long(tokens, args.patch_size))
     record, lines = _describe_table(table, args.show, learned.counts.tolist())
     _draw_plot(plot, record)

@@ -12,7 +12,7 @@ from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, escape_unprintabl
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, make_sources, parse_disabled_ids
 from mlx_zip.cli.vocab import pack_tuning
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.progress import ProgressBar, pluralize
 
 EXAMPLES = """example:
@@ -312,11 +312,9 @@ def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
     pack.check_made_for(load_tokenizer(args.model), args.file)
-    try:
+    with errors_as(DataError, f"{args.file} does not fit {args.model}", CodecError):
         if codec is not None:
             codec.with_start(pack)
-    except CodecError as error:
-        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
     if pack.rows is not None:
         _check_rows(args, pack)
     record, lines = _describe_pack(args.file, pack)
@@ -328,10 +326,8 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
     from mlx_zip.errors import MlxZipError
     from mlx_zip.models.loading import load
 
-    try:
+    with errors_as(DataError, f"{args.file} does not fit {args.model}", MlxZipError):
         load(args.model, pack=pack)
-    except MlxZipError as error:
-        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
 
 
 # ---- description of a pack

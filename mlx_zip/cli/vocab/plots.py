@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.actions import writable_path
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 
 SUFFIXES = (".svg", ".png")
 Points = Sequence[tuple[float, float]]
@@ -73,8 +73,5 @@ def _write_figure(path: Path, figure: Any, axis: Any, legend: bool) -> None:
 
     if legend:
         axis.legend()
-    try:
-        with atomic_file(path) as partial:
-            figure.savefig(partial, format=path.suffix[1:], dpi=120)
-    except OSError as error:
-        raise DataError(f"--plot {path}: {error.strerror or error}") from error
+    with errors_as(DataError, f"--plot {path}"), atomic_file(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:], dpi=120)

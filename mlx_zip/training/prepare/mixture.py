@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.errors import DataError, errors_as, failure_reason
 from mlx_zip.text.sources import Source
 
 BUNDLED_MIXTURES = Path(__file__).parent / "mixtures"  # bundled mixtures, NAME.yaml
@@ -51,10 +51,8 @@ def _make_source(path: Path, n: int, fields: Any) -> Source:
         raise DataError(f"mixture {path}: source {n}: columns must be a map")
     lists = {key: _check_names(path, n, key, fields[key]) for key in _LIST_FIELDS if key in fields}
     data = tuple(str(path.parent / name) if (path.parent / name).exists() else name for name in lists["data"])
-    try:
+    with errors_as(DataError, f"mixture {path}: source {n}", DataError):
         return Source(**{**fields, **lists, "data": data})
-    except DataError as error:
-        raise DataError(f"mixture {path}: source {n}: {error}") from error
 
 
 def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import expand_home
 from mlx_zip.models.model_folder import read_model_codec, read_model_config
 from mlx_zip.packs.entries import Entry
@@ -162,10 +162,8 @@ def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, 
     start = None if own is None or options.empty_start else own.start
     if options.pack is not None:
         start = _read_pack_entries(options.pack, tokenizer) if options.start_draw is None else None
-    try:
+    with errors_as(DataError, str(options.pack or "the codec"), CodecError):
         return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
-    except CodecError as error:
-        raise DataError(f"{options.pack or 'the codec'}: {error}") from error
 
 
 def _read_embedding_rows(config: Mapping[str, Any]) -> int | None:
@@ -215,10 +213,8 @@ def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: An
             f"start_draw {draw} is more than {path} has entries ({len(pool)}) or the codebook slots "
             f"({params.codebook_size})"
         )
-    try:
+    with errors_as(DataError, str(path), CodecError):
         replace(params, codebook_size=len(pool), start=pool)
-    except CodecError as error:
-        raise DataError(f"{path}: {error}") from error
     return pool
 
 
@@ -249,11 +245,8 @@ def _make_source_record(source: Source) -> dict[str, Any]:
 
 
 def _hash_file(name: str) -> str:
-    try:
-        with open(name, "rb") as file:
-            return file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror}") from error
+    with errors_as(DataError, f"{name} cannot be read"), open(name, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
 
 def _hash_text(text: str) -> str:

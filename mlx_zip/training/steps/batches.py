@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import follow_parent_process
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
@@ -168,10 +168,9 @@ def _replay_samples(
     """Replays each sample with its codebook. Raises `DataError`, with the sample's index, if a sample is damaged."""
     books = []
     for i, sample in zip(indices, samples, strict=True):
-        try:
+        again = "; delete its folder and prepare the data again"
+        with errors_as(DataError, f"sample {i} is damaged", CodecError, DataError, end=again):
             books.append(_ReplayedSample(sample, params, availability))
-        except (CodecError, DataError) as error:
-            raise DataError(f"sample {i} is damaged: {error}; delete its folder and prepare the data again") from error
     return books
 
 

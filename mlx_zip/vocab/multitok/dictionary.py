@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.params import raise_for_status
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import atomic_file, check_regular_file
 from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples, Settings, Tokens, Totals, units_from_dict
 
@@ -317,10 +317,8 @@ class Dictionary:
     def load(cls, path: str | Path) -> Dictionary:
         """Reads a dictionary that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
         header, body = _read_file(path)
-        try:
+        with errors_as(DataError, str(path), CodecError, DataError, ValueError, TypeError, KeyError):
             return _parse_file(header, body)
-        except (CodecError, DataError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path}: {error}") from error
 
 
 _CURE = "train the dictionary with it among its units, or give an unk_id (--unk-id) to stand for such units"
