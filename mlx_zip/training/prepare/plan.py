@@ -19,7 +19,6 @@ from mlx_zip.text.sources import Source, source_files
 from mlx_zip.text.token_facts import digit_ids, leading_special_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare.encoding import TRAIN_ON
-from mlx_zip.training.prepare.sharding import PreparationPlan
 from mlx_zip.training.prepare.shards import is_prepared, make_codec_record
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -87,6 +86,24 @@ class PrepareOptions:
                 raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")
 
 
+@dataclass(frozen=True)
+class PreparationPlan:
+    """What all shards of a `prepare` run are made with. tokenizer: its file or folder. params: the codec.
+
+    pool: entries from which each sample's starting codebook is drawn, None for no drawing.
+    """
+
+    options: PrepareOptions
+    tokenizer: Path
+    params: CodecParams
+    pool: tuple[Entry, ...] | None = None
+
+    @property
+    def start_draw(self) -> int:
+        """Number of entries to draw for each sample, 0 without a pool."""
+        return self.options.start_draw or 0
+
+
 def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
     """Returns the plan, the tokenizer, and all settings that the result depends on. Writes nothing.
 
@@ -106,20 +123,8 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPl
     pool = None
     if options.start_draw is not None:
         pool, params = _read_entry_pool(options, params, tokenizer), replace(params, start=None)
-    plan = PreparationPlan(
-        out=Path(options.out),
-        tokenizer=folder,
-        params=params,
-        context=options.context,
-        fill_windows=options.fill_windows,
-        train_on=options.train_on,
-        columns=tuple(dict(source.columns) for source in options.sources),
-        seed=options.seed,
-        pool=pool,
-        start_draw=options.start_draw or 0,
-        trust_remote_code=options.trust_remote_code,
-    )
-    return plan, tokenizer, _make_settings_record(options, plan, tokenizer)
+    plan = PreparationPlan(options, folder, params, pool)
+    return plan, tokenizer, _make_settings_record(plan, tokenizer)
 
 
 def _find_tokenizer(options: PrepareOptions) -> Path:
@@ -218,9 +223,9 @@ def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: An
     return pool
 
 
-def _make_settings_record(options: PrepareOptions, plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
+def _make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
     """Returns everything that the result depends on, as values for JSON, with digests in place of long lists."""
-    packs = plan.params.start if plan.pool is None else plan.pool
+    options, packs = plan.options, plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {
         "sources": [_make_source_record(source) for source in options.sources],
