@@ -18,7 +18,7 @@ def add_plot_flag(add: Any, what: str) -> None:
     add("--plot", metavar="FILE", help=f"write a plot of {what} to FILE (.svg or .png; needs matplotlib)")
 
 
-def checked_plot_path(name: str | None, read: Iterable[str | Path | None] = ()) -> Path | None:
+def checked_plot_path(name: str | None, read: Iterable[str | Path | None]) -> Path | None:
     """Returns the path of --plot after checks; None without the flag. read: files that the command reads or writes.
 
     Raises `DataError` if the suffix is not in `SUFFIXES` or the file cannot be written, `InstallationError` if
