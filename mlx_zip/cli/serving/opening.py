@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,20 @@ def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, *
     from mlx_zip.engine.mlx.split_engine import open_split_engine
 
     return open_split_engine(group, name, **options)
+
+
+@contextmanager
+def open_flagged_engine(args: argparse.Namespace, name: str, chosen: Pack | None, group: Any = None) -> Iterator[Any]:
+    """Context manager: yields the engine of the model `name` that the flags in `args` ask for.
+
+    chosen: the packs of --pack, or None. group: the machines of this run, None for one. Raises `MlxZipError`.
+    """
+    engine_choice.choose_engine(args, name, group=group)
+    with (
+        engine_choice.open_row_store(args) as store,
+        open_chosen_engine(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
+    ):
+        yield engine
 
 
 def report_engine_fault(fault: BaseException | None) -> int:
