@@ -106,7 +106,7 @@ def convert(
     elif lora_only:
         others = any(option is not None for option in (canonical, pack, policy))
         _refuse_with_lora_only(recipe, keep_adapter or others)
-        write_adapter(out, source.download_all_files(place), dtype, progress)
+        write_adapter(out, source.download_all_files(place), dtype)
     else:
         with open_base_model(base, out, progress) as given:
             prepared = prepare_model(place, dtype, keep_adapter, trust_remote_code, given)
