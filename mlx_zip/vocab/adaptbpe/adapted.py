@@ -305,7 +305,6 @@ def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
     if record.pop("sha256") != _digest(record):
         raise DataError("is damaged, its checksum does not match: adapt again")
-    record.setdefault("letters", 0)  # files of earlier versions have none
     _check_field_types(record, _TYPES)
     _check_field_types(base := record["base"], _BASE_TYPES, "base.")
     if low := [name for name in ("merges", "ids") if base[name] < 0]:
