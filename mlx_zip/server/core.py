@@ -435,7 +435,7 @@ class PackInfo:
 class NamedPacks:
     """Packs by name, for any thread. packs: name -> path or `Pack`. default: pack of requests that name none."""
 
-    def __init__(self, packs: Mapping[str, Any], default: Any = None) -> None:
+    def __init__(self, packs: Mapping[str, Any], default: Any) -> None:
         self._packs, self._default = packs, default
         self._merged = lru_cache(_MOST_MERGED_PACKS)(self._merge)
 

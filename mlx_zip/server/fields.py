@@ -203,10 +203,10 @@ def parse_arguments(text: str, param: str) -> dict[str, Any]:
     return value
 
 
-def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None:
+def check_tools(names: Sequence[str], choice: str) -> None:
     """Raises `BodyError` if two tools have the same name or no tool fits `choice`, a value of `Turn.tool_choice`."""
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise BodyError(f"there are two tools named {twice[0]!r}", param)
+        raise BodyError(f"there are two tools named {twice[0]!r}", "tools")
     if choice == "required" and not names:
         raise BodyError("a tool must be called, but no tools are given", "tool_choice")
     if choice not in ("auto", "none", "required", *names):
