@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,8 +115,7 @@ def pack_options(
 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None to keep no conversations on disk."""
-    given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
-    return None if given in (row_cache.OFF, "") else expand_home(given)
+    return row_cache.chosen_folder(args.session_cache, SESSIONS)
 
 
 def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
