@@ -19,24 +19,25 @@ from mlx_zip.training.settings import (
     ENGINES,
     SAVE_DTYPES,
     SAVES,
+    TYPE_WORDS,
     VALID_SHARE,
     EncoderOptions,
     RunOptions,
     TrainSettings,
+    has_kind,
     help_text,
 )
 
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run -> exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
-_KINDS: dict[str, type | tuple[type, ...]] = {  # flag that is not a setting -> types of its value in YAML
-    **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), str),
-    **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file", "engine", "init_from"), str),
-    **dict.fromkeys(("plot", "canonical", "mask_prompt"), bool),
-    "max_seq_length": int,
-    "valid_share": (int, float),
+_KINDS = {  # flag that is not a setting -> kind of its value in YAML, a key of `VALUE_TYPES`
+    **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), "str"),
+    **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file", "engine", "init_from"), "str"),
+    **dict.fromkeys(("plot", "canonical", "mask_prompt"), "bool"),
+    "max_seq_length": "int",
+    "valid_share": "float",
 }
 _FOLDERS = ("data", "valid")
-_WORDS: dict[Any, str] = {str: "text", bool: "true or false", int: "a whole number", (int, float): "a number"}
 _TYPES = {"int": int, "int | None": int, "float": float, "str": str}
 ENCODER_FLAGS = {  # field of EncoderOptions -> name of its flag
     "kind": "encoder",
@@ -238,10 +239,8 @@ def _check_value(path: str, name: str, value: Any) -> Any:
     if name in _FOLDERS:
         if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
             raise TrainingError(f"--config {path}: {name} must be names of folders, got {value!r}")
-    elif name in _KINDS and (
-        not isinstance(value, _KINDS[name]) or (isinstance(value, bool) and _KINDS[name] is not bool)
-    ):
-        raise TrainingError(f"--config {path}: {name} must be {_WORDS[_KINDS[name]]}, got {value!r}")
+    elif name in _KINDS and not has_kind(value, _KINDS[name]):
+        raise TrainingError(f"--config {path}: {name} must be {TYPE_WORDS[_KINDS[name]]}, got {value!r}")
     if name == "compile" and isinstance(value, bool):
         return "on" if value else "off"
     if _SETTINGS.get(name) != "float" or not isinstance(value, str):
