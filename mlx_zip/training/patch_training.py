@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +36,7 @@ from mlx_zip.models.patches.patch_model import (
 )
 from mlx_zip.progress import pluralize
 from mlx_zip.training.checkpoints import Progress, load_last_checkpoint, save_checkpoint
-from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, run_steps
+from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, run_steps
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
@@ -189,9 +190,9 @@ def train_patch_model(
     """
     _check_trainable(model, corpus, settings)
     job = _PatchTrainer(model, corpus, settings, run)
-    with make_steps_bar(settings, job.progress.step, quiet, until) as bar:
-        bar.say(job.header())
-        stopped = run_steps(job, settings, bar, asked, until)
+    if not quiet:
+        print(*job.header(), sep="\n", file=sys.stderr)
+    stopped = run_steps(job, settings, asked, quiet, until)
     if stopped and job.progress.step < settings.iters:
         raise TrainingStopped(job.progress, asked() or signal.SIGTERM)
     return job.progress
