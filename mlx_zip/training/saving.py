@@ -64,10 +64,10 @@ def save_model_folder(
     config: Mapping[str, Any],
     tokenizer: Any,
     record: Mapping[str, Any],
-    dtype: str = "float32",
-    origin: Path | None = None,
-    adapted_bits: str = UNQUANTIZED,
-    pack_rows: Mapping[str, mx.array] | None = None,
+    dtype: str,
+    origin: Path | None,
+    adapted_bits: str,
+    pack_rows: Mapping[str, mx.array],
 ) -> None:
     """Writes the model folder atomically. Merges LoRA layers and casts weights to `dtype`, both in place in `model`.
 
