@@ -22,7 +22,7 @@ from mlx_zip.converters.prepared import DTYPES, PreparedModel, prepare_model
 from mlx_zip.converters.quantization import QuantizationRecipe, QuantPredicate, quantize_encoders, quantize_model
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import FLOATS, list_some_names, load_lazily, read_header
-from mlx_zip.errors import CodecError, ConversionError, DataError
+from mlx_zip.errors import CodecError, ConversionError, DataError, errors_as
 from mlx_zip.packs.chosen import pack_flag_with_files, read_packs
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, PackLike, pack_in_folder
 from mlx_zip.packs.tuned import TunedRows
@@ -106,7 +106,7 @@ def convert(
     elif lora_only:
         others = any(option is not None for option in (canonical, pack, policy))
         _refuse_with_lora_only(recipe, keep_adapter or others)
-        write_adapter(out, source.download_all_files(place), dtype, progress)
+        write_adapter(out, source.download_all_files(place), dtype)
     else:
         with open_base_model(base, out, progress) as given:
             prepared = prepare_model(place, dtype, keep_adapter, trust_remote_code, given)
@@ -164,10 +164,8 @@ def _add_pack(prepared: PreparedModel, pack: Pack, trust_remote_code: bool) -> N
     """
     pack.check_made_for(load_tokenizer(prepared.tokenizer, trust_remote_code))
     config: Any = prepared.model.config
-    try:
+    with errors_as(ConversionError, f"{pack_flag_with_files(pack)} does not fit the model", CodecError):
         params = config.codec_params.with_start(pack)
-    except CodecError as error:
-        raise ConversionError(f"{pack_flag_with_files(pack)} does not fit the model: {error}") from error
     prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
     prepared.pack = None if pack.rows is None else pack
 
@@ -229,10 +227,8 @@ def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_c
         name: rows if rows.dtype == mx.float16 else rows.astype(mx.float32) for name, rows in load_lazily(table).items()
     }
     rows = {name: np.array(value) for name, value in kept.items()}
-    try:
+    with errors_as(ConversionError, str(file), DataError):
         tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
-    except DataError as error:
-        raise ConversionError(f"{file}: {error}") from error
     mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
     prepared.pack = Pack(tuple(map(tuple, model.config.start)), mark, rows=tuned)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map, tree_unflatten
+from mlx.utils import tree_unflatten
 
 import mlx_zip
 from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
 from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted, tensors_by_name
+from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
@@ -206,20 +206,13 @@ def _write_checkpoint(
     out: Path, place: ModelPlace, made: _PreparedExport, trust_remote_code: bool, progress: bool
 ) -> None:
     """Writes the checkpoint `made` to the new folder `out`. place: the source, whose tokenizer files are copied."""
-    from mlx_lm.utils import get_total_parameters
-
-    weights, parameters = tensors_by_name(made.model), get_total_parameters(made.model)
-    made.model.update(tree_map(lambda _: mx.array([]), made.model.parameters()))  # now only `weights` holds the arrays
+    weights, parameters = output.take_weights(made.model)
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
     total = len(weights) + len(encoders)
     with output.new_folder(out, FLAG) as folder, ProgressBar(total, "tensor", "Writing", shown=progress) as step:
-
-        def stored(name: str, array: mx.array, data: memoryview) -> None:
-            step()
-
-        output.write_model(folder, weights, parameters, stored, framework="pt")
-        output.write_tensors(folder / ENCODERS, encoders, stored, framework="pt")
+        output.write_model(folder, weights, parameters, lambda *_: step(), framework="pt")
+        output.write_tensors(folder / ENCODERS, encoders, lambda *_: step(), framework="pt")
         write_json(folder / "config.json", made.config)
         write_json(folder / source.CONFIG, made.zip_config)
         copy_tokenizer(place.folder, folder, made.facts, trust_remote_code)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, errors_as
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_OPERATIONS = 1 << 20  # take a second or two to run; a small zip file can hold many more
@@ -99,14 +99,12 @@ def _pickle_in_zip(path: Path) -> bytes:
 def _read_legacy_format(path: Path, data: bytes) -> Any:
     """Returns the object in torch's old format: four pickles with magic number, protocol, system info and object."""
     stream = io.BytesIO(data)
-    try:
+    with errors_as(ConversionError, f"{path.name} is malformed", _PickleError):
         if _read_one_pickle(stream) != _LEGACY_MAGIC:
             raise _PickleError("not a file written by torch.save")
         for _ in range(2):
             _read_one_pickle(stream)
         return _read_one_pickle(stream)
-    except _PickleError as error:
-        raise ConversionError(f"{path.name} is malformed: {error}") from error
 
 
 class _PickleError(Exception):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.converters import source
+from mlx_zip.converters import output, source
 from mlx_zip.converters.conversion import convert, open_base_model
 from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
@@ -23,10 +23,10 @@ from mlx_zip.errors import (
     ConversionError,
     ModelError,
     bare_exceptions_as_value_errors,
-    failure_reason,
+    errors_as,
     first_message_line,
 )
-from mlx_zip.files import atomic_folder, make_private, remove_unfinished, try_lock_folder
+from mlx_zip.files import make_private, remove_unfinished, try_lock_folder
 
 SIZES = {  # of SmolLM2-135M-Instruct's config.json
     "model_type": "llama",
@@ -72,13 +72,11 @@ def make_named(name: str) -> Path:
 
 def _remove_damaged(out: Path) -> None:
     """Removes the damaged folder, file or link at `out`, if any. Raises `ModelError` if the removal fails."""
-    try:
+    with errors_as(ModelError, f"{out} is damaged and cannot be removed"):
         if out.is_symlink() or out.is_file():
             out.unlink()
         elif out.exists():
             shutil.rmtree(out)
-    except OSError as error:
-        raise ModelError(f"{out} is damaged and cannot be removed: {failure_reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -120,16 +118,13 @@ def _quantize_plain(plain: Path, out: Path) -> None:
     """Quantizes the plain model in `plain` to the new folder `out`. Raises `ConversionError` if writing fails."""
     from mlx_lm.utils import load, save
 
-    try:
-        with atomic_folder(out, replace=False) as folder, contextlib.redirect_stdout(sys.stderr):
-            loaded: Any = load(str(plain), lazy=True, return_config=True)
-            model, tokenizer, config = loaded
-            model.set_dtype(DTYPES[named.DTYPE])
-            recipe = QuantizationRecipe(quantize=True, group_size=named.GROUP_SIZE, bits=named.BITS, half=True)
-            model, config = quantize_model(model, config, recipe)
-            save(folder, plain, model, tokenizer, {**config, "torch_dtype": named.DTYPE})
-    except OSError as error:
-        raise ConversionError(f"cannot write {out}: {failure_reason(error)}; nothing was kept") from error
+    with output.new_folder(out) as folder, contextlib.redirect_stdout(sys.stderr):
+        loaded: Any = load(str(plain), lazy=True, return_config=True)
+        model, tokenizer, config = loaded
+        model.set_dtype(DTYPES[named.DTYPE])
+        recipe = QuantizationRecipe(quantize=True, group_size=named.GROUP_SIZE, bits=named.BITS, half=True)
+        model, config = quantize_model(model, config, recipe)
+        save(folder, plain, model, tokenizer, {**config, "torch_dtype": named.DTYPE})
 
 
 def _locate_base() -> tuple[ModelPlace, str]:
@@ -180,9 +175,6 @@ def vocabulary_sha256(folder: Path) -> str:
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
-    try:
-        with bare_exceptions_as_value_errors():
-            vocabulary = Tokenizer.from_file(str(file)).get_vocab()
-    except ValueError as error:
-        raise ConversionError(f"{file} cannot be read: {error}") from error
+    with errors_as(ConversionError, f"{file} cannot be read", ValueError), bare_exceptions_as_value_errors():
+        vocabulary = Tokenizer.from_file(str(file)).get_vocab()
     return hashlib.sha256(json.dumps(sorted(vocabulary, key=vocabulary.__getitem__)).encode()).hexdigest()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlx_zip.converters.lora import Lora, read_lora, to_mlx_adapter
@@ -19,7 +20,7 @@ from mlx_zip.converters.prepared import DTYPES, PreparedModel, tensors_by_name
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
-from mlx_zip.errors import ConversionError, first_message_line
+from mlx_zip.errors import ConversionError, errors_as, failure_reason, first_message_line
 from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes
@@ -76,7 +77,16 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
         refuse_existing(path, flag)
         raise
     except OSError as error:
-        raise ConversionError(f"cannot write {path}: {error.strerror or error}; nothing was kept") from error
+        raise ConversionError(f"cannot write {path}: {failure_reason(error)}; nothing was kept") from error
+
+
+def take_weights(model: nn.Module) -> tuple[dict[str, mx.array], int]:
+    """Returns the model's tensors by name and its number of parameters; the model no longer holds its tensors."""
+    from mlx_lm.utils import get_total_parameters
+
+    weights, parameters = tensors_by_name(model), get_total_parameters(model)
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+    return weights, parameters
 
 
 def write_model(
@@ -147,12 +157,8 @@ def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bo
 
     progress: whether to draw a bar on a terminal. Raises `ConversionError` if the folder cannot be written.
     """
-    from mlx_lm.utils import get_total_parameters
-
-    model, config = prepared.model, prepared.config
-    weights = tensors_by_name(model)
-    parameters = get_total_parameters(model)
-    model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # now only `weights` holds the arrays
+    config = prepared.config
+    weights, parameters = take_weights(prepared.model)
     prints = SideFingerprints()
     with new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
 
@@ -173,15 +179,14 @@ def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bo
             _write_adapter_files(folder / ADAPTERS, prepared.kept, None)
 
 
-def write_adapter(out: Path, place: ModelPlace, dtype: str | None, progress: bool) -> None:
+def write_adapter(out: Path, place: ModelPlace, dtype: str | None) -> None:
     """Writes the PEFT LoRA adapter at `place` to the new folder `out` as an mlx-lm adapter.
 
     dtype: name of the type to cast to, None for the adapter's own. Raises `ConversionError` if it cannot be converted.
     """
     lora = read_lora(place.folder)
-    with new_folder(out) as folder, ProgressBar(1, "tensor", "Writing", shown=progress) as step:
+    with new_folder(out) as folder:
         _write_adapter_files(folder, lora, DTYPES[dtype] if dtype else None)
-        step()
 
 
 def _write_adapter_files(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
@@ -198,10 +203,8 @@ def check_repository(name: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with errors_as(ConversionError, f"--upload-repo {name!r} is not a hub id", HFValidationError):
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_message_line(error)}") from error
     if not name:
         raise ConversionError("--upload-repo is empty; name a hub id, owner/name")
 

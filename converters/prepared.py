@@ -20,7 +20,7 @@ from mlx_zip.converters.meta_pt import encoder_overrides
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import FLOATS, StoredTensor, Table, list_some_names, load_lazily, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, errors_as
 from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
 from mlx_zip.models.model_folder import ModelArgs
@@ -229,10 +229,8 @@ def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
     from mlx_lm.utils import load_model
 
     read_model_files(place.folder)
-    try:
+    with errors_as(ConversionError, f"{place.name} cannot be loaded", ValueError):
         return load_model(place.folder, lazy=True)
-    except ValueError as error:
-        raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
 
 
 # ---- matching a checkpoint's tensor names to the model's names; no name may be left over on either side
@@ -321,19 +319,27 @@ def check_tensors(found: Table, expected: Shapes, what: str) -> None:
 
     what: the part of the model, for the message.
     """
-    problems = []
-    if unknown := found.keys() - expected.keys():
-        problems.append(f"unknown: {list_some_names(unknown)}")
-    if missing := expected.keys() - found.keys():
-        problems.append(f"missing: {list_some_names(missing)}")
-    both = found.keys() & expected.keys()
-    if wrong := [n for n in both if found[n].shape != expected[n]]:
-        shapes = (f"{n} {list(found[n].shape)} instead of {list(expected[n])}" for n in wrong)
-        problems.append(f"misshapen: {list_some_names(shapes)}")
-    if problems:
+    if problems := find_mismatches({name: (name, one.shape) for name, one in found.items()}, expected):
         raise ConversionError(f"{what} tensors do not match the config; {'; '.join(problems)}")
-    if odd := [f"{n} {found[n].dtype}" for n in both if found[n].dtype not in FLOATS]:
+    if odd := [f"{name} {one.dtype}" for name, one in found.items() if one.dtype not in FLOATS]:
         raise ConversionError(f"{what} tensors that are not {', '.join(FLOATS)}: {list_some_names(odd)}")
+
+
+def find_mismatches(found: Mapping[str, tuple[str, tuple[int, ...]]], expected: Shapes) -> list[str]:
+    """Returns, for a message, which tensors are unknown, missing or misshapen: one text for each kind of mismatch.
+
+    found: name and shape of each tensor in its file, by the model's name for it. expected: shapes by the model's names.
+    """
+    problems = {
+        "unknown": [name for ours, (name, _) in found.items() if ours not in expected],
+        "missing": expected.keys() - found.keys(),
+        "misshapen": [
+            f"{name} {list(shape)} instead of {list(expected[ours])}"
+            for ours, (name, shape) in found.items()
+            if ours in expected and shape != expected[ours]
+        ],
+    }
+    return [f"{problem}: {list_some_names(names)}" for problem, names in problems.items() if names]
 
 
 def _model_card(source: ModelPlace, base: ModelPlace, version: str) -> str:

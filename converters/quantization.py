@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_zip.config import SIDES
 from mlx_zip.converters.tensors import list_some_names
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, errors_as
 
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx_lm.convert.QUANT_RECIPES
@@ -90,7 +90,7 @@ def quantize_model(
         raise ConversionError("the model is quantized already; dequantize it first (mlx_zip convert -d)")
     left_out = _check_widths(model, recipe)
     before = {path: module.weight for path, module in model.named_modules() if recipe.half and "weight" in module}
-    try:
+    with errors_as(ConversionError, "cannot quantize as asked", ValueError):  # MLX's, on bits, group size and mode
         quantized, config = utils.quantize_model(
             model,
             config,
@@ -99,8 +99,6 @@ def quantize_model(
             recipe.mode,
             quant_predicate=_quantizable_layers(model, recipe),
         )
-    except ValueError as error:  # MLX's message on bits, group size and mode
-        raise ConversionError(f"cannot quantize as asked: {error}") from error
     if not any(hasattr(module, "scales") for _, module in quantized.named_modules()):
         raise ConversionError("-q would quantize nothing: quant_predicate refuses every layer")
     for path, module in quantized.named_modules():

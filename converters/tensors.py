@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from mlx_zip.errors import ConversionError, DataError, failure_reason
+from mlx_zip.errors import ConversionError, DataError, errors_as, failure_reason
 from mlx_zip.files import check_regular_file, refuse_json_constant
 
 FLOATS = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
@@ -34,11 +34,9 @@ Table = dict[str, StoredTensor]
 
 def read_json(path: Path) -> Any:
     """Reads a JSON file. Raises `ConversionError` if it is invalid JSON, contains NaN or gives a key twice."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return parse_json(file.read(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConversionError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    with errors_as(ConversionError, f"cannot read {path}", OSError, UnicodeDecodeError):
+        text = path.read_text(encoding="utf-8")
+    return parse_json(text, str(path))
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
@@ -50,10 +48,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
             raise ValueError("a key is given twice")
         return found
 
-    try:
+    with errors_as(ConversionError, f"{where} is not valid JSON", ValueError, RecursionError):
         return json.loads(text, parse_constant=refuse_json_constant, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{where} is not valid JSON: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -129,10 +125,8 @@ def load_lazily(table: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
     arrays = {}
     for name, tensor in table.items():
         if tensor.path not in files:
-            try:
+            with errors_as(ConversionError, f"{tensor.path} cannot be read", RuntimeError, ValueError):
                 files[tensor.path] = mx.load(str(tensor.path))
-            except (RuntimeError, ValueError) as error:
-                raise ConversionError(f"{tensor.path} cannot be read: {error}") from error
         arrays[name] = files[tensor.path][tensor.key]
     return arrays
 

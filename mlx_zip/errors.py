@@ -99,6 +99,19 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
+@contextmanager
+def errors_as(raised: type[MlxZipError], begin: str, *caught: type[Exception], end: str = "") -> Iterator[None]:
+    """Context manager: turns an error of the classes `caught` (none given: `OSError`) into an error of class `raised`.
+
+    The message is `begin`, a colon, the reason (see `failure_reason`) and `end`.
+    """
+    kinds = caught or (OSError,)
+    try:
+        yield
+    except kinds as error:
+        raise raised(f"{begin}: {failure_reason(error)}{end}") from error
+
+
 def first_message_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or the name of the error's class if the message is empty.
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from mlx_zip.apps.chat import search
 from mlx_zip.apps.chat.schema import (
     APPLICATION_ID,
-    MIGRATIONS,
     TABLES,
-    migrate,
+    VERSION,
+    make_tables,
     rebuild_indexes,
     schema_version,
     transaction,
@@ -80,7 +80,7 @@ def connect(name: str) -> sqlite3.Connection:
 def open_in_memory() -> OpenedFile:
     """Returns an empty database in memory, which is lost when it is closed."""
     db = connect(":memory:")
-    migrate(db)
+    make_tables(db)
     return OpenedFile(db, True, None, None)
 
 
@@ -93,7 +93,7 @@ def copy_to_memory(path: Path) -> sqlite3.Connection:
             filled = connect(":memory:")
             try:
                 source.backup(filled)
-                migrate(filled)
+                make_tables(filled)
             except BaseException:
                 filled.close()
                 raise
@@ -106,7 +106,7 @@ def open_file(path: Path) -> OpenedFile:
 
     A damaged file, or a file of another program, is renamed and replaced by an empty database; the result's `note` says
     so. Raises `UnwritableError` if the disk cannot be written. Raises `StoreError` if the file cannot be opened, if it
-    is damaged and another process uses it, or if a newer version of mlx_zip made it.
+    is damaged and another process uses it, or if another version of mlx_zip made it.
     """
     try:
         check_regular_file(path)
@@ -181,7 +181,7 @@ def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str |
 
 
 def _open_sound(path: Path) -> sqlite3.Connection:
-    """Opens or creates the database file, calls `_check_database`, and migrates the tables to the newest version.
+    """Opens or creates the database file, calls `_check_database`, and makes the tables if there are none.
 
     Raises `ForeignError` if the file is not the app's database, and `sqlite3.Error`.
     """
@@ -195,7 +195,7 @@ def _open_sound(path: Path) -> sqlite3.Connection:
     try:
         _check_database(db, path)
         db.execute("PRAGMA journal_mode = WAL")
-        migrate(db)
+        make_tables(db)
     except BaseException:
         db.close()
         raise
@@ -205,7 +205,7 @@ def _open_sound(path: Path) -> sqlite3.Connection:
 def _check_database(db: sqlite3.Connection, path: Path) -> None:
     """Rebuilds damaged indexes; raises an error if the database at `path` still cannot be used.
 
-    The error is `StoreError` if a newer version of mlx_zip made the database, else `ForeignError`.
+    The error is `StoreError` if another version of mlx_zip made the database, else `ForeignError`.
     """
     try:
         _check_kind(db, path)
@@ -216,13 +216,13 @@ def _check_database(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_kind(db: sqlite3.Connection, path: Path) -> None:
-    """Raises `ForeignError` if the database is another program's or lacks tables, `StoreError` if it is too new."""
+    """Raises `ForeignError` if the database is another program's or lacks tables, `StoreError` if another version."""
     tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise ForeignError("it is the database of another program")
-    if (version := schema_version(db)) > len(MIGRATIONS):
-        raise StoreError(f"{path}: it has version {version}, of a newer mlx_zip; this one knows {len(MIGRATIONS)}")
-    if tables and (version < 1 or not tables >= TABLES):
+    if (version := schema_version(db)) not in (0, VERSION):
+        raise StoreError(f"{path}: it has version {version}, of another mlx_zip; this one knows {VERSION}")
+    if tables and not (version and tables >= TABLES):
         raise ForeignError("it is damaged: tables are missing")
 
 

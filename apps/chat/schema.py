@@ -1,10 +1,10 @@
-"""The database's tables, and the migrations from earlier versions."""
+"""The database's tables."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -12,10 +12,12 @@ Some = TypeVar("Some")
 
 APPLICATION_ID = 0x6D7A6368  # stored in the file's header: identifies the file as a database of this app
 
-_VERSION_1 = (
+VERSION = 2  # of the tables; stored in the file's header
+_STATEMENTS = (
     """CREATE TABLE conversations (
     id TEXT PRIMARY KEY, title TEXT NOT NULL, created REAL NOT NULL, updated REAL NOT NULL, model TEXT,
-    system TEXT NOT NULL, packs TEXT NOT NULL, sampling TEXT NOT NULL, draft TEXT NOT NULL, leaf TEXT)""",
+    system TEXT NOT NULL, packs TEXT NOT NULL, sampling TEXT NOT NULL, draft TEXT NOT NULL, leaf TEXT,
+    pinned INTEGER NOT NULL DEFAULT 0, folder TEXT NOT NULL DEFAULT '')""",
     """CREATE TABLE messages (
     n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
     conversation TEXT NOT NULL REFERENCES conversations(id) ON DELETE CASCADE,
@@ -37,15 +39,7 @@ _VERSION_1 = (
     INSERT INTO words (words, rowid, text) SELECT 'delete', old.n, old.text WHERE old.state <> 'running';
     INSERT INTO words (rowid, text) SELECT new.n, new.text WHERE new.state <> 'running'; END""",
 )
-TABLES = frozenset({"conversations", "messages", "pieces", "words"})  # tables of every version
-_VERSION_2 = (
-    "ALTER TABLE conversations ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE conversations ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
-)
-MIGRATIONS: tuple[Sequence[str], ...] = (
-    _VERSION_1,
-    _VERSION_2,
-)  # [i]: statements that migrate version i to i + 1
+TABLES = frozenset({"conversations", "messages", "pieces", "words"})
 
 
 @contextmanager
@@ -74,16 +68,17 @@ def schema_version(db: sqlite3.Connection) -> int:
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
-def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> None:
-    """Migrates a database to the newest version in one transaction. Raises `sqlite3.Error`."""
-    if schema_version(db) >= len(migrations):
+def make_tables(db: sqlite3.Connection) -> None:
+    """Makes the tables of an empty database in one transaction; changes no other. Raises `sqlite3.Error`."""
+    if schema_version(db):
         return
     with transaction(db):
-        for statements in migrations[schema_version(db) :]:  # read again: another process may have migrated it
-            for statement in statements:
-                db.execute(statement)
+        if schema_version(db):  # another process has made them
+            return
+        for statement in _STATEMENTS:
+            db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {len(migrations)}")
+        db.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def rebuild_indexes(db: sqlite3.Connection) -> None:

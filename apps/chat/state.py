@@ -16,7 +16,7 @@ from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.running_answers import failure_frame
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.core import Core, NamedPacks
+from mlx_zip.server.core import Core
 from mlx_zip.server.http import event_bytes, json_response, read_body, stream_response, with_body_class
 from mlx_zip.text.prompts import encode_text
 
@@ -37,7 +37,6 @@ class Settings:
 def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
     """Returns the routes of the app's state, of opening a model and of finding a pack."""
     core = models.main
-    packs = NamedPacks(core.options.packs, core.options.pack)
 
     async def state(request: Request) -> Response:
         """Shows the app's models, packs, storage and defaults."""
@@ -63,7 +62,9 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
         """Says how many ids a prompt is read as, and with which pack it is read as the fewest."""
         body = await read_body(request, core, FitBody)
         return json_response(
-            await core.run_in_thread(_find_best_pack, core, body.text[:MOST_FITTED], packs.resolve(body.packs))
+            await core.run_in_thread(
+                _find_best_pack, core, body.text[:MOST_FITTED], core.named_packs.resolve(body.packs)
+            )
         )
 
     return [

@@ -58,13 +58,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", metavar="FILE", type=Path, help="with --check: write what was found to a JSON file")
     args = parser.parse_args(argv)
     if args.check:
-        return _check_records([args.macos] if args.macos else list(SYSTEMS), args.python, args.record)
+        return _check_requirements([args.macos] if args.macos else list(SYSTEMS), args.python, args.record)
     if sys.platform != "darwin":
         parser.error("an app for macOS is built on a Mac; --check works everywhere")
-    return _build(args.macos or newest_record(platform.mac_ver()[0]))
+    return _build(args.macos or newest_usable_system(platform.mac_ver()[0]))
 
 
-def newest_record(system: str) -> str:
+def newest_usable_system(system: str) -> str:
     """Returns the newest of `SYSTEMS` up to macOS version `system`. Raises `SystemExit` if all of `SYSTEMS` are newer.
 
     A Python built for an older macOS reports macOS 26 as version 16 (python/cpython#135675), so 16 counts as 26.
@@ -111,7 +111,7 @@ def make_wheels(macos: str, folder: Path, *sources: str) -> None:
 # ---- checking
 
 
-def _check_records(systems: list[str], python: str, record: Path | None) -> int:
+def _check_requirements(systems: list[str], python: str, record: Path | None) -> int:
     """Resolves the app's requirements for each macOS and prints the wheels; returns 1 if one cannot be resolved."""
     answers, failed = {}, 0
     with tempfile.TemporaryDirectory() as folder:

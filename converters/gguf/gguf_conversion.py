@@ -14,14 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 
 import mlx_zip
 from mlx_zip.converters import output
 from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, read_config, row_order, tensor_names
 from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, GgufTensor, dequantizer, read_gguf
 from mlx_zip.converters.output import LazyTensor
-from mlx_zip.converters.prepared import DTYPES, tensors_by_name
+from mlx_zip.converters.prepared import DTYPES, find_mismatches, tensors_by_name
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import list_some_names
@@ -107,14 +106,7 @@ def _build_checked_model(source: _GgufSource) -> nn.Module:
     if hasattr(model, "sanitize"):
         model.sanitize(dict.fromkeys(tensors))  # drops the head of a tied Gemma 3
     expected = {name: tuple(array.shape) for name, array in tensors_by_name(model).items()}
-    problems = []
-    if unknown := tensors.keys() - expected.keys():
-        problems.append(f"unknown: {list_some_names(tensors[name].name for name in unknown)}")
-    if missing := expected.keys() - tensors.keys():
-        problems.append(f"missing: {list_some_names(missing)}")
-    if wrong := [name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name]]:
-        shapes = (f"{tensors[n].name} {list(tensors[n].shape)} instead of {list(expected[n])}" for n in wrong)
-        problems.append(f"misshapen: {list_some_names(shapes)}")
+    problems = find_mismatches({name: (one.name, one.shape) for name, one in tensors.items()}, expected)
     if packed := [t.name for t in tensors.values() if len(t.shape) == 1 and t.kind.name not in DENSE]:
         problems.append(f"vectors in a packed type: {list_some_names(packed)}")
     if problems:
@@ -206,11 +198,8 @@ class _Quantized:
 def _write_folder(
     out: Path, source: _GgufSource, model: nn.Module, weights: dict[str, LazyTensor], progress: bool
 ) -> None:
-    from mlx_lm.utils import get_total_parameters
-
     config, tokenizer = source.config, source.tokenizer
-    parameters = get_total_parameters(model)
-    model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+    parameters = output.take_weights(model)[1]
     with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
         output.write_model(folder, weights, parameters, lambda *_: step())
         write_json(folder / "config.json", config)

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.converters.tensors import list_some_names
-from mlx_zip.errors import ConversionError, missing_library_error
+from mlx_zip.errors import ConversionError, errors_as, missing_library_error
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 100_000_000  # metadata and tensor list; the largest known files need 20 MB
@@ -60,11 +60,8 @@ _U32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
 def is_gguf(path: Path) -> bool:
     """Returns whether a file begins with the magic bytes of GGUF. Raises `ConversionError` if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == MAGIC
-    except OSError as error:
-        raise ConversionError(f"cannot read {path}: {error.strerror}") from error
+    with errors_as(ConversionError, f"cannot read {path}"), open(path, "rb") as file:
+        return file.read(4) == MAGIC
 
 
 @dataclass(frozen=True)
@@ -193,13 +190,10 @@ def read_gguf(path: Path) -> GgufFile:
     Checks every length, type and string. Checks also that no key or tensor name occurs twice, and that the tensors lie
     one after another and fill the file.
     """
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < 24 or file.read(4) != MAGIC:
-                raise ConversionError(f"{path} is no GGUF file, or its beginning is missing")
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    with errors_as(ConversionError, f"cannot read {path}", OSError, ValueError), open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < 24 or file.read(4) != MAGIC:
+            raise ConversionError(f"{path} is no GGUF file, or its beginning is missing")
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return _Reader(path, data).read()
 
 

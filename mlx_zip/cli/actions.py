@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, GenerationError
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
 TOKENIZER_HELP = (
@@ -86,6 +87,16 @@ def open_first_stage(name: str) -> Any:
     if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
         return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
     return open_tokenizer(path)
+
+
+def read_standard_input() -> str:
+    """Returns the text on standard input. Raises `GenerationError` if standard input is closed or not UTF-8."""
+    if sys.stdin is None:
+        raise GenerationError("standard input is closed")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise GenerationError(f"standard input is not valid UTF-8 at byte {error.start}") from error
 
 
 def writable_path(

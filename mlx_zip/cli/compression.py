@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_zip.cli.actions import read_standard_input
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.files import read_json_object
 from mlx_zip.named import resolve_model_name
@@ -117,11 +117,8 @@ def read_text(file: str) -> str:
 
     Raises `GenerationError` if the text cannot be read, is empty or is not UTF-8.
     """
-    if file == "-" and sys.stdin is None:
-        raise GenerationError("standard input is closed")
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        text = data.decode("utf-8")
+        text = read_standard_input() if file == "-" else Path(file).read_bytes().decode("utf-8")
     except OSError as error:
         raise GenerationError(f"{file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -18,7 +18,15 @@ from mlx_zip.arguments import parse_json_map
 from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
-from mlx_zip.cli.generation_flags import REFUSED, SAMPLING_FLAGS, add_arguments, check_kv_size, check_model_flag
+from mlx_zip.cli.actions import read_standard_input
+from mlx_zip.cli.generation_flags import (
+    REFUSED,
+    SAMPLING_FLAGS,
+    add_arguments,
+    check_kv_size,
+    check_model_flag,
+    refuse_flags,
+)
 from mlx_zip.cli.serving.opening import pack_options, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
@@ -213,9 +221,7 @@ def _check_machines(args: argparse.Namespace, group: Any) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used here or --model is empty."""
-    for name, reason in REFUSED.items():
-        if getattr(args, name) is not None and getattr(args, name) is not False:
-            raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
+    refuse_flags(args, REFUSED, "mlx_lm.generate")
     check_model_flag(args)
 
 
@@ -251,7 +257,7 @@ def _choose_bundled_model(args: argparse.Namespace) -> None:
 
 
 def print_responses(
-    responses: Any, args: argparse.Namespace, out: TextIO, store: Any = None, codebook: dict[str, Any] | None = None
+    responses: Any, args: argparse.Namespace, out: TextIO, store: Any, codebook: dict[str, Any] | None
 ) -> int:
     """Prints each response's text as it arrives, then the figures; returns 0, or 130 after Ctrl-C.
 
@@ -307,12 +313,7 @@ def read_prompt(prompt: str) -> str:
     """
     prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
     if prompt == "-":
-        if sys.stdin is None:
-            raise GenerationError("standard input is closed")
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise GenerationError(f"standard input is not valid UTF-8 at byte {error.start}") from error
+        prompt = read_standard_input()
     if not prompt:
         raise GenerationError("the prompt is empty: give text with --prompt, or - to read standard input")
     return prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
@@ -266,6 +267,16 @@ def check_model_flag(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if --model is empty."""
     if args.model == "":
         raise GenerationError("no model: --model is empty")
+
+
+def refuse_flags(args: argparse.Namespace, reasons: Mapping[str, str], origin: str) -> None:
+    """Raises `GenerationError` if a flag is given that cannot work here.
+
+    reasons: name of such a flag -> why. origin: command of mlx-lm that has the flags.
+    """
+    for name, reason in reasons.items():
+        if getattr(args, name) is not None and getattr(args, name) is not False:
+            raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; {origin} has it")
 
 
 class _MarkGiven(argparse.Action):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,16 @@ def make_sources(args: argparse.Namespace) -> tuple[Any, ...]:
     _check_data_set_flags(args)
     columns = dict(parse_column(text) for text in args.columns)
     return (Source(tuple(args.data), 1.0, args.separator, columns, tuple(args.subset), args.split or "train"),)
+
+
+def make_similar_source(names: Sequence[str], like: Any) -> Any:
+    """Returns texts as a source with the separator, columns, subsets and split of the source `like`.
+
+    names: files, folders or data sets. Raises `DataError` if one of them does not exist.
+    """
+    source = replace(like, data=tuple(names), share=1.0, revision=None)
+    source.check()
+    return source
 
 
 def _check_data_set_flags(args: argparse.Namespace) -> None:

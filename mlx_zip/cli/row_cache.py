@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, errors_as
 from mlx_zip.progress import pluralize
 
 ENVIRONMENT = "MLX_ZIP_ROW_CACHE"
@@ -42,18 +42,16 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
     from mlx_zip.models.rows.row_folder import purge_row_folder
 
-    folder = _row_cache_folder(args.folder)
+    folder = chosen_folder(args.folder)
     if folder is None:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
-    try:
+    with errors_as(GenerationError, str(folder)):
         if args.action == "purge":
             count, size = purge_row_folder(folder)
             print(f"removed: {_count_and_size(count, size)}")
         else:
             files = list_row_files(folder)
             print(_count_and_size(len(files), sum_disk_usage(files)))
-    except OSError as error:
-        raise GenerationError(f"{folder}: {error.strerror or error}") from error
     return 0
 
 
@@ -81,14 +79,14 @@ def open_store(args: argparse.Namespace) -> Any:
     """Returns the `RowStore` set by flags; it keeps rows in memory, and on disk if --row-cache names a folder."""
     from mlx_zip.models.rows.row_store import FOLDER_BYTES, RowStore
 
-    return RowStore(_row_cache_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
+    return RowStore(chosen_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
 
 
-def _row_cache_folder(given: str | None) -> Path | None:
-    """Returns the folder of stored rows, None for "off". given: a flag's value, None for $MLX_ZIP_ROW_CACHE."""
+def chosen_folder(given: str | None, variable: str = ENVIRONMENT) -> Path | None:
+    """Returns the folder to keep files in, None for "off". given: a flag's value, None for that of `variable`."""
     from mlx_zip.files import expand_home
 
-    name = os.environ.get(ENVIRONMENT, OFF) if given is None else given
+    name = os.environ.get(variable, OFF) if given is None else given
     return None if name in (OFF, "") else expand_home(name)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mlx_zip.cli.actions import escape_unprintable
-from mlx_zip.errors import GenerationError, failure_reason
+from mlx_zip.errors import GenerationError, errors_as, failure_reason
 from mlx_zip.progress import pluralize
 
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.files import expand_home
 
     folder = expand_home(args.folder)
-    try:
+    with errors_as(GenerationError, str(folder)):
         if args.action == "purge":
             from mlx_zip.engine.sessions.folder import purge_session_folder
 
@@ -35,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"removed: {pluralize(count, 'file')}, {size} bytes")
         else:
             _print_sessions(folder)
-    except OSError as error:
-        raise GenerationError(f"{folder}: {error.strerror or error}") from error
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import suggest_nearest
-from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import expand_home
 from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_names
 from mlx_zip.training.settings import (
@@ -19,24 +19,25 @@ from mlx_zip.training.settings import (
     ENGINES,
     SAVE_DTYPES,
     SAVES,
+    TYPE_WORDS,
     VALID_SHARE,
     EncoderOptions,
     RunOptions,
     TrainSettings,
+    has_kind,
     help_text,
 )
 
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run -> exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
-_KINDS: dict[str, type | tuple[type, ...]] = {  # flag that is not a setting -> types of its value in YAML
-    **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), str),
-    **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file", "engine", "init_from"), str),
-    **dict.fromkeys(("plot", "canonical", "mask_prompt"), bool),
-    "max_seq_length": int,
-    "valid_share": (int, float),
+_KINDS = {  # flag that is not a setting -> kind of its value in YAML, a key of `VALUE_TYPES`
+    **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), "str"),
+    **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file", "engine", "init_from"), "str"),
+    **dict.fromkeys(("plot", "canonical", "mask_prompt"), "bool"),
+    "max_seq_length": "int",
+    "valid_share": "float",
 }
 _FOLDERS = ("data", "valid")
-_WORDS: dict[Any, str] = {str: "text", bool: "true or false", int: "a whole number", (int, float): "a number"}
 _TYPES = {"int": int, "int | None": int, "float": float, "str": str}
 ENCODER_FLAGS = {  # field of EncoderOptions -> name of its flag
     "kind": "encoder",
@@ -217,10 +218,8 @@ def _read_config(path: str | None) -> dict[str, Any]:
         return {}
     from mlx_zip.training.yaml_file import read_yaml
 
-    try:
+    with errors_as(TrainingError, f"--config {path} cannot be read", OSError, ValueError):
         values = read_yaml(expand_home(path)) or {}
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"--config {path} cannot be read: {failure_reason(error)}") from error
     if not isinstance(values, dict):
         raise TrainingError(f"--config {path} holds no settings")
     known = {*_SETTINGS, *ENCODER_FLAGS.values(), *_KINDS, *_FOLDERS, *MLX_LM_NAMES}
@@ -240,10 +239,8 @@ def _check_value(path: str, name: str, value: Any) -> Any:
     if name in _FOLDERS:
         if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
             raise TrainingError(f"--config {path}: {name} must be names of folders, got {value!r}")
-    elif name in _KINDS and (
-        not isinstance(value, _KINDS[name]) or (isinstance(value, bool) and _KINDS[name] is not bool)
-    ):
-        raise TrainingError(f"--config {path}: {name} must be {_WORDS[_KINDS[name]]}, got {value!r}")
+    elif name in _KINDS and not has_kind(value, _KINDS[name]):
+        raise TrainingError(f"--config {path}: {name} must be {TYPE_WORDS[_KINDS[name]]}, got {value!r}")
     if name == "compile" and isinstance(value, bool):
         return "on" if value else "off"
     if _SETTINGS.get(name) != "float" or not isinstance(value, str):

@@ -20,13 +20,21 @@ from typing import Any, TypeVar
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
 from mlx_zip.engine.submissions import prediction_error
-from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError
+from mlx_zip.errors import (
+    EngineBusyError,
+    EngineStoppedError,
+    GenerationError,
+    MlxZipError,
+    PromptTooLongError,
+    errors_as,
+)
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
 from mlx_zip.server.answers.answer_deltas import AnswerDeltas, mask_letters_and_digits
 from mlx_zip.server.answers.constraint import make_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
+from mlx_zip.server.errors import RequestError
 from mlx_zip.server.options import Options
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_size
 from mlx_zip.text.prompts import Chat, check_unicode, encode_prompt
@@ -66,7 +74,7 @@ class Core:
     """Answers turns with an engine. Call all methods from one event loop; the engine may run in other threads.
 
     Attributes: `model`, name of the model in answers; `created`, start of the server in seconds since 1970; `tokens`,
-    texts of ids.
+    texts of ids; `named_packs`, the packs that requests can choose.
     """
 
     def __init__(self, engine: Engine, options: Options | None = None) -> None:
@@ -78,7 +86,7 @@ class Core:
         self.on_done: list[Callable[[Done], None]] = []  # called with the `Done` of each answer
         self.tokens = TokenTexts(engine.tokenizer)
         self._reported: set[str] = set()
-        self._packs = NamedPacks(self.options.packs, self.options.pack)
+        self.named_packs = NamedPacks(self.options.packs, self.options.pack)
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="mlx_zip-server")
         self._long_prompts_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
@@ -155,7 +163,7 @@ class Core:
         def work(check: Check) -> list[PromptId]:
             check()
             found = []
-            for one in self.engine.prompt_ids(base_ids, turn.logprobs or 0, self._packs.resolve(turn.pack)):
+            for one in self.engine.prompt_ids(base_ids, turn.logprobs or 0, self.named_packs.resolve(turn.pack)):
                 check()
                 found.append(one)
             return found
@@ -174,9 +182,25 @@ class Core:
         if prompts:
             await self.run_in_thread(self._texts.check_request_size, size, prompts)
 
+    def check_model(self, name: str) -> None:
+        """Raises `RequestError` with status 404 unless `name` is the served model or "default_model", as in mlx-lm."""
+        if name not in (self.model, "default_model"):
+            message = f"there is no model {name!r}; this server has {self.model!r} alone"
+            raise RequestError(404, message, "model_not_found", "model")
+
+    def answer_max_tokens(self, given: int | None, tools: bool = False) -> int:
+        """Returns the maximum number of base tokens of an answer; -1: the rest of the context.
+
+        given: the request's own maximum. tools: whether the request has tools, or is one for OpenAI's Responses.
+        """
+        if given is not None:
+            return given
+        long = tools and self.engine.info.context is not None  # without a context length it might not end
+        return self.options.max_tokens_with_tools if long else self.options.max_tokens
+
     async def packs(self) -> list[PackInfo]:
         """Returns the packs that a `Turn` can name."""
-        return await self.run_in_thread(self._packs.pack_infos, self.engine)
+        return await self.run_in_thread(self.named_packs.pack_infos, self.engine)
 
     async def ceiling(self) -> Ceiling | None:
         """Returns the upper bound of the model's speed on this machine; see `Engine.ceiling`."""
@@ -202,7 +226,7 @@ class Core:
             sampling={**self.options.sampling, **turn.sampling},
             top_logprobs=turn.logprobs,
             constraint=make_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
-            pack=self._packs.resolve(turn.pack),
+            pack=self.named_packs.resolve(turn.pack),
             show=turn.show,
             prediction=prediction,
         )
@@ -411,7 +435,7 @@ class PackInfo:
 class NamedPacks:
     """Packs by name, for any thread. packs: name -> path or `Pack`. default: pack of requests that name none."""
 
-    def __init__(self, packs: Mapping[str, Any], default: Any = None) -> None:
+    def __init__(self, packs: Mapping[str, Any], default: Any) -> None:
         self._packs, self._default = packs, default
         self._merged = lru_cache(_MOST_MERGED_PACKS)(self._merge)
 
@@ -430,10 +454,8 @@ class NamedPacks:
         return self._merged(several)
 
     def _merge(self, names: tuple[str, ...]) -> Pack:
-        try:
+        with errors_as(GenerationError, f"pack: {' and '.join(names)}", MlxZipError):
             return merge_packs([as_pack(self._packs[name]) for name in names])
-        except MlxZipError as error:
-            raise GenerationError(f"pack: {' and '.join(names)}: {error}") from error
 
     def pack_infos(self, engine: Engine) -> list[PackInfo]:
         """Returns one `PackInfo` per pack, which says whether requests to `engine` can use the pack."""

@@ -9,6 +9,7 @@ is an error if a call is forced; otherwise it is left out of the prompt and name
 from __future__ import annotations
 
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -29,7 +30,12 @@ from mlx_zip.errors import GenerationError
 Some = TypeVar("Some", bound=BaseModel)
 Item = TypeVar("Item")
 MOST_IN_LIST = 10_000
+MOST_STOPS = 32
+MOST_TOKENS = (1 << 31) - 1
 Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # reports only the first wrong item
+NonEmptyText = Annotated[str, Field(min_length=1)]
+Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Stops = Annotated[Many[NonEmptyText], Field(max_length=MOST_STOPS)]
 
 
 def _check_are_names(given: Any) -> Any:
@@ -40,7 +46,7 @@ def _check_are_names(given: Any) -> Any:
 
 
 PackNames = Annotated[
-    Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=16)],
+    NonEmptyText | Annotated[list[str], Field(min_length=1, max_length=16)],
     BeforeValidator(_check_are_names),
 ]
 
@@ -197,10 +203,10 @@ def parse_arguments(text: str, param: str) -> dict[str, Any]:
     return value
 
 
-def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None:
+def check_tools(names: Sequence[str], choice: str) -> None:
     """Raises `BodyError` if two tools have the same name or no tool fits `choice`, a value of `Turn.tool_choice`."""
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise BodyError(f"there are two tools named {twice[0]!r}", param)
+        raise BodyError(f"there are two tools named {twice[0]!r}", "tools")
     if choice == "required" and not names:
         raise BodyError("a tool must be called, but no tools are given", "tool_choice")
     if choice not in ("auto", "none", "required", *names):
@@ -241,6 +247,11 @@ def thinking_options(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def new_id(prefix: str) -> str:
+    """Returns a new random id such as "resp_5f3a..."."""
+    return f"{prefix}_{secrets.token_hex(24)}"
 
 
 def _describe_fault(fault: Any) -> str:

@@ -17,8 +17,15 @@ class VendorFields(Body):
     tokens: bool = False
 
 
-def vendor_figures(counts: Counts) -> dict[str, Any]:
-    """Returns the figures of one answer as JSON; their meanings and units are those of `Counts`."""
+def vendor_json(done: Done, counts: Counts | None = None) -> dict[str, Any]:
+    """Returns the field `mlx_zip` of an answer: its figures, as in `Counts`, and `vendor_notes`.
+
+    counts: counts of all answers of the response together, None for those of `done`.
+    """
+    return _figures_json(counts or done.counts) | vendor_notes(done)
+
+
+def _figures_json(counts: Counts) -> dict[str, Any]:
     names = ("steps", "hypertokens", "prompt_ids", "entries", "codebook_size", "kv_bytes_saved", "proposed", "accepted")
     times = ("queued_s", "first_id_s", "total_s")
     figures = {name: getattr(counts, name) for name in names}

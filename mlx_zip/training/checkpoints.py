@@ -26,7 +26,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_zip.errors import DataError, TrainingError, failure_reason
+from mlx_zip.errors import DataError, TrainingError, errors_as, failure_reason
 from mlx_zip.files import atomic_folder, check_regular_file, read_json_object, write_json
 from mlx_zip.models.rows.fingerprints import named_arrays
 
@@ -149,11 +149,9 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
     Raises `TrainingError` if the run has no checkpoint, or if the names or shapes of its weights differ.
     """
     path = _find_last_weights(run)
-    try:
+    with errors_as(TrainingError, f"{path} cannot be read", OSError, ValueError, RuntimeError):
         found: Any = mx.load(str(path))
         mx.eval(found)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"{path} cannot be read: {failure_reason(error)}") from error
     wanted = {name: value.shape for name, value in named_arrays(trainee.trainable_parameters())}
     theirs = {name: value.shape for name, value in found.items()}
     if wanted != theirs:
@@ -165,11 +163,8 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
 def hash_trained_weights(run: Path) -> str:
     """Returns the SHA-256 of the file that `load_trained_weights` reads. Raises `TrainingError` if there is none."""
     path = _find_last_weights(run)
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be read: {failure_reason(error)}") from error
+    with errors_as(TrainingError, f"{path} cannot be read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _find_last_weights(run: Path) -> Path:

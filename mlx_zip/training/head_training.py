@@ -1,25 +1,166 @@
-"""Trains a draft head (`mlx_zip train --draft-head`) for a model whose own weights are frozen."""
+"""Trains a draft head (`mlx_zip train --draft-head`), which learns to propose ids that its frozen model would choose.
+
+At every position the head makes `depth` guesses in a row, each from the head's last state and the text's next id. The
+loss of a guess is the cross entropy between the head's and the model's distributions over base ids and entries, not the
+text's next id, because a draft is accepted if the model would choose it. The loss of a position is the mean over the
+depths. The model's soft cap is not applied to a guess's logits, because the cap does not change the order of logits.
+
+The cross entropy does not multiply the two distributions element by element: a guess's mean logit under the model's
+probabilities is the product of the head's state and the mean output row.
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.errors import ModelError, TrainingError, failure_reason
+from mlx_zip.engine.sampling.canonical import MAX_EXCLUDED_SHARE
+from mlx_zip.errors import ModelError, TrainingError, errors_as
 from mlx_zip.files import expand_home
-from mlx_zip.models.draft_head import save_draft_head
+from mlx_zip.models.draft_head import DEPTH, DraftHead, HeadedModel, save_draft_head
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack, pack_in_folder
 from mlx_zip.training.pack_tuning import dequantize
 from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import ADAPTER, RunOptions, TrainSettings
-from mlx_zip.training.steps.head_objective import HeadTrainee
+from mlx_zip.training.steps.batches import Batch
+from mlx_zip.training.steps.forward_pass import encode_rows, run_forward_pass
+from mlx_zip.training.steps.objective import CLOSED_LOGIT, LossWeights, Trainee, make_samples, separate_pack
 from mlx_zip.training.trainer import Trainer
+
+Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class _Taught:
+    """Outputs of the frozen model for a batch, from which the head learns.
+
+    h [B, L, D]: output of the last layer. rows [B, K, D]: output rows of each sample's slots, None for a plain model.
+    mean_row [B, L, D]: mean of all output rows, weighted with the probabilities of their ids. best [B, L]: the
+    likeliest ids, as columns of [base ids | slots].
+    """
+
+    h: mx.array
+    rows: mx.array | None
+    mean_row: mx.array
+    best: mx.array
+
+
+class HeadTrainee(Trainee):
+    """A frozen model and the draft head that is trained.
+
+    size: width inside the head. depth: number of guesses in a row. pack: the pack with tuned rows that samples begin
+    with, or None. Raises `ModelError` if the model cannot have a head.
+    """
+
+    def __init__(self, model: Any, size: int, depth: int = DEPTH, pack: Pack | None = None) -> None:
+        super().__init__(model, LossWeights())
+        model.freeze()
+        self._headed, self._depth, self._pack = HeadedModel(model), depth, pack
+        self._headed.check_logits()
+        self.draft_head = DraftHead(self._headed.width, size)
+
+    @property
+    def embedding_rows(self) -> int:
+        """The number of rows of the model's embedding."""
+        return self._headed.rows
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns the batch with the pack's entries separated from the other entries, see `separate_pack`."""
+        if self._pack is None:
+            return batch
+        pack = len(self._pack.entries)
+        return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, pack, batch.padding))
+
+    def losses(self, arrays: Arrays, long: bool = False) -> Arrays:
+        """Returns sums over the positions that count: `nats`, `count`, and `accepted` outside of training.
+
+        accepted: number of guesses that equal the model's greedy choice, as do all earlier guesses of their position.
+        """
+        taught = self._ask_model(arrays, long)
+        rows, state, length = self._rows_of_next_ids(arrays["targets"], taught.rows), taught.h, taught.h.shape[1]
+        nats, accepted, right = mx.array(0.0), mx.array(0.0), arrays["weights"] >= 0
+        for depth in range(1, min(self._depth, length - 1) + 1):
+            # position t guesses the model's output at position t + depth of the text
+            state = self.draft_head(state[:, : length - depth], rows[:, depth - 1 : -1])
+            parts, weights = self._guess_logits(state, taught.rows, arrays, depth), arrays["weights"][:, depth:]
+            whole = mx.logsumexp(mx.stack([mx.logsumexp(part, axis=-1) for part in parts]), axis=0)
+            mean = (state * taught.mean_row[:, depth:]).sum(axis=-1)
+            nats += ((whole - mean) * weights).sum() / self._depth
+            if not self.training:
+                agrees = mx.argmax(mx.concatenate(parts, axis=-1), axis=-1) == taught.best[:, depth:]
+                right = right[:, : length - depth] & agrees & (weights > 0)
+                accepted += right.sum()
+        sums = {"nats": nats, "count": arrays["weights"][:, 1:].sum()}
+        return sums if self.training else {**sums, "accepted": accepted}
+
+    def _ask_model(self, arrays: Arrays, long: bool) -> _Taught:
+        headed, vocab = self._headed, self._headed.vocab_size
+        h, rows = self._read(arrays, long)
+        logits = headed.base_logits(h)[..., :vocab].astype(mx.float32)
+        if rows is not None:
+            hyper = _close_slots(self.model.cap(h @ rows.swapaxes(-1, -2)), arrays, 0)
+            logits = mx.concatenate([logits, hyper], axis=-1)
+        shares = _exclude_ids(mx.softmax(logits, axis=-1), arrays)
+        mean_row = headed.mean_base_row(shares[..., :vocab])
+        if rows is not None:
+            mean_row += shares[..., vocab:] @ rows
+        still = mx.stop_gradient
+        return _Taught(still(h), None if rows is None else still(rows), still(mean_row), mx.argmax(shares, axis=-1))
+
+    def _read(self, arrays: Arrays, long: bool) -> tuple[mx.array, mx.array | None]:
+        """Returns the last layer's output [B, L, D], and output rows [B, K, D] of slots (None for a plain model)."""
+        if not isinstance(self.model, Model):
+            return self.model.model(arrays["inputs"]), None
+        samples = make_samples(arrays, long)
+        encoded = encode_rows(self.model, samples)
+        if self._pack is not None and self._pack.rows is not None:
+            own = [mx.array(rows.astype(np.float32)) for rows in (self._pack.rows.input, self._pack.rows.output)]
+            encoded = mx.concatenate([own[0], encoded[0]]), mx.concatenate([own[1], encoded[1]])
+        h = run_forward_pass(self.model, samples, encoded).hidden
+        return h, encoded[1][samples.slots].astype(h.dtype)
+
+    def _guess_logits(self, state: mx.array, rows: mx.array | None, arrays: Arrays, depth: int) -> list[mx.array]:
+        """Returns float32 logits [B, L - depth, V] of base ids and, if `rows` are given, [B, L - depth, K] of slots."""
+        base = self._headed.products(state)[..., : self._headed.vocab_size].astype(mx.float32)
+        return [base] if rows is None else [base, _close_slots(state @ rows.swapaxes(-1, -2), arrays, depth)]
+
+    def _rows_of_next_ids(self, targets: mx.array, rows: mx.array | None) -> mx.array:
+        """Returns the output rows [B, L, D] of the ids `targets` [B, L]. rows [B, K, D]: output rows of the slots."""
+        vocab = self._headed.vocab_size
+        base = self._headed.base_rows(mx.minimum(targets, vocab - 1))
+        if rows is None:
+            return base
+        slots = mx.clip(targets - vocab, 0, rows.shape[1] - 1)
+        hyper = mx.take_along_axis(rows, slots[..., None], axis=1)
+        return mx.where((targets < vocab)[..., None], base, hyper.astype(base.dtype))
+
+
+def _close_slots(hyper: mx.array, arrays: Arrays, first: int) -> mx.array:
+    """Returns float32 logits [B, L - first, K] from position `first` on, with `CLOSED_LOGIT` for unavailable slots."""
+    is_open = mx.arange(hyper.shape[-1]) < arrays["available"][:, first:, None]
+    return mx.where(is_open, hyper.astype(mx.float32), CLOSED_LOGIT)
+
+
+def _exclude_ids(shares: mx.array, arrays: Arrays) -> mx.array:
+    """Returns the probabilities `shares` [B, L, W] under canonical decoding; see `sampling.canonical.exclude_ids`."""
+    if "excluded_at" not in arrays:
+        return shares
+    flat = shares.reshape(-1, shares.shape[-1])
+    padded = mx.concatenate([flat, flat[:1]])  # one more position, whose ids the batch's padding excludes
+    left = padded.at[arrays["excluded_at"], arrays["excluded"]].multiply(0.0)[:-1].reshape(shares.shape)
+    whole = left.sum(axis=-1, keepdims=True)
+    return mx.where(whole >= 1 - MAX_EXCLUDED_SHARE, left / whole, shares)
+
+
+# ---- a run
 
 
 class HeadTrainer(Trainer):
@@ -81,11 +222,9 @@ def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: T
     if isinstance(model, Model) and params.start:
         pack = pack_in_folder(folder, model.config.start)
         pack = pack if pack is not None and pack.entries == tuple(params.start) else None
-    try:
+    with errors_as(TrainingError, "--draft-head", ModelError, AttributeError):
         width = model.config.encoder.model_size if isinstance(model, Model) else model.args.hidden_size
         return HeadTrainee(model, settings.head_size or 2 * width, pack=pack)
-    except (ModelError, AttributeError) as error:
-        raise TrainingError(f"--draft-head: {error}") from error
 
 
 def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
@@ -98,9 +237,7 @@ def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
     for place in places:
         if (place / DRAFT_HEAD).exists():
             print(f"{place / DRAFT_HEAD} is replaced", file=sys.stderr)
-        try:
+        with errors_as(TrainingError, f"cannot write {place / DRAFT_HEAD}"):
             save_draft_head(place / DRAFT_HEAD, trainee.draft_head, trainee.embedding_rows)
-        except OSError as error:
-            raise TrainingError(f"cannot write {place / DRAFT_HEAD}: {failure_reason(error)}") from error
     if len(places) == 1:
         print(f"copy {options.out / DRAFT_HEAD} into the model's folder to use it", file=sys.stderr)

@@ -19,8 +19,8 @@ from mlx_zip.device import WiredMemory
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.steps.batches import STOP_SIGNALS
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 StopAsked = Callable[[], int | None]  # returns the stop signal received, or None
 
 
@@ -49,23 +49,21 @@ class TrainingJob(Protocol):
         ...
 
 
-def make_steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
-    """Returns the progress bar of `train_to_step`; without a terminal, it prints only reports. done: steps done."""
-    last = settings.iters if until is None else min(until, settings.iters)
-    return ProgressBar(last, "step", "Training", done, shown=not quiet, interval_s=math.inf)
-
-
 def train_to_step(
-    job: TrainingJob, settings: TrainSettings, bar: ProgressBar, asked: StopAsked, until: int | None = None
+    job: TrainingJob, settings: TrainSettings, asked: StopAsked, quiet: bool, until: int | None = None
 ) -> bool:
     """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
 
     Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
     `iters`, and saves every `save_every` steps. On a Mac, MLX's memory is wired during training. MLX's cached memory is
-    freed after every step. asked: returns the stop signal received, or None. Returns whether a signal ended the run.
+    freed after every step. asked: returns the stop signal received, or None. quiet: show no progress; without a
+    terminal, only reports are shown. Returns whether a signal ended the run.
     """
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
-    with WiredMemory(keep_s=0.0, streams=[mx.default_stream(mx.default_device())]):
+    with (
+        ProgressBar(last, "step", "Training", job.progress.step, shown=not quiet, interval_s=math.inf) as bar,
+        WiredMemory(keep_s=0.0, streams=[mx.default_stream(mx.default_device())]),
+    ):
         while job.progress.step < last and not stopping:
             stopping = job.step(asked() is not None)
             free_cached_memory()
@@ -109,7 +107,7 @@ def catch_stop_signals() -> Iterator[StopAsked]:
         received.append(number)
 
     main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in _STOP_SIGNALS if main and signal.getsignal(number) != signal.SIG_IGN]
+    ours = [number for number in STOP_SIGNALS if main and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, ask) for number in ours}
     try:
         yield lambda: received[0] if received else None

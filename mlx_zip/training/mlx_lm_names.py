@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_zip.errors import TrainingError
+from mlx_zip.training.settings import TrainSettings
 
 Values = dict[str, Any]
 
@@ -51,11 +52,11 @@ _LORA_NAMES = {"rank": "lora_rank", "scale": "lora_scale", "dropout": "lora_drop
 _SCHEDULE_KEYS = {"name", "warmup", "warmup_init", "arguments"}
 
 
-def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
+def translate_names(values: Mapping[str, Any]) -> Values:
     """Returns the settings under mlx_zip's names. Keeps names that mlx-lm does not have; drops values of None.
 
-    iters: number of steps of the run if `values` has no `iters`. Raises `TrainingError` if a setting has no counterpart
-    in mlx_zip, with advice what to use instead, or if a setting is given under two names.
+    Raises `TrainingError` if a setting has no counterpart in mlx_zip, with advice what to use instead, or if a setting
+    is given under two names.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name, reason in _REFUSED.items():
@@ -69,7 +70,7 @@ def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
         found["val_batches"] = 0
     for name, rule in _RULES.items():
         if name in found:
-            _add_translated(found, name, rule(found.pop(name), found, iters))
+            _add_translated(found, name, rule(found.pop(name), found))
     return found
 
 
@@ -79,22 +80,22 @@ def _add_translated(found: Values, name: str, ours: Values) -> None:
     found.update(ours)
 
 
-# ---- one function per name of mlx-lm: (its value, the given settings, the run's number of steps) -> our settings
+# ---- one function per name of mlx-lm: (its value, the given settings) -> our settings
 
 
-def _translate_num_layers(value: Any, found: Values, iters: int) -> Values:
+def _translate_num_layers(value: Any, found: Values) -> Values:
     if found.get("fine_tune_type") == "full" and value != -1:
         raise TrainingError("num_layers of mlx-lm: fine_tune_type full trains all blocks; leave it out")
     return {"lora_layers": value}
 
 
-def _translate_adapter_path(value: Any, found: Values, iters: int) -> Values:
+def _translate_adapter_path(value: Any, found: Values) -> Values:
     if "save" in found:
         return {"out": value}
     return {"out": value, "save": "model" if found.get("fine_tune_type") == "full" else "adapter"}
 
 
-def _translate_lora_parameters(value: Any, found: Values, iters: int) -> Values:
+def _translate_lora_parameters(value: Any, found: Values) -> Values:
     given = _check_mapping("lora_parameters", value, set(_LORA_NAMES))
     if isinstance(given.get("keys"), list | tuple):
         given["keys"] = ",".join(map(str, given["keys"]))  # an empty list counts as not given
@@ -105,7 +106,7 @@ def _translate_lora_parameters(value: Any, found: Values, iters: int) -> Values:
     }
 
 
-def _translate_optimizer_config(value: Any, found: Values, iters: int) -> Values:
+def _translate_optimizer_config(value: Any, found: Values) -> Values:
     if not isinstance(value, Mapping):
         raise TrainingError(f"optimizer_config of mlx-lm must map optimizers to their options, got {value!r}")
     chosen = found.get("optimizer", "adamw")
@@ -126,7 +127,7 @@ def _translate_optimizer_config(value: Any, found: Values, iters: int) -> Values
     return ours
 
 
-def _translate_lr_schedule(value: Any, found: Values, iters: int) -> Values:
+def _translate_lr_schedule(value: Any, found: Values) -> Values:
     given = _check_mapping("lr_schedule", value, _SCHEDULE_KEYS)
     arguments = given.get("arguments")
     if given.get("name") != "cosine_decay" or not isinstance(arguments, list) or len(arguments) not in (2, 3):
@@ -136,7 +137,7 @@ def _translate_lr_schedule(value: Any, found: Values, iters: int) -> Values:
         )
     if given.get("warmup_init"):
         raise TrainingError("lr_schedule of mlx-lm: warmup_init is always 0 here; leave it out")
-    warmup, total = given.get("warmup") or 0, found.get("iters", iters)
+    warmup, total = given.get("warmup") or 0, found.get("iters", TrainSettings.iters)
     if not isinstance(warmup, int):
         raise TrainingError(f"lr_schedule of mlx-lm: warmup must be a whole number, got {warmup!r}")
     if not isinstance(total, int):
@@ -167,7 +168,7 @@ def _check_mapping(name: str, value: Any, known: set[str]) -> Values:
     return dict(value)
 
 
-_RULES: dict[str, Callable[[Any, Values, int], Values]] = {
+_RULES: dict[str, Callable[[Any, Values], Values]] = {
     "num_layers": _translate_num_layers,
     "adapter_path": _translate_adapter_path,
     "lora_parameters": _translate_lora_parameters,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mlx_zip
-from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.errors import DataError, TrainingError, errors_as
 from mlx_zip.files import remove_unfinished
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
@@ -35,7 +36,7 @@ from mlx_zip.models.patches.patch_model import (
 )
 from mlx_zip.progress import pluralize
 from mlx_zip.training.checkpoints import Progress, load_last_checkpoint, save_checkpoint
-from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, train_to_step
+from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, train_to_step
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
@@ -189,9 +190,9 @@ def train_patch_model(
     """
     _check_trainable(model, corpus, settings)
     job = _PatchTrainer(model, corpus, settings, run)
-    with make_steps_bar(settings, job.progress.step, quiet, until) as bar:
-        bar.say(job.header())
-        stopped = train_to_step(job, settings, bar, asked, until)
+    if not quiet:
+        print(*job.header(), sep="\n", file=sys.stderr)
+    stopped = train_to_step(job, settings, asked, quiet, until)
     if stopped and job.progress.step < settings.iters:
         raise TrainingStopped(job.progress, asked() or signal.SIGTERM)
     return job.progress
@@ -323,16 +324,13 @@ def fit_patch_model(
     _check_trainable(model, corpus, settings)
     record = _make_run_record(texts, text, options, settings)
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
-    try:
-        with lock_run_folder(out, "RUN"):
-            remove_unfinished(out)
-            with catch_stop_signals() as asked:
-                done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
-            source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
-            saved = SavedPatchModel(model, text, options.context, source)
-            save_patch_model(out / MODEL, saved)
-    except OSError as error:
-        raise TrainingError(f"{out}: {error.strerror or error}") from error
+    with errors_as(TrainingError, str(out)), lock_run_folder(out, "RUN"):
+        remove_unfinished(out)
+        with catch_stop_signals() as asked:
+            done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
+        source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
+        saved = SavedPatchModel(model, text, options.context, source)
+        save_patch_model(out / MODEL, saved)
     return saved
 
 

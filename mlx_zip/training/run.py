@@ -26,6 +26,7 @@ from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.checkpoints import hash_trained_weights, list_checkpoints, load_trained_weights
 from mlx_zip.training.head_training import (
+    HeadTrainee,
     HeadTrainer,
     check_data_fits,
     check_head_options,
@@ -52,7 +53,6 @@ from mlx_zip.training.starting_model import (
     make_starting_model,
     recompute_activations,
 )
-from mlx_zip.training.steps.head_objective import HeadTrainee
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
 from mlx_zip.training.steps.stepper import Stepper
 from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import read_json_object, try_lock_folder, write_json
 from mlx_zip.training.run_metrics import METRICS_FILE
 
@@ -80,10 +80,8 @@ def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
 
 def record_more_iters(out: Path, iters: int) -> None:
     """Records that a finished run continues up to `iters` steps. Raises `TrainingError` if writing fails."""
-    try:
+    with errors_as(TrainingError, f"cannot write {out}"):
         write_json(out / RUN_RECORD, {**read_json_object(out / RUN_RECORD, raises=TrainingError), "raised_to": iters})
-    except OSError as error:
-        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
@@ -104,20 +102,15 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
         return
     if _list_names(out):
         raise TrainingError(f"{out} is not empty and holds no run; {advice}")
-    try:
+    with errors_as(TrainingError, f"cannot write {out}"):
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})
-    except OSError as error:
-        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def _remove_unstarted_run(out: Path, flag: str) -> None:
-    try:
-        with lock_run_folder(out, flag):
-            (out / METRICS_FILE).unlink(missing_ok=True)
-            (out / RUN_RECORD).unlink()
-    except OSError as error:
-        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
+    with errors_as(TrainingError, f"cannot write {out}"), lock_run_folder(out, flag):
+        (out / METRICS_FILE).unlink(missing_ok=True)
+        (out / RUN_RECORD).unlink()
 
 
 def _describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

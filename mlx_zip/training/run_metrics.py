@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import InstallationError, TrainingError, failure_reason, missing_library_error
+from mlx_zip.errors import InstallationError, TrainingError, errors_as, missing_library_error
 from mlx_zip.files import atomic_file, check_regular_file
 from mlx_zip.training.settings import RunOptions, TrainSettings
 
@@ -34,19 +34,13 @@ class MetricsLog:
         self.path = run / METRICS_FILE
         kept = [line for line in read_metrics(run) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        try:
-            with atomic_file(self.path) as partial:
-                partial.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise TrainingError(f"cannot write {self.path}: {failure_reason(error)}") from error
+        with errors_as(TrainingError, f"cannot write {self.path}"), atomic_file(self.path) as partial:
+            partial.write_text(text, encoding="utf-8")
 
     def add(self, **values: Any) -> None:
         """Appends one line to the file, at once on disk. Raises `TrainingError` if the file cannot be written."""
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise TrainingError(f"cannot write {self.path}: {failure_reason(error)}") from error
+        with errors_as(TrainingError, f"cannot write {self.path}"), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

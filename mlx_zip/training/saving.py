@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from mlx_lm.utils import save_config, save_model
 
 import mlx_zip
 from mlx_zip.config import SIDES
-from mlx_zip.errors import TrainingError, failure_reason
+from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.rows.encoders import quantization_settings
@@ -63,10 +64,10 @@ def save_model_folder(
     config: Mapping[str, Any],
     tokenizer: Any,
     record: Mapping[str, Any],
-    dtype: str = "float32",
-    origin: Path | None = None,
-    adapted_bits: str = UNQUANTIZED,
-    pack_rows: Mapping[str, mx.array] | None = None,
+    dtype: str,
+    origin: Path | None,
+    adapted_bits: str,
+    pack_rows: Mapping[str, mx.array],
 ) -> None:
     """Writes the model folder atomically. Merges LoRA layers and casts weights to `dtype`, both in place in `model`.
 
@@ -86,21 +87,24 @@ def save_model_folder(
         saved["zip2zip"] = {**section, "source": record}
     else:
         saved["mlx_zip"] = {"source": record}
-    try:
-        with atomic_folder(folder) as partial:
-            save_model(partial, model)
-            if isinstance(model, Model):
-                saved["zip2zip"]["fingerprint"] = _fingerprint_hyper_rows(model, saved)
-            save_config(dict(saved), config_path=partial / "config.json")
-            tokenizer.save_pretrained(partial)
-            if pack_rows and isinstance(model, Model):
-                _save_pack_rows(partial / IN_FOLDER, model, tokenizer, pack_rows, dtype)
-            if origin is not None and (origin / _GENERATION).is_file():
-                shutil.copyfile(origin / _GENERATION, partial / _GENERATION)
-    except (OSError, RuntimeError) as error:
-        raise TrainingError(
-            f"cannot write {folder}: {failure_reason(error)}; the last checkpoint stays good"
-        ) from error
+    with _new_folder(folder) as partial:
+        save_model(partial, model)
+        if isinstance(model, Model):
+            saved["zip2zip"]["fingerprint"] = _fingerprint_hyper_rows(model, saved)
+        save_config(dict(saved), config_path=partial / "config.json")
+        tokenizer.save_pretrained(partial)
+        if pack_rows and isinstance(model, Model):
+            _save_pack_rows(partial / IN_FOLDER, model, tokenizer, pack_rows, dtype)
+        if origin is not None and (origin / _GENERATION).is_file():
+            shutil.copyfile(origin / _GENERATION, partial / _GENERATION)
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Context manager: yields a temporary folder to fill, which becomes `folder` on success. Raises `TrainingError`."""
+    fault, good = f"cannot write {folder}", "; the last checkpoint stays good"
+    with errors_as(TrainingError, fault, OSError, RuntimeError, end=good), atomic_folder(folder) as partial:
+        yield partial
 
 
 def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str, mx.array], dtype: str) -> None:
@@ -219,27 +223,22 @@ def save_adapter_folder(
     `PackAndModelTrainee.trained_pack_rows`; None or empty for none. Raises `TrainingError` if writing fails.
     """
     pairs = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    try:
-        with atomic_folder(folder) as partial:
-            if pairs:
-                write_json(partial / ADAPTER_CONFIG, _make_peft_config(pairs, base, settings, len(model.layers)))
-                mx.save_safetensors(
-                    str(partial / ADAPTER_WEIGHTS), _to_peft_weights(pairs, DTYPES[dtype]), _PYTORCH_METADATA
-                )
-            if isinstance(model, Model):
-                write_json(partial / ZIP_CONFIG, _make_zip_config(model, base))
-                named = named_arrays(model.parameters())
-                encoders = {name: value for name, value in named if name.startswith(SIDES)}
-                if encoders:
-                    cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}
-                    mx.save_safetensors(str(partial / ENCODERS), cast, _PYTORCH_METADATA)
-            if pack_rows:
-                rows = {name: value.astype(DTYPES[dtype]) for name, value in pack_rows.items()}
-                mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PYTORCH_METADATA)
-    except (OSError, RuntimeError) as error:
-        raise TrainingError(
-            f"cannot write {folder}: {failure_reason(error)}; the last checkpoint stays good"
-        ) from error
+    with _new_folder(folder) as partial:
+        if pairs:
+            write_json(partial / ADAPTER_CONFIG, _make_peft_config(pairs, base, settings, len(model.layers)))
+            mx.save_safetensors(
+                str(partial / ADAPTER_WEIGHTS), _to_peft_weights(pairs, DTYPES[dtype]), _PYTORCH_METADATA
+            )
+        if isinstance(model, Model):
+            write_json(partial / ZIP_CONFIG, _make_zip_config(model, base))
+            named = named_arrays(model.parameters())
+            encoders = {name: value for name, value in named if name.startswith(SIDES)}
+            if encoders:
+                cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}
+                mx.save_safetensors(str(partial / ENCODERS), cast, _PYTORCH_METADATA)
+        if pack_rows:
+            rows = {name: value.astype(DTYPES[dtype]) for name, value in pack_rows.items()}
+            mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PYTORCH_METADATA)
 
 
 def _make_zip_config(model: Model, base: str) -> dict[str, Any]:

@@ -48,6 +48,11 @@ VALUE_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
 
+def has_kind(value: Any, kind: str) -> bool:
+    """Returns whether a value has one of the types of `kind`, a key of `VALUE_TYPES`. A truth value is no number."""
+    return isinstance(value, VALUE_TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
+
+
 def declare_setting(
     default: Any,
     text: str,
@@ -55,14 +60,13 @@ def declare_setting(
     choices: Sequence[str] | None = None,
     least: int | None = None,
     shown: str | None = None,
-    metavar: str | None = None,
 ) -> Any:
     """Returns a dataclass field whose metadata also declares a command-line flag.
 
     text: the flag's help. choices: allowed values. least: smallest allowed whole number. shown: text to show as default
-    in the help. metavar: placeholder for the value in the help.
+    in the help.
     """
-    about = {"help": text, "choices": choices, "least": least, "shown": shown, "metavar": metavar}
+    about = {"help": text, "choices": choices, "least": least, "shown": shown}
     return field(default=default, metadata=about)
 
 
@@ -196,7 +200,7 @@ class TrainSettings:
     def _check_type(self, name: str, kind: Any) -> None:
         """Raises `TrainingError` unless the setting `name` has the type `kind`. Converts int to float if needed."""
         value = getattr(self, name)
-        if not isinstance(value, VALUE_TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+        if not has_kind(value, kind):
             raise TrainingError(f"{name} must be {TYPE_WORDS[kind]}, got {value!r}")
         if kind == "int" and abs(value) > LARGEST_INTEGER:
             raise TrainingError(f"{name} is too large: {value}")

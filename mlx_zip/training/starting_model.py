@@ -28,7 +28,7 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
-from mlx_zip.errors import ConfigError, TrainingError, first_message_line
+from mlx_zip.errors import ConfigError, TrainingError, errors_as, first_message_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.loading import load_error_types, read_model_config, rope_settings_for_mlx_lm
 from mlx_zip.models.model_folder import ModelArgs, hidden_width
@@ -159,11 +159,9 @@ def _load_with_longer_entries(folder: Path, config: dict[str, Any], wanted: dict
 
 
 def _build_random_model(config: dict[str, Any]) -> nn.Module:
-    try:
+    with errors_as(ConfigError, "config.json of the new model", ValueError, TypeError, KeyError):
         model_class, arguments = _get_classes(config)
         return model_class(arguments.from_dict(config))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"config.json of the new model: {first_message_line(error)}") from error
 
 
 def _load_weights(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
@@ -191,10 +189,10 @@ def _check_decoder_tensors(folder: Path, model: Model) -> None:
 
 def _check_weight_shapes(folder: Path, model: Model) -> None:
     """Raises `TrainingError` if weights do not fit the config. Builds a forward pass without computing it."""
-    try:
+    with errors_as(
+        TrainingError, f"{folder}: its weights do not fit its config.json", ValueError, TypeError, RuntimeError
+    ):
         model(mx.zeros((1, 1), mx.int32))
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise TrainingError(f"{folder}: its weights do not fit its config.json: {first_message_line(error)}") from error
 
 
 def _init_encoders(model: Model) -> None:

@@ -30,7 +30,7 @@ from mlx_zip.training.checkpoints import (
     save_checkpoint,
     set_random_key,
 )
-from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, make_steps_bar, train_to_step
+from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, train_to_step
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_data import JoinedFolders
@@ -146,17 +146,15 @@ class Trainer:
         self.trainee.train()
         self._report_sums = _ReportSums(self.progress)
         done = self.progress.step
-        bar = make_steps_bar(self.settings, done, self.quiet)
         workers = self.stepper.batch_workers
         ahead = max(1, workers)  # number of steps whose batches are made in advance
         with (
             catch_stop_signals() as asked,
-            bar,
             start_batch_workers(workers) as self._call,
             ThreadPoolExecutor(ahead, initializer=block_stop_signals) as self._pool,
         ):
             self._upcoming = deque(self._pool.submit(self._make_step_batches, done + k) for k in range(ahead))
-            stopped = train_to_step(self, self.settings, bar, asked)
+            stopped = train_to_step(self, self.settings, asked, self.quiet)
         self._call = call_here
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 

@@ -30,7 +30,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, errors_as
 from mlx_zip.files import check_regular_file
 from mlx_zip.named import resolve_model_name
 
@@ -120,10 +120,8 @@ class TokenizerFile:
     @cached_property
     def json(self) -> Any:
         """The parsed content of a JSON file, which the kinds "tokenizer" and "hex" are."""
-        try:
+        with errors_as(DataError, f"{self.path}: not valid JSON", ValueError, RecursionError):
             return json.loads(self.data)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.path}: not valid JSON: {error}") from error
 
     @property
     def model(self) -> dict[str, Any]:
@@ -134,10 +132,8 @@ class TokenizerFile:
     def pairs(self) -> list[Pair]:
         """Returns the merges of a merge list or a tokenizer.json as pairs of byte strings, lowest rank first."""
         merges = self.merges()
-        try:
+        with errors_as(DataError, str(self.path), DataError):
             return parse_merges(merges)
-        except DataError as error:
-            raise DataError(f"{self.path}: {error}") from error
 
     def merges(self) -> list[Any]:
         """Returns the merges of a merge list or a tokenizer.json as the file spells them, lowest rank first."""
@@ -150,17 +146,13 @@ class TokenizerFile:
 
     def vocabulary(self) -> dict[str, int]:
         """Returns the vocabulary of a tokenizer.json as spelled tokens -> ids; added tokens are in `added`."""
-        try:
+        with errors_as(DataError, str(self.path), DataError):
             return checked_vocabulary(self.model.get("vocab"))
-        except DataError as error:
-            raise DataError(f"{self.path}: {error}") from error
 
     def added(self) -> tuple[AddedToken, ...]:
         """Returns the added tokens of a tokenizer.json, in the file's order."""
-        try:
+        with errors_as(DataError, f"{self.path}: added_tokens", DataError, TypeError):
             return tuple(map(_parse_added_token, self.json.get("added_tokens") or ()))
-        except (DataError, TypeError) as error:
-            raise DataError(f"{self.path}: added_tokens: {error}") from error
 
     def ranks(self) -> dict[bytes, int]:
         """Returns the tokens of a .tiktoken file and their ranks, which are all different."""
@@ -221,10 +213,8 @@ class TokenizerFile:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _tokens_of_hex(self) -> list[bytes]:
-        try:
+        with errors_as(DataError, f"{self.path}: not a list of tokens in hex", TypeError, ValueError):
             return [bytes.fromhex(token) for token in self.json]
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{self.path}: not a list of tokens in hex: {error}") from error
 
     def build_tokenizer(self, vocabulary: Mapping[str, int] | None = None) -> Any:
         """Returns the `tokenizers.Tokenizer` of a tokenizer.json or a merge list, without truncation and padding.
@@ -277,11 +267,9 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
 def read_uncompressed(path: Path) -> bytes:
     """Returns the bytes of a file, uncompressed if its name ends with .gz. Raises `DataError` if it cannot be read."""
     check_regular_file(path)
-    try:
+    with errors_as(DataError, f"{path} cannot be read", OSError, EOFError, zlib.error):
         stored = path.read_bytes()
         return gzip.decompress(stored) if path.name.endswith(".gz") else stored
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse_merges(merges: Iterable[Any]) -> list[Pair]:

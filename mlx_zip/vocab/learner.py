@@ -251,13 +251,11 @@ class _Corpus:
         return out
 
 
-def recurring_runs(
-    ids: Int64s, can_merge: NDArray[np.bool_], longest: int, least: int = LEAST
-) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
+def recurring_runs(ids: Int64s, can_merge: NDArray[np.bool_], longest: int) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
     """Yields, for n = 2..longest: the first place of each distinct run of n ids, how often the run occurs, and `runs`.
 
     runs [len(ids)]: number of the distinct run that begins at each place, -1 if no listed run begins there. can_merge:
-    whether each id may be in a run. Only runs that occur at least `least` times are listed. A run is looked for only
+    whether each id may be in a run. Only runs that occur at least `LEAST` times are listed. A run is looked for only
     where both runs of n - 1 ids that it contains are listed.
     """
     _, single = np.unique(ids, return_inverse=True)
@@ -267,7 +265,7 @@ def recurring_runs(
         at = np.flatnonzero((runs[:-1] >= 0) & (runs[1:] >= 0))
         keys = runs[at] * kinds + single[at + n - 1]
         _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
-        often = counts >= least
+        often = counts >= LEAST
         if not often.any():
             return
         name = np.where(often, np.cumsum(often) - 1, -1)

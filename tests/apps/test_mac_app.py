@@ -90,12 +90,12 @@ def test_briefcase_gives_pip_the_options_that_are_checked(tmp_path):
 
 
 def test_the_app_is_built_for_the_newest_macos_that_the_machine_has():
-    assert [build.newest_record(one) for one in ("14.0", "15.7.1", "26.0", "26.2", "27.1")] == ["14.0"] * 2 + [
+    assert [build.newest_usable_system(one) for one in ("14.0", "15.7.1", "26.0", "26.2", "27.1")] == ["14.0"] * 2 + [
         "26.0"
     ] * 3
-    assert build.newest_record("16.0") == "26.0"  # as an older Python calls macOS 26
+    assert build.newest_usable_system("16.0") == "26.0"  # as an older Python calls macOS 26
     with pytest.raises(SystemExit, match=r"14\.0 or newer"):
-        build.newest_record("13.6")
+        build.newest_usable_system("13.6")
 
 
 def test_briefcase_takes_the_chosen_macos_in_place_of_the_one_in_the_settings():

@@ -1,4 +1,4 @@
-"""What is kept of conversations: over crashes, full disks, damaged and foreign files, older versions, two processes."""
+"""What is kept of conversations: over crashes, full disks, damaged and foreign files, other versions, two processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,6 @@ from mlx_zip.apps.chat.store import CUT, Store
 from support.chat_app import chatting
 from support.chat_stream import writing
 from support.fake_engine import FakeEngine, Script
-
-VERSION_1 = Path(__file__).parent / "version-1.sql"
 
 
 @pytest.fixture
@@ -170,7 +169,7 @@ def test_a_damaged_file_that_another_process_uses_is_refused_and_not_moved(file)
     user.close()
 
 
-def test_a_database_of_a_newer_version_is_refused_and_stays_as_it_is(file):
+def test_a_database_of_another_version_is_refused_and_stays_as_it_is(file):
     closed(file)
     with sqlite3.connect(file) as db:
         db.execute("PRAGMA user_version = 99")
@@ -180,23 +179,6 @@ def test_a_database_of_a_newer_version_is_refused_and_stays_as_it_is(file):
     with sqlite3.connect(file) as db:
         assert db.execute("SELECT count(*) FROM conversations").fetchone() == (1,)
     db.close()
-
-
-def test_a_database_of_version_1_is_read(file):
-    file.parent.mkdir(parents=True)
-    with sqlite3.connect(file) as db:
-        db.executescript(VERSION_1.read_text(encoding="utf-8"))
-    db.close()
-    store = Store(file)
-    (found,) = store.conversations("wünsche")["conversations"]
-    shown = store.conversation(found["id"])
-    assert shown is not None
-    assert (shown["title"], shown["sampling"], shown["packs"]) == ("Drei Wünsche", {"temp": 0.7}, ["chat"])
-    assert (shown["pinned"], shown["folder"]) == (False, "")
-    assert [message["role"] for message in shown["messages"]] == ["user", "assistant", "assistant"]
-    assert [message["state"] for message in shown["messages"]] == ["whole", "whole", "cut"]
-    assert shown["messages"][2]["text"] == "Es war einmal ein Fischer."
-    store.close()
 
 
 def test_pinned_conversations_come_first_then_folders_by_name_then_the_others(file):
@@ -214,18 +196,16 @@ def test_pinned_conversations_come_first_then_folders_by_name_then_the_others(fi
     store.close()
 
 
-def test_an_older_database_is_migrated_whole_or_not_at_all(file, monkeypatch):
-    one = closed(file)
-    good = ("ALTER TABLE conversations ADD COLUMN starred INTEGER NOT NULL DEFAULT 0",)
-    newest = len(schema.MIGRATIONS)
-    with sqlite3.connect(file, isolation_level=None) as db:
+def test_the_tables_are_made_whole_or_not_at_all(monkeypatch):
+    whole = schema._STATEMENTS
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        monkeypatch.setattr(schema, "_STATEMENTS", (*whole, "nonsense"))
         with pytest.raises(sqlite3.OperationalError):
-            schema.migrate(db, [*schema.MIGRATIONS, (*good, "nonsense")])
-        assert schema.schema_version(db) == newest
-        schema.migrate(db, [*schema.MIGRATIONS, good])
-        assert schema.schema_version(db) == newest + 1
-        assert db.execute("SELECT id, starred FROM conversations").fetchall() == [(one, 0)]
-    db.close()
+            schema.make_tables(db)
+        assert schema.schema_version(db) == db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        monkeypatch.setattr(schema, "_STATEMENTS", whole)
+        schema.make_tables(db)
+        assert schema.schema_version(db) == schema.VERSION
 
 
 def test_messages_that_are_each_other_s_parents_end_a_path_and_not_the_program(file):

@@ -10,7 +10,7 @@ from support.places import REPO
 
 GUIDE = (REPO / "docs/guides/serve.md").read_text(encoding="utf-8")
 DIALECTS = {
-    "chat completions, completions": ("bodies", "openai.chat", "openai.completions"),
+    "chat completions, completions": ("openai.choices", "openai.chat", "openai.completions"),
     "Responses": ("openai.responses_bodies",),
     "Messages": ("anthropic.bodies",),
 }

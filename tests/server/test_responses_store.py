@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from mlx_zip.server.bodies import new_id
 from mlx_zip.server.errors import RequestError, json_bytes
+from mlx_zip.server.fields import new_id
 from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}

@@ -76,8 +76,8 @@ def test_a_source_that_gives_nothing_is_named(tmp_path, mixture):
     [
         ("- a", "must hold a list called sources"),
         ("sources: []", "must hold a list called sources"),
-        ("sources: [a]", "source 1 is not a map"),
-        ("sources: [{data: a.txt}]", "source 1 needs data and share"),
+        ("sources: [a]", "source 1: it is not a map"),
+        ("sources: [{data: a.txt}]", "source 1: it needs data and share"),
         ("sources: [{data: a.txt, share: 1}, {data: b.txt, share: none}]", "source 2: b.txt: share must be a number"),
         ("sources: [{data: a.txt, share: 1, color: red}]", "source 1: color is none of"),
         ("sources: [{data: [1], share: 1}]", "data must be a name or a list of names"),

@@ -10,8 +10,7 @@ from mlx_zip.cli.vocab import METHODS, method_parser
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.vocab.adaptbpe.adapted import read_adapted
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
-from mlx_zip.vocab.multitok import Dictionary, Tokens
-from mlx_zip.vocab.multitok.dictionary import _digest
+from mlx_zip.vocab.multitok import Dictionary
 from support.command_line import outcome, stay_home
 from support.tiny_vocabularies import write_folder, write_pair, write_ranks
 
@@ -152,28 +151,6 @@ def test_packs_and_dictionaries_know_a_tokenizer_by_one_fingerprint(run):
         assert run(method, *LEARNED[method][0])[0] == 0
     units = Dictionary.load("a.mtok").settings.units
     assert units.fingerprint == load_pack("a.npz").tokenizer
-
-
-def test_a_dictionary_of_ids_of_version_1_is_known_by_its_size_alone(run, folder):
-    run("multitok", *LEARNED["multitok"][0])
-    file = folder / "a.mtok"
-    line, _, body = file.read_bytes().partition(b"\n")
-    header = json.loads(line)
-    assert header["version"] == 2
-    header["version"], header["units"]["fingerprint"] = 1, "5" * 64
-    header.pop("sha256")
-    header["sha256"] = _digest(header, body)
-    file.write_bytes(json.dumps(header).encode() + b"\n" + body)
-    assert Dictionary.load(file).settings.units == Tokens(262)
-    encode = ("multitok", "encode", "a.mtok", "--data", "some.txt", "--tokenizer")
-    assert run(*encode, "mini")[0] == 0
-    state = json.loads((folder / "mini" / "tokenizer.json").read_text())
-    state["added_tokens"].append({**state["added_tokens"][0], "content": "<more>", "id": 262})
-    (folder / "larger").mkdir()
-    (folder / "larger" / "tokenizer.json").write_text(json.dumps(state))
-    status, _, err = run(*encode, "larger")
-    assert status == 2
-    assert "another tokenizer than larger" in err
 
 
 # ---- formats of tokenizers

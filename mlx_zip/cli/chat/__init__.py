@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
-from mlx_zip.cli import colours, engine_choice, row_cache
+from mlx_zip.cli import colours, row_cache
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
     add_color_flag,
@@ -19,13 +19,14 @@ from mlx_zip.cli.generation_flags import (
     add_sampling_flag,
     check_kv_size,
     check_model_flag,
+    refuse_flags,
 )
 from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
 from mlx_zip.errors import GenerationError, import_or_explain
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
-_NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
+_REFUSED = {"pipeline": "a chat runs on one machine; `mlx_zip serve` runs on several"}
 MAX_TOKENS = 256
 _SEED = 0
 _LIBRARIES = ("prompt_toolkit", "rich")
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_quantization_flags(add)
     add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
-    add("--pipeline", action="store_true", default=None, help="refused: " + _NO_PIPELINE)
+    add("--pipeline", action="store_true", default=None, help="refused: " + _REFUSED["pipeline"])
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)
 
 
@@ -75,15 +76,11 @@ def run(args: argparse.Namespace) -> int:
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     check_kv_size(args, name)
 
-    from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine, request_pack
+    from mlx_zip.cli.serving.opening import open_flagged_engine, request_pack
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     settings = _make_settings(args)
-    engine_choice.choose_engine(args, name)
-    with (
-        engine_choice.open_row_store(args) as store,
-        open_chosen_engine(None, name, **engine_options(args, name, chosen), row_cache=store) as engine,
-    ):
+    with open_flagged_engine(args, name, chosen) as engine:
         if not engine.tokenizer.has_chat_template:
             raise GenerationError(f"{name}: its tokenizer has no chat template; give one with --chat-template")
         add_eos_tokens(engine.tokenizer, args.extra_eos_token)
@@ -100,8 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    if args.pipeline is not None:
-        raise GenerationError(f"--pipeline cannot be used: {_NO_PIPELINE}; mlx_lm.chat has it")
+    refuse_flags(args, _REFUSED, "mlx_lm.chat")
     check_model_flag(args)
     check_at_least(args, 1, *_POSITIVE_FLAGS)
     check_keep_wired(args.keep_wired)

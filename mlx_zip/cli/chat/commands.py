@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mlx_zip.arguments import suggest_nearest
 from mlx_zip.cli.chat.conversation import Conversation, vocabulary_lines
 from mlx_zip.cli.chat.program import NONE, OWN, Program
-from mlx_zip.errors import EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError
+from mlx_zip.errors import EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError, errors_as
 
 
 def run(program: Program) -> int:
@@ -147,10 +147,8 @@ def _end_chat(program: Program, _: str) -> None:
 
 
 def _split_words(name: str, given: str) -> list[str]:
-    try:
+    with errors_as(GenerationError, f"/{name}", ValueError):
         return shlex.split(given)
-    except ValueError as error:
-        raise GenerationError(f"/{name}: {error}") from error
 
 
 def _one_file_name(name: str, given: str) -> str:

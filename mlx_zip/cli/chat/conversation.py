@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.files import atomic_file, check_writable, expand_home
 from mlx_zip.progress import pluralize
 from mlx_zip.text.prompts import Chat, encode_prompt
@@ -73,14 +73,12 @@ class Conversation:
         path = _conversation_path(name)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         line = json.dumps({"messages": [*before, *self.messages]}, ensure_ascii=False)
-        try:
+        with errors_as(DataError, str(path)):
             if path.exists() and path.resolve() not in self.saved:
                 raise DataError(f"{path}: is there already; give another name, or remove it first")
             check_writable(path)
             with atomic_file(path) as partial:
                 partial.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"{path}: {failure_reason(error)}") from error
         self.saved.add(path.resolve())
         return path
 
@@ -88,12 +86,10 @@ class Conversation:
     def load(cls, name: str) -> Conversation:
         """Returns the conversation in a .jsonl file. Raises `DataError` unless it holds one valid conversation."""
         path = _conversation_path(name)
-        try:
+        with errors_as(DataError, str(path)):
             if source_kind(str(path)) != "json":
                 raise DataError(f"{path}: a conversation is read from a {_SUFFIX} file")
             items = list(islice(iter(SourceReader(Source((str(path),)))), 2))
-        except OSError as error:
-            raise DataError(f"{path}: {failure_reason(error)}") from error
         if len(items) != 1:
             raise DataError(f"{path}: holds {'no' if not items else 'more than one'} conversation")
         record = parse_item(items[0])

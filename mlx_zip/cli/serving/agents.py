@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.serving.serving_flags import API_KEY
-from mlx_zip.errors import DataError, GenerationError, failure_reason
+from mlx_zip.errors import DataError, GenerationError, errors_as, failure_reason
 from mlx_zip.files import atomic_file, check_regular_file, expand_home
 
 NAME = "mlx_zip"
@@ -203,15 +203,13 @@ def _write_settings(path: Path, old: str, new: str) -> str:
     """Writes the text `new` to a file; returns a line that says so. old: the present text. Raises `DataError`."""
     if new == old:
         return f"{path}: unchanged"
-    try:
+    with errors_as(DataError, f"{path}: cannot be written"):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = _back_up(path, old) if old else None
         with atomic_file(path) as partial:
             partial.touch(mode=0o600)
             partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)  # the file may hold a key
             partial.write_text(new, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {failure_reason(error)}") from error
     return f"{path}: written" + ("" if copy is None else f"; what was there is in {copy}")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
 from mlx_zip.cli import row_cache
-from mlx_zip.cli.engine_choice import choose_engine, open_row_store
+from mlx_zip.cli.engine_choice import choose_engine
 from mlx_zip.cli.generation_flags import (
     add_draft_flags,
     add_kv_quantization_flags,
@@ -26,6 +26,7 @@ from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
     engine_options,
     open_chosen_engine,
+    open_flagged_engine,
     report_engine_fault,
     server_pack_options,
 )
@@ -36,7 +37,7 @@ from mlx_zip.cli.serving.serving_flags import (
     check_keep_wired,
 )
 from mlx_zip.engine.sampling.options import Sampling
-from mlx_zip.errors import GenerationError, MlxZipError, import_or_explain, missing_library_error
+from mlx_zip.errors import GenerationError, MlxZipError, errors_as, import_or_explain, missing_library_error
 from mlx_zip.files import data_folder, expand_home, make_private
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
@@ -113,11 +114,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
     """Opens the model and serves the app; returns the exception that ended the engine's thread, None after a signal."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # for further models, each of which may get another engine
-    choose_engine(args, name)
-    with (
-        open_row_store(args) as row_store,
-        open_chosen_engine(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
-    ):
+    with open_flagged_engine(args, name, chosen) as engine:
         from mlx_zip.engine.engines import Engines, other_models
 
         rival, open_model = args.race_against, partial(_open_other_model, asked)
@@ -180,10 +177,8 @@ def _import_app_module(name: str) -> Any:
 
 
 def _open_listener(running: Any, port: int | None) -> Any:
-    try:
+    with errors_as(GenerationError, f"--port {port}", end="; choose another --port"):
         return running.open_listener(port)
-    except OSError as error:
-        raise GenerationError(f"--port {port}: {error.strerror or error}; choose another --port") from error
 
 
 def _open_conversations(kept: Any, file: Any) -> Any:

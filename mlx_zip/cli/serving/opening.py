@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import parse_json_map
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
-from mlx_zip.errors import DataError, GenerationError, failure_reason, first_message_line
+from mlx_zip.errors import DataError, GenerationError, errors_as, first_message_line
 from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import check_slots, load_options, pack_flag_with_files
@@ -39,6 +40,20 @@ def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, *
     from mlx_zip.engine.mlx.split_engine import open_split_engine
 
     return open_split_engine(group, name, **options)
+
+
+@contextmanager
+def open_flagged_engine(args: argparse.Namespace, name: str, chosen: Pack | None, group: Any = None) -> Iterator[Any]:
+    """Context manager: yields the engine of the model `name` that the flags in `args` ask for.
+
+    chosen: the packs of --pack, or None. group: the machines of this run, None for one. Raises `MlxZipError`.
+    """
+    engine_choice.choose_engine(args, name, group=group)
+    with (
+        engine_choice.open_row_store(args) as store,
+        open_chosen_engine(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
+    ):
+        yield engine
 
 
 def report_engine_fault(fault: BaseException | None) -> int:
@@ -100,8 +115,7 @@ def pack_options(
 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None to keep no conversations on disk."""
-    given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
-    return None if given in (row_cache.OFF, "") else expand_home(given)
+    return row_cache.chosen_folder(args.session_cache, SESSIONS)
 
 
 def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
@@ -132,11 +146,9 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
 def _read_template(given: str) -> str:
     if "{" in given:
         return given
-    try:
+    with errors_as(GenerationError, f"--chat-template {given}", OSError, UnicodeDecodeError, DataError):
         check_regular_file(expand_home(given))
         return expand_home(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, DataError) as error:
-        raise GenerationError(f"--chat-template {given}: {failure_reason(error)}") from error
 
 
 def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from typing import Any
 from mlx_zip import named
 from mlx_zip.arguments import check_at_least, parse_json_map
 from mlx_zip.cli import engine_choice
-from mlx_zip.cli.generation_flags import check_model_flag
+from mlx_zip.cli.generation_flags import check_model_flag, refuse_flags
 from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
-    engine_options,
-    open_chosen_engine,
+    open_flagged_engine,
     report_engine_fault,
     server_pack_options,
     session_folder,
@@ -70,15 +69,13 @@ def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> 
     """Serves on the first or only machine; returns the exit status. running: the module `mlx_zip.server.running`."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     options = _server_options(args, name)
-    with _bind_listener(running, args.host, args.port, options["api_key"]) as listener:
-        engine_choice.choose_engine(args, name, group=group)
-        with (
-            engine_choice.open_row_store(args) as store,
-            open_chosen_engine(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
-        ):
-            options |= server_pack_options(chosen, is_plain_model(name), engine)
-            served = _import_server_module("options").Options(**options)
-            fault = running.serve(engine, served, listener, args.log_level)
+    with (
+        _bind_listener(running, args.host, args.port, options["api_key"]) as listener,
+        open_flagged_engine(args, name, chosen, group) as engine,
+    ):
+        options |= server_pack_options(chosen, is_plain_model(name), engine)
+        served = _import_server_module("options").Options(**options)
+        fault = running.serve(engine, served, listener, args.log_level)
     return report_engine_fault(fault)
 
 
@@ -90,11 +87,7 @@ def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
-    engine_choice.choose_engine(args, name, group=group)
-    with (
-        engine_choice.open_row_store(args) as store,
-        open_chosen_engine(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
-    ):
+    with open_flagged_engine(args, name, chosen, group) as engine:
         engine.follow()
     return 0
 
@@ -106,9 +99,7 @@ def _check_machines(args: argparse.Namespace) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used here or a value is out of range."""
-    for name, why in REFUSED.items():
-        if getattr(args, name) is not None:
-            raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {why}; mlx_lm.server has it")
+    refuse_flags(args, REFUSED, "mlx_lm.server")
     check_model_flag(args)
     check_at_least(args, 1, *COUNTS)
     check_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")

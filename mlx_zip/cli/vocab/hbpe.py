@@ -23,7 +23,7 @@ from mlx_zip.cli.actions import (
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.progress import pluralize
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 
@@ -109,10 +109,8 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     tokens = open_first_stage(args.tokenizer).tokens()
     learned = learn_merges(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
-    try:
+    with errors_as(DataError, str(out)):
         table.save(out)
-    except OSError as error:
-        raise DataError(f"{out}: {error.strerror or error}") from error
     pool = len(tokens_too_long(tokens, args.patch_size))
     record, lines = _describe_table(table, args.show, learned.counts.tolist())
     _draw_plot(plot, record)
@@ -307,10 +305,10 @@ def _add_data_flags(add: Any, purpose: str) -> None:
     add_limit_bytes_flag(add, "--data")
 
 
-def _run_fit(args: argparse.Namespace) -> int:
-    """Trains a patch model and writes its folder. Returns 0, or 129, 130 or 143 if a signal ended the run.
+def _run_fit(args: argparse.Namespace) -> Any:
+    """Trains a patch model and writes its folder; returns a record for --json and lines to print.
 
-    Raises `MlxZipError`.
+    If a signal ended the run, returns the exit status 129, 130 or 143. Raises `MlxZipError`.
     """
     from mlx_zip.files import expand_home
     from mlx_zip.training.loop import TrainingStopped
@@ -329,15 +327,10 @@ def _run_fit(args: argparse.Namespace) -> int:
     except TrainingStopped as early:
         return report_stop(early.progress.step, early.number)
     record = {"model": str(out / MODEL), **saved.source["progress"]}
-    if valid:
-        record["valid"] = evaluate_texts(saved, valid)
-    if args.json:
-        print(json.dumps(record))
-        return 0
-    print(record["model"])
-    if valid:
-        _print_measures(record["valid"])
-    return 0
+    if not valid:
+        return record, [record["model"]]
+    record["valid"] = evaluate_texts(saved, valid)
+    return record, [record["model"], *_measure_lines(record["valid"])]
 
 
 def _run_generate(args: argparse.Namespace) -> int:
@@ -392,30 +385,27 @@ def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> 
     return parts, 0
 
 
-def _run_evaluate(args: argparse.Namespace) -> int:
+def _run_evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.models.patches.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_texts
 
     check_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
     found = evaluate_texts(saved, _read_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
-    if args.json:
-        print(json.dumps({"model": args.model, **found}))
-    else:
-        _print_measures(found)
-    return 0
+    return {"model": args.model, **found}, _measure_lines(found)
 
 
-def _print_measures(found: dict[str, Any]) -> None:
+def _measure_lines(found: dict[str, Any]) -> list[str]:
     words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
     texts = f"{pluralize(found['documents'], 'document')}, {pluralize(found['bytes'], 'byte')}"
-    print(f"{found['bits_per_byte']:.4f} bits per byte: {texts}")
-    print(
+    lines = [
+        f"{found['bits_per_byte']:.4f} bits per byte: {texts}",
         f"{found['bytes_per_patch']:.3f} bytes and {found['symbols_per_patch']:.3f} symbols per patch{words}; "
-        f"{found['forward_flops_per_byte']:.3g} FLOPs per byte, {found['parameters']} parameters"
-    )
+        f"{found['forward_flops_per_byte']:.3g} FLOPs per byte, {found['parameters']} parameters",
+    ]
     if not found["exact"]:
-        print("the patches do not spell the texts: the tokenizer changes them before it splits them")
+        lines.append("the patches do not spell the texts: the tokenizer changes them before it splits them")
+    return lines
 
 
 def _read_texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.progress import ProgressBar, pluralize
 
 BATCH = 1 << 18  # number of units at which a batch of samples is full
@@ -187,8 +187,5 @@ def ids_writer(path: Path | None) -> Iterator[Callable[[Any], None]]:
     if path is None:
         yield lambda samples: None
         return
-    try:
-        with atomic_file(path) as partial, open(partial, "w", encoding="ascii") as file:
-            yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.lists())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    with errors_as(DataError, str(path)), atomic_file(path) as partial, open(partial, "w", encoding="ascii") as file:
+        yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.lists())

@@ -20,7 +20,7 @@ from mlx_zip.cli.vocab.multitok_texts import (
     read_tokenizer_units,
 )
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
-from mlx_zip.errors import CodecError, DataError, GenerationError
+from mlx_zip.errors import CodecError, DataError, GenerationError, errors_as
 
 _SETTINGS = ("window", "first_id", "limit", "unk_id")
 
@@ -98,10 +98,8 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         record["pruned"] = {"at_most": pruning.at_most, "mode": pruning.mode, **result.stats()}
     if args.held_out:
         record["held_out"] = _measure_held_out(args, result, texts.tokenizer)
-    try:
+    with errors_as(DataError, str(out)):
         result.save(out)
-    except OSError as error:
-        raise DataError(f"{out}: {error.strerror or error}") from error
     if plot is not None:
         draw_uses(plot, result)
     record["file_bytes"] = out.stat().st_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import add_json_flag, writable_path
-from mlx_zip.cli.preparation import add_text_flags, make_sources
+from mlx_zip.cli.preparation import add_text_flags, make_similar_source, make_sources
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.errors import DataError
 from mlx_zip.models.model_folder import is_plain_model
@@ -103,10 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Any:
     """Tunes the pack and writes it. Raises `MlxZipError`.
 
-    Returns the exit status: 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved.
+    Returns a record for --json and lines to print. If a signal ended the run, whose last step is then saved, returns
+    the exit status 129, 130 or 143.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
     from mlx_zip.training.pack_tuning import dequantize, load_model_to_tune, tune_pack
@@ -137,8 +137,7 @@ def run(args: argparse.Namespace) -> int:
         plot_curves(place)
     if found.rows is None:
         return report_stop(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
-    _write_tuned_pack(args, pack, found, (data, valid), tokenizer)
-    return 0
+    return _write_tuned_pack(args, pack, found, (data, valid), tokenizer)
 
 
 def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
@@ -169,22 +168,19 @@ def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 
 def _read_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on and those to validate on. Raises `DataError` for too little text."""
-    from mlx_zip.text.sources import Source
     from mlx_zip.training.prepare.text_windows import compress_windows, cut_records, encode_sources
 
     def windows(some: Any, most_ids: int) -> list[Any]:
-        return cut_records(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, plan.context)
+        return cut_records(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, args.context)
 
     report = lambda line: print(line, file=sys.stderr)
-    own, data = make_sources(args), windows(make_sources(args), args.most_ids)
+    own = make_sources(args)
+    data = windows(own, args.most_ids)
     if args.valid is None:
-        _check_enough(len(data), plan.context)
+        _check_enough(len(data), args.context)
         data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
     else:
-        like = own[0]
-        other = Source(tuple(args.valid), 1.0, like.separator, like.columns, like.subsets, like.split)
-        other.check()
-        held = windows((other,), args.valid_ids)
+        held = windows((make_similar_source(args.valid, own[0]),), args.valid_ids)
         if not held:
             raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
     held = _first_windows(held, args.valid_ids)
@@ -211,8 +207,13 @@ def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
     return kept
 
 
-def _write_tuned_pack(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
-    """Writes the tuned pack and prints figures. found: result of `tune_pack`. texts: training, validation windows."""
+def _write_tuned_pack(
+    args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Writes the tuned pack; returns figures as a record for --json and as lines to print.
+
+    found: result of `tune_pack`. texts: training and validation windows.
+    """
     from mlx_zip.packs.pack import Pack, save_pack
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -234,9 +235,8 @@ def _write_tuned_pack(args: argparse.Namespace, pack: Any, found: Any, texts: tu
     }
     tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": about}, found.rows)
     save_pack(args.out, tuned)
-    if args.json:
-        kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
-        print(json.dumps(kept | about))
-        return
-    print(f"{args.out}: {pluralize(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}")
-    print(f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now")
+    kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
+    return kept | about, [
+        f"{args.out}: {pluralize(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}",
+        f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now",
+    ]

@@ -9,10 +9,16 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, escape_unprintable, writable_path
-from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, make_sources, parse_disabled_ids
+from mlx_zip.cli.preparation import (
+    add_codec_flags,
+    add_source_flags,
+    make_similar_source,
+    make_sources,
+    parse_disabled_ids,
+)
 from mlx_zip.cli.vocab import pack_tuning
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.progress import ProgressBar, pluralize
 
 EXAMPLES = """example:
@@ -70,7 +76,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     check_at_least(args, 1, "size", "window", "most_ids")
     args.out = writable_path("--out", args.out, "a pack", SUFFIX)
     plot, options = checked_plot_path(args.plot, [args.out]), _learn_options(args)
-    held_out_texts = _held_out_source(args, options.sources[0])
+    held_out_texts = () if args.held_out is None else (make_similar_source(args.held_out, options.sources[0]),)
     plan, tokenizer, _ = make_plan(options, pads=False)
     texts = _read_base_ids(args, options.sources, tokenizer)
     held_out = _read_base_ids(args, held_out_texts, tokenizer) if held_out_texts else []
@@ -123,20 +129,6 @@ def _learn_options(args: argparse.Namespace) -> Any:
         empty_start=True,
         trust_remote_code=args.trust_remote_code,
     )
-
-
-def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
-    """Returns the texts of --held-out as one source; () without the flag.
-
-    like: the first source of --data; its separator, columns, subsets and split apply to --held-out too.
-    """
-    from mlx_zip.text.sources import Source
-
-    if args.held_out is None:
-        return ()
-    source = Source(tuple(args.held_out), 1.0, like.separator, like.columns, like.subsets, like.split)
-    source.check()
-    return (source,)
 
 
 def _read_base_ids(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
@@ -312,11 +304,9 @@ def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
     pack.check_made_for(load_tokenizer(args.model), args.file)
-    try:
+    with errors_as(DataError, f"{args.file} does not fit {args.model}", CodecError):
         if codec is not None:
             codec.with_start(pack)
-    except CodecError as error:
-        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
     if pack.rows is not None:
         _check_rows(args, pack)
     record, lines = _describe_pack(args.file, pack)
@@ -328,10 +318,8 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
     from mlx_zip.errors import MlxZipError
     from mlx_zip.models.loading import load
 
-    try:
+    with errors_as(DataError, f"{args.file} does not fit {args.model}", MlxZipError):
         load(args.model, pack=pack)
-    except MlxZipError as error:
-        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
 
 
 # ---- description of a pack

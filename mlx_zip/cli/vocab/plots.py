@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.actions import writable_path
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 
 SUFFIXES = (".svg", ".png")
 Points = Sequence[tuple[float, float]]
@@ -18,7 +18,7 @@ def add_plot_flag(add: Any, what: str) -> None:
     add("--plot", metavar="FILE", help=f"write a plot of {what} to FILE (.svg or .png; needs matplotlib)")
 
 
-def checked_plot_path(name: str | None, read: Iterable[str | Path | None] = ()) -> Path | None:
+def checked_plot_path(name: str | None, read: Iterable[str | Path | None]) -> Path | None:
     """Returns the path of --plot after checks; None without the flag. read: files that the command reads or writes.
 
     Raises `DataError` if the suffix is not in `SUFFIXES` or the file cannot be written, `InstallationError` if
@@ -73,8 +73,5 @@ def _write_figure(path: Path, figure: Any, axis: Any, legend: bool) -> None:
 
     if legend:
         axis.legend()
-    try:
-        with atomic_file(path) as partial:
-            figure.savefig(partial, format=path.suffix[1:], dpi=120)
-    except OSError as error:
-        raise DataError(f"--plot {path}: {error.strerror or error}") from error
+    with errors_as(DataError, f"--plot {path}"), atomic_file(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:], dpi=120)

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from mlx_zip.server.answers.turn import Tool, Turn
-from mlx_zip.server.bodies import Size, Stops
 from mlx_zip.server.fields import (
     KNOWN,
     OTHER,
@@ -18,6 +17,8 @@ from mlx_zip.server.fields import (
     Many,
     OtherTool,
     PackNames,
+    Size,
+    Stops,
     as_turn_pack,
     check_tools,
     join_system_messages,

@@ -15,9 +15,9 @@ from starlette.routing import Route
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
-from mlx_zip.server.bodies import check_model, new_id
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError
+from mlx_zip.server.fields import new_id
 from mlx_zip.server.http import (
     comment_bytes,
     events_bytes,
@@ -27,7 +27,7 @@ from mlx_zip.server.http import (
     stream_response,
     with_body_class,
 )
-from mlx_zip.server.vendor import vendor_figures, vendor_notes
+from mlx_zip.server.vendor import vendor_json
 
 
 def routes(core: Core) -> list[Route]:
@@ -36,7 +36,7 @@ def routes(core: Core) -> list[Route]:
     async def messages(request: Request) -> Response:
         """Answers a conversation."""
         body = await read_body(request, core, MessagesBody)
-        check_model(core, body.model)
+        core.check_model(body.model)
         asked = _MessageRequest(core, body)
         if body.stream:
             response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failure_event)
@@ -48,7 +48,7 @@ def routes(core: Core) -> list[Route]:
     async def count_tokens(request: Request) -> Response:
         """Counts the base tokens of a conversation."""
         body = await read_body(request, core, CountBody)
-        check_model(core, body.model)
+        core.check_model(body.model)
         ids = await run_unless_client_gone(request, core.prompt_ids(turn_of(body)))
         return json_response({"input_tokens": len(ids)}, headers={"request-id": new_id("req")})
 
@@ -155,7 +155,7 @@ class MessageBuilder:
         reason = "stop_sequence" if done.stopped_by is not None else _STOP_REASONS[done.reason]
         end = {"stop_reason": reason, "stop_sequence": done.stopped_by}
         usage = usage_json(done.counts, done.reasoning_tokens)
-        figures = vendor_figures(done.counts) | vendor_notes(done)
+        figures = vendor_json(done)
         self.message |= {**end, "usage": usage, "mlx_zip": figures}
         self._events.append({"type": "message_delta", "delta": end, "usage": usage, "mlx_zip": figures})
         self._events.append({"type": "message_stop"})

@@ -23,7 +23,6 @@ from mlx_zip.server.answers.turn import (
     Turn,
     Waiting,
 )
-from mlx_zip.server.bodies import CompletionFields, Size, answer_max_tokens, logprobs_json, template_options
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
     KNOWN,
@@ -36,6 +35,7 @@ from mlx_zip.server.fields import (
     OtherTool,
     PlainText,
     RefusalPart,
+    Size,
     check_tools,
     join_system_messages,
     left_out_labels,
@@ -55,13 +55,16 @@ from mlx_zip.server.http import (
 from mlx_zip.server.openai.choices import (
     DONE_FRAME,
     Choice,
+    CompletionFields,
     choice_ends,
     completion_head,
     gather_choices,
+    logprobs_json,
+    template_options,
     total_counts,
     total_usage,
 )
-from mlx_zip.server.vendor import VendorFields, token_json, vendor_figures, vendor_notes
+from mlx_zip.server.vendor import VendorFields, token_json, vendor_json
 
 
 def routes(core: Core) -> list[Route]:
@@ -87,7 +90,7 @@ async def _whole_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) 
         **completion_head(core, "chatcmpl", "chat.completion"),
         "choices": [_choice_json(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
         "usage": total_usage(done, asked.n),
-        "mlx_zip": vendor_figures(total_counts(done, asked.n)) | vendor_notes(done[0]) | shown,
+        "mlx_zip": vendor_json(done[0], total_counts(done, asked.n)) | shown,
     }
 
 
@@ -147,9 +150,7 @@ class _ChatStream:
             nth = self._calls[index] = self._calls.get(index, -1) + 1
             return self._chunk_frame(index, {"tool_calls": [{"index": nth, **_tool_call_json(delta)}]})
         self._done[index] = delta
-        return self._chunk_frame(
-            index, {}, delta.reason, {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)}
-        )
+        return self._chunk_frame(index, {}, delta.reason, {"mlx_zip": vendor_json(delta)})
 
     def _chunk_frame(
         self, index: int, delta: Any, reason: str | None = None, more: Any = None, logprobs: Any = None
@@ -358,7 +359,7 @@ class ChatBody(CompletionFields):
             tool_choice=self._tool_choice_name,
             parallel_tool_calls=self.parallel_tool_calls,
             schema=_response_schema(self.response_format),
-            max_tokens=answer_max_tokens(core, given, tools=bool(self.tools)),
+            max_tokens=core.answer_max_tokens(given, tools=bool(self.tools)),
             sampling=self.sampling(choice),
             stop=self.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

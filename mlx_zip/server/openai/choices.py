@@ -1,21 +1,147 @@
-"""Gathers whole answers from deltas, and sums the counts of all choices of a response."""
+"""What chat completions and completions share: fields of requests, and choices, usage and log-probabilities."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Reasoning, ShownToken, Text, TokenLogprob, ToolCall, Turn
-from mlx_zip.server.bodies import usage_json
 from mlx_zip.server.core import Core
+from mlx_zip.server.fields import (
+    Body,
+    BodyError,
+    NonEmptyText,
+    PackNames,
+    Size,
+    Stops,
+    as_turn_pack,
+    at_most_fields,
+)
 from mlx_zip.server.vendor import sum_counts
 
 DONE_FRAME = b"data: [DONE]\n\n"
+PENALTY_WINDOW = 256  # default number of recent base tokens that a penalty looks at
+LEAST_LOGPROB = -9999.0  # reported in place of minus infinity, as OpenAI does
+_RESERVED_OPTIONS = frozenset(
+    {
+        "tools",
+        "chat_template",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "tokenizer_kwargs",
+        "return_assistant_tokens_mask",
+    }
+)
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class StreamOptions(Body):
+    """Options of a stream. include_usage: whether the stream ends with the usage."""
+
+    harmless = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+class CompletionFields(Body):
+    """Fields of both chat completions and completions. The fields from `top_k` on are not in OpenAI's API."""
+
+    harmless = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+
+    model: str = "default_model"
+    max_tokens: Size | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most_fields(1000)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: NonEmptyText | Stops = Field(default_factory=list)
+    n: Annotated[int, Field(ge=1, le=8)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    store: Literal[False] = False
+    ignore_eos: Literal[False] = False
+    service_tier: Literal["auto", "default"] = "auto"
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Fraction | None = None
+    xtc_probability: Fraction | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_context_size: Size = PENALTY_WINDOW
+    presence_context_size: Size = PENALTY_WINDOW
+    frequency_context_size: Size = PENALTY_WINDOW
+    pack: PackNames | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias_ids(cls, given: Mapping[str, float] | None) -> Any:
+        for key in given or {}:
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
+                raise ValueError(f"{key[:40]!r} is no id of a token")
+        return given
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def chosen_pack(self) -> str | tuple[str, ...] | None:
+        """The value of `Turn.pack`."""
+        return as_turn_pack(self.pack)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, choice: int = 0) -> dict[str, Any]:
+        """Returns the fields of `Sampling` that the request sets. choice: index of the answer, added to the seed."""
+        names = ("top_p", "min_p", "xtc_probability", "xtc_threshold")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for kind in ("repetition", "presence", "frequency"):
+            if (penalty := getattr(self, f"{kind}_penalty")) is not None:
+                found |= {f"{kind}_penalty": penalty, f"{kind}_context_size": getattr(self, f"{kind}_context_size")}
+        if self.temperature is not None:
+            found["temp"] = self.temperature
+        if self.top_k is not None:
+            found["top_k"] = max(self.top_k, 0)
+        if self.seed is not None:
+            found["seed"] = (self.seed + choice) % (1 << 64)
+        if self.logit_bias:
+            found["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        return found
+
+    def check(self, core: Core) -> None:
+        """Raises `RequestError` if the model is unknown, `BodyError` if fields contradict each other or the model."""
+        core.check_model(self.model)
+        if self.stream_options is not None and not self.stream:
+            raise BodyError("only a stream can have this field", "stream_options")
+        width = core.engine.info.vocab_size
+        if wrong := [key for key in self.logit_bias or {} if int(key) >= width]:
+            raise BodyError(f"{wrong[0]} is no base id of this model, which has {width}", "logit_bias")
+
+
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments in chat_template_kwargs. Raises `BodyError` if a request must not set one of them."""
+    if taken := sorted(given.keys() & _RESERVED_OPTIONS):
+        raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
+    return dict(given)
+
+
+# ---- answers
 
 
 class Choice:
@@ -88,3 +214,35 @@ def total_counts(done: Sequence[Done], n: int) -> Counts:
 def total_usage(done: Sequence[Done], n: int) -> dict[str, Any]:
     """Returns the usage of all choices together. n: choices per prompt."""
     return usage_json(total_counts(done, n), sum(one.reasoning_tokens for one in done))
+
+
+def usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
+    """Returns the usage of an answer, counted in base tokens.
+
+    accepted_prediction_tokens: tokens of the answer that a draft had proposed, from the request's prediction or another
+    source. rejected_prediction_tokens: proposed tokens that are not in the answer; completion_tokens leaves them out.
+    """
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.base_tokens,
+        "total_tokens": counts.prompt_tokens + counts.base_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": counts.accepted_tokens,
+            "rejected_prediction_tokens": counts.proposed_tokens - counts.accepted_tokens,
+        },
+    }
+
+
+def logprobs_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Returns log-probabilities in the form of chat completions; a hypertoken is one entry."""
+    return [
+        _token_logprob_json(one.text, one.bytes, one.logprob)
+        | {"top_logprobs": [_token_logprob_json(*likely) for likely in one.likely]}
+        for one in logprobs
+    ]
+
+
+def _token_logprob_json(text: str, data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}

@@ -13,11 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts, PromptId
-from mlx_zip.server.answers.turn import Delta, Done, TokenLogprob, Turn, Waiting
-from mlx_zip.server.answers.turn import Text as TextDelta
-from mlx_zip.server.bodies import LEAST_LOGPROB, MOST_TOKENS, CompletionFields, Text, answer_max_tokens
+from mlx_zip.server.answers.turn import Delta, Done, Text, TokenLogprob, Turn, Waiting
 from mlx_zip.server.core import Core
-from mlx_zip.server.fields import BodyError, Many
+from mlx_zip.server.fields import MOST_TOKENS, BodyError, Many, NonEmptyText
 from mlx_zip.server.http import (
     comment_bytes,
     event_bytes,
@@ -29,19 +27,22 @@ from mlx_zip.server.http import (
 )
 from mlx_zip.server.openai.choices import (
     DONE_FRAME,
+    LEAST_LOGPROB,
     Choice,
+    CompletionFields,
     choice_ends,
     completion_head,
     gather_choices,
     total_counts,
     total_usage,
 )
-from mlx_zip.server.vendor import vendor_figures, vendor_notes
+from mlx_zip.server.vendor import vendor_json
 from mlx_zip.text.token_facts import TokenTexts, count_characters
 
 MOST_PROMPTS = 64
 MOST_ECHOED = 1 << 19  # maximum log-probabilities of echoed prompts in one response
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Texts = Annotated[Many[NonEmptyText], Field(min_length=1)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # no maximum here: the model's context bounds it
 
 
@@ -50,7 +51,7 @@ class CompletionBody(CompletionFields):
 
     most_prompts = MOST_PROMPTS
 
-    prompt: Text | Annotated[Many[Text], Field(min_length=1)] | Ids | Annotated[Many[Ids], Field(min_length=1)]
+    prompt: NonEmptyText | Texts | Ids | Annotated[Many[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
@@ -78,7 +79,7 @@ class CompletionBody(CompletionFields):
         return [
             Turn(
                 prompt=prompt,
-                max_tokens=answer_max_tokens(core, self.max_tokens),
+                max_tokens=core.answer_max_tokens(self.max_tokens),
                 sampling=self.sampling(choice),
                 stop=self.stops,
                 logprobs=self.logprobs,
@@ -122,7 +123,7 @@ async def _whole_completion(core: Core, asked: CompletionBody, turns: Sequence[T
         **_completion_head(core),
         "choices": found,
         "usage": total_usage(done, asked.n),
-        "mlx_zip": vendor_figures(total_counts(done, asked.n)) | vendor_notes(done[0]),
+        "mlx_zip": vendor_json(done[0], total_counts(done, asked.n)),
     }
 
 
@@ -192,13 +193,13 @@ async def _stream_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn
     lengths = [len(echo.text) for echo in echoes] or [0] * len(turns)
 
     def frame(index: int, delta: Delta) -> bytes:
-        if isinstance(delta, TextDelta):
+        if isinstance(delta, Text):
             logprobs = None if asked.logprobs is None else _logprobs_json(delta.logprobs, lengths[index])
             lengths[index] += len(delta.text)
             return event_bytes({**first, "choices": [_choice_json(index, delta.text, logprobs, None)], **null})
         if isinstance(delta, Done):
             done[index] = delta
-            figures = {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)}
+            figures = {"mlx_zip": vendor_json(delta)}
             last = _logprobs_json(delta.unshown, lengths[index]) if echoes and delta.unshown else None
             return event_bytes({**first, "choices": [_choice_json(index, "", last, delta.reason)], **null, **figures})
         waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)

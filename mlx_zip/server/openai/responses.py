@@ -14,9 +14,9 @@ from starlette.routing import Route
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Turn
-from mlx_zip.server.bodies import answer_max_tokens, check_model, new_id
 from mlx_zip.server.core import AnswerStop, Core
 from mlx_zip.server.errors import RequestError
+from mlx_zip.server.fields import new_id
 from mlx_zip.server.http import (
     events_bytes,
     json_response,
@@ -94,13 +94,13 @@ def _make_request(
     core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
 ) -> _ResponseRequest:
     """Returns the request made of a body. Raises `RequestError` if it names an unknown model, response or item."""
-    check_model(core, body.model)
+    core.check_model(body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
         stored = store.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")
         before = stored.conversation
     items = [*before, *(item_with_id(item, new_id) for item in store.with_references(body.items))]
-    most = answer_max_tokens(core, body.max_output_tokens, tools=True)
+    most = core.answer_max_tokens(body.max_output_tokens, tools=True)
     turn = replace(turn_of(body, items, len(before)), max_tokens=most)
     return _ResponseRequest(core, store, running, body, items, turn, ResponseBuilder(body, core.model))
 

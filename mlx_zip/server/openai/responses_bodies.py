@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from mlx_zip.server.answers.turn import Tool, Turn
-from mlx_zip.server.bodies import Size
 from mlx_zip.server.fields import (
     KNOWN,
     OTHER,
@@ -21,6 +20,7 @@ from mlx_zip.server.fields import (
     PackNames,
     PlainText,
     RefusalPart,
+    Size,
     as_turn_pack,
     at_most_fields,
     check_tools,

@@ -8,9 +8,10 @@ from copy import deepcopy
 from typing import Any
 
 from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
-from mlx_zip.server.bodies import logprobs_json, new_id
+from mlx_zip.server.fields import new_id
+from mlx_zip.server.openai.choices import logprobs_json
 from mlx_zip.server.openai.responses_bodies import ResponseBody
-from mlx_zip.server.vendor import vendor_figures, vendor_notes
+from mlx_zip.server.vendor import vendor_json
 
 Json = dict[str, Any]
 
@@ -105,8 +106,7 @@ class ResponseBuilder:
         cut = done.reason == "length"
         self._close_item("incomplete" if cut else "completed")
         status = "incomplete" if cut else "completed"
-        figures = vendor_figures(done.counts) | vendor_notes(done)
-        self.response |= {"status": status, "usage": usage_json(done), "mlx_zip": figures}
+        self.response |= {"status": status, "usage": usage_json(done), "mlx_zip": vendor_json(done)}
         if cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.errors import DataError, errors_as, failure_reason
 from mlx_zip.text.sources import Source
 
 BUNDLED_MIXTURES = Path(__file__).parent / "mixtures"  # bundled mixtures, NAME.yaml
@@ -36,31 +36,33 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
     listed = data.get("sources") if isinstance(data, dict) and data.keys() == {"sources"} else None
     if not isinstance(listed, list) or not listed:
         raise DataError(f"mixture {path} must hold a list called sources, and nothing else")
-    return tuple(_make_source(path, n, fields) for n, fields in enumerate(listed, start=1))
+    sources = []
+    for n, fields in enumerate(listed, start=1):
+        with errors_as(DataError, f"mixture {path}: source {n}", DataError):
+            sources.append(_make_source(fields, path.parent))
+    return tuple(sources)
 
 
-def _make_source(path: Path, n: int, fields: Any) -> Source:
+def _make_source(fields: Any, folder: Path) -> Source:
+    """Returns the source with these fields. folder: that of the mixture's file."""
     if not isinstance(fields, dict):
-        raise DataError(f"mixture {path}: source {n} is not a map")
+        raise DataError("it is not a map")
     known = set(Source.__dataclass_fields__)
     if unknown := sorted(map(str, fields.keys() - known)):
-        raise DataError(f"mixture {path}: source {n}: {', '.join(unknown)} is none of {', '.join(sorted(known))}")
+        raise DataError(f"{', '.join(unknown)} is none of {', '.join(sorted(known))}")
     if not {"data", "share"} <= fields.keys():
-        raise DataError(f"mixture {path}: source {n} needs data and share")
+        raise DataError("it needs data and share")
     if not isinstance(fields.get("columns", {}), Mapping):
-        raise DataError(f"mixture {path}: source {n}: columns must be a map")
-    lists = {key: _check_names(path, n, key, fields[key]) for key in _LIST_FIELDS if key in fields}
-    data = tuple(str(path.parent / name) if (path.parent / name).exists() else name for name in lists["data"])
-    try:
-        return Source(**{**fields, **lists, "data": data})
-    except DataError as error:
-        raise DataError(f"mixture {path}: source {n}: {error}") from error
+        raise DataError("columns must be a map")
+    lists = {key: _check_names(key, fields[key]) for key in _LIST_FIELDS if key in fields}
+    data = tuple(str(folder / name) if (folder / name).exists() else name for name in lists["data"])
+    return Source(**{**fields, **lists, "data": data})
 
 
-def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
+def _check_names(key: str, value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise DataError(f"mixture {path}: source {n}: {key} must be a name or a list of names")
+        raise DataError(f"{key} must be a name or a list of names")
     return tuple(names)
 
 

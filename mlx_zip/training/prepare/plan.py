@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import expand_home
 from mlx_zip.models.model_folder import read_model_codec, read_model_config
 from mlx_zip.packs.entries import Entry
@@ -19,7 +19,6 @@ from mlx_zip.text.sources import Source, source_files
 from mlx_zip.text.token_facts import digit_ids, leading_special_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare.encoding import TRAIN_ON
-from mlx_zip.training.prepare.sharding import PreparationPlan
 from mlx_zip.training.prepare.shards import is_prepared, make_codec_record
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -87,6 +86,24 @@ class PrepareOptions:
                 raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")
 
 
+@dataclass(frozen=True)
+class PreparationPlan:
+    """What all shards of a `prepare` run are made with. tokenizer: its file or folder. params: the codec.
+
+    pool: entries from which each sample's starting codebook is drawn, None for no drawing.
+    """
+
+    options: PrepareOptions
+    tokenizer: Path
+    params: CodecParams
+    pool: tuple[Entry, ...] | None = None
+
+    @property
+    def start_draw(self) -> int:
+        """Number of entries to draw for each sample, 0 without a pool."""
+        return self.options.start_draw or 0
+
+
 def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
     """Returns the plan, the tokenizer, and all settings that the result depends on. Writes nothing.
 
@@ -106,20 +123,8 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPl
     pool = None
     if options.start_draw is not None:
         pool, params = _read_entry_pool(options, params, tokenizer), replace(params, start=None)
-    plan = PreparationPlan(
-        out=Path(options.out),
-        tokenizer=folder,
-        params=params,
-        context=options.context,
-        fill_windows=options.fill_windows,
-        train_on=options.train_on,
-        columns=tuple(dict(source.columns) for source in options.sources),
-        seed=options.seed,
-        pool=pool,
-        start_draw=options.start_draw or 0,
-        trust_remote_code=options.trust_remote_code,
-    )
-    return plan, tokenizer, _make_settings_record(options, plan, tokenizer)
+    plan = PreparationPlan(options, folder, params, pool)
+    return plan, tokenizer, _make_settings_record(plan, tokenizer)
 
 
 def _find_tokenizer(options: PrepareOptions) -> Path:
@@ -162,10 +167,8 @@ def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, 
     start = None if own is None or options.empty_start else own.start
     if options.pack is not None:
         start = _read_pack_entries(options.pack, tokenizer) if options.start_draw is None else None
-    try:
+    with errors_as(DataError, str(options.pack or "the codec"), CodecError):
         return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
-    except CodecError as error:
-        raise DataError(f"{options.pack or 'the codec'}: {error}") from error
 
 
 def _read_embedding_rows(config: Mapping[str, Any]) -> int | None:
@@ -215,16 +218,14 @@ def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: An
             f"start_draw {draw} is more than {path} has entries ({len(pool)}) or the codebook slots "
             f"({params.codebook_size})"
         )
-    try:
+    with errors_as(DataError, str(path), CodecError):
         replace(params, codebook_size=len(pool), start=pool)
-    except CodecError as error:
-        raise DataError(f"{path}: {error}") from error
     return pool
 
 
-def _make_settings_record(options: PrepareOptions, plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
+def _make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
     """Returns everything that the result depends on, as values for JSON, with digests in place of long lists."""
-    packs = plan.params.start if plan.pool is None else plan.pool
+    options, packs = plan.options, plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {
         "sources": [_make_source_record(source) for source in options.sources],
@@ -249,11 +250,8 @@ def _make_source_record(source: Source) -> dict[str, Any]:
 
 
 def _hash_file(name: str) -> str:
-    try:
-        with open(name, "rb") as file:
-            return file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror}") from error
+    with errors_as(DataError, f"{name} cannot be read"), open(name, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
 
 def _hash_text(text: str) -> str:

@@ -23,11 +23,10 @@ from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import SourceReader, is_local, source_files
 from mlx_zip.training.prepare.mixture import choose_next_sources, count_kept_samples
-from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
+from mlx_zip.training.prepare.plan import PreparationPlan, PrepareOptions, make_plan
 from mlx_zip.training.prepare.prepared_folder import POOL_FILE, PreparedFolder
 from mlx_zip.training.prepare.sharding import (
     Chunk,
-    PreparationPlan,
     ShardMaker,
     cut_chunks,
     make_shard_in_worker,
@@ -60,8 +59,8 @@ def prepare_data(
                 return index
             try:
                 if plan.pool is not None:
-                    write_entries(plan.out / POOL_FILE, plan.pool, plan.params.merge_size, plan.params.pad_id)
-                run = _Preparation(options, plan, folder, progress, report)
+                    write_entries(options.out / POOL_FILE, plan.pool, plan.params.merge_size, plan.params.pad_id)
+                run = _Preparation(plan, folder, progress, report)
                 with _start_workers(plan, tokenizer, workers) as make:
                     run.make_shards(make)
                 return run.write_index(settings)
@@ -100,13 +99,9 @@ class _Preparation:
     """One run of `prepare`: readers of the sources, records of finished shards, and the progress bar."""
 
     def __init__(
-        self,
-        options: PrepareOptions,
-        plan: PreparationPlan,
-        folder: PreparedFolder,
-        progress: bool,
-        report: Callable[[str], object],
+        self, plan: PreparationPlan, folder: PreparedFolder, progress: bool, report: Callable[[str], object]
     ) -> None:
+        options = plan.options
         self.options, self.plan, self.folder, self.report = options, plan, folder, report
         self.shares = [source.share for source in options.sources]
         self.readers = [SourceReader(source) for source in options.sources]
@@ -195,7 +190,7 @@ class _Preparation:
         params, records = self.plan.params, [record for done in self.records for record in done]
         index = {
             "codec": make_codec_record(params) | ({} if params.start is None else {"start": params.start}),
-            "context": self.plan.context,
+            "context": self.options.context,
             "tokenizer": settings["tokenizer"],
             "shards": shards,
             "pool": None if self.plan.pool is None else POOL_FILE,

@@ -5,46 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.files import follow_parent_process, write_json
-from mlx_zip.packs.entries import Entry
 from mlx_zip.text.sources import Item, Record, Skipped, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_windows
+from mlx_zip.training.prepare.plan import PreparationPlan
 from mlx_zip.training.prepare.shards import ShardWriter
 
 MOST_NOTES = 20  # maximum number of skipped records that a shard's record names
 BYTES_PER_ID = 4  # rough guess, to estimate how much text fills a shard
-
-
-@dataclass(frozen=True)
-class PreparationPlan:
-    """Settings of all shards of a `prepare` run. Fields not listed here: see `PrepareOptions`.
-
-    tokenizer: file or folder of the tokenizer. params: the codec. columns: `Source.columns` of each source. pool:
-    entries from which each sample's starting codebook is drawn, None for no drawing. start_draw: number of entries to
-    draw, 0 without a pool.
-    """
-
-    out: Path
-    tokenizer: Path
-    params: CodecParams
-    context: int
-    fill_windows: bool | None
-    train_on: str
-    columns: tuple[Mapping[str, str], ...]
-    seed: int = 0
-    pool: tuple[Entry, ...] | None = None
-    start_draw: int = 0
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,8 +89,9 @@ class ShardMaker:
     """Makes the shards of a plan. tokenizer: the plan's tokenizer if it is loaded already, None to load it."""
 
     def __init__(self, plan: PreparationPlan, tokenizer: Any = None) -> None:
-        self.plan = plan
-        self.encoder = RecordEncoder(tokenizer or load_tokenizer(plan.tokenizer, plan.trust_remote_code), plan.train_on)
+        self.plan, self.options = plan, plan.options
+        tokenizer = tokenizer or load_tokenizer(plan.tokenizer, self.options.trust_remote_code)
+        self.encoder = RecordEncoder(tokenizer, self.options.train_on)
 
     def make(self, chunk: Chunk) -> dict[str, Any]:
         """Writes the arrays of a shard, then the shard's record, and returns the record.
@@ -122,7 +100,7 @@ class ShardMaker:
         """
         tally = RecordTally()
         encoded_records = self._encode_records(chunk, tally)
-        writer = ShardWriter(self.plan.out, chunk.name, self.plan.start_draw)
+        writer = ShardWriter(self.options.out, chunk.name, self.plan.start_draw)
         samples = self._add_samples(writer, encoded_records, chunk.number, tally)
         empty = {"name": chunk.name, "samples": 0, "ids": 0, "base_ids": 0, "bytes": 0}
         record = (writer.close() if samples else empty) | {
@@ -132,11 +110,12 @@ class ShardMaker:
             "skipped": dict(tally.skipped),
             "notes": tally.notes,
         }
-        write_json(shard_record_path(self.plan.out, chunk.name), record)
+        write_json(shard_record_path(self.options.out, chunk.name), record)
         return record
 
     def _encode_records(self, chunk: Chunk, tally: RecordTally) -> list[EncodedRecord]:
-        parsed = [parse_item(item, self.plan.columns[chunk.source]) for item in chunk.items]
+        columns = self.options.sources[chunk.source].columns
+        parsed = [parse_item(item, columns) for item in chunk.items]
         results = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
         found = [next(results) if isinstance(record, Record) else record for record in parsed]
         encoded_records = []
@@ -145,7 +124,7 @@ class ShardMaker:
             if isinstance(encoded, Skipped):
                 tally.count_skipped(encoded)
             else:
-                tally.windowed += len(encoded.ids) + len(encoded.lead) > self.plan.context
+                tally.windowed += len(encoded.ids) + len(encoded.lead) > self.options.context
                 encoded_records.append(encoded)
         return encoded_records
 
@@ -153,8 +132,9 @@ class ShardMaker:
         self, writer: ShardWriter, encoded_records: list[EncodedRecord], number: int, tally: RecordTally
     ) -> int:
         """Adds the records' compressed windows to shard `number`; returns the number of samples added."""
-        plan, rng, samples = self.plan, np.random.default_rng([self.plan.seed, number]), 0
-        for window in cut_windows(encoded_records, plan.context, plan.fill_windows, self.encoder.lead):
+        plan, rng, samples = self.plan, np.random.default_rng([self.options.seed, number]), 0
+        fill = self.options.fill_windows
+        for window in cut_windows(encoded_records, self.options.context, fill, self.encoder.lead):
             params, rows = plan.params, None
             if plan.pool is not None:
                 rows = rng.choice(len(plan.pool), plan.start_draw, replace=False).astype(np.int32)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import CodecError, DataError, failure_reason
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import atomic_file, read_json_object, write_json
 from mlx_zip.packs.entries import Entry
 
@@ -139,7 +139,8 @@ class PreparedShards:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.index = _read_index(self.folder)
-        try:
+        file, again = self.folder / INDEX_FILE, f"; {_PREPARE_AGAIN}"
+        with errors_as(DataError, str(file), KeyError, TypeError, ValueError, CodecError, end=again):
             params = CodecParams(**self.index["codec"])
             # one canonical form for all codecs without a codebook, so that they compare equal
             self.params = params if can_have_entries(params) else replace(params, codebook_size=0, merge_size=1)
@@ -147,11 +148,9 @@ class PreparedShards:
             records = [
                 (str(record["name"]), _check_count("samples", record["samples"])) for record in self.index["shards"]
             ]
-        except (KeyError, TypeError, ValueError, CodecError) as error:
-            raise DataError(f"{self.folder / INDEX_FILE}: {failure_reason(error)}; {_PREPARE_AGAIN}") from error
         made_with = self.index.get("tokenizer")
         if made_with is not None and not isinstance(made_with, dict):
-            raise DataError(f"{self.folder / INDEX_FILE}: tokenizer is {made_with!r:.40}; {_PREPARE_AGAIN}")
+            raise DataError(f"{file}: tokenizer is {made_with!r:.40}{again}")
         pool = self.index.get("pool")
         self._pool = None if pool is None else _read_pool(self.folder, str(pool), self.params.merge_size)
         self._shards = [self._open_shard(name, samples) for name, samples in records]
@@ -237,10 +236,9 @@ def _check_count(name: str, value: Any, least: int = 0) -> int:
 
 def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
     """Returns the array of a .npy file, memory-mapped. Raises `DataError` if it is damaged or of another type."""
-    try:
+    faults = (OSError, ValueError, EOFError, tokenize.TokenError)  # the last: a damaged header
+    with errors_as(DataError, f"{path} cannot be read", *faults, end=f"; {_PREPARE_AGAIN}"):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, tokenize.TokenError) as error:  # the last: a damaged header
-        raise DataError(f"{path} cannot be read: {failure_reason(error)}; {_PREPARE_AGAIN}") from error
     if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype != dtype:
         found = f"{array.ndim} dimensions of {array.dtype}" if isinstance(array, np.ndarray) else "an archive"
         raise DataError(f"{path} holds {found}, not {ndim} of {np.dtype(dtype)}; {_PREPARE_AGAIN}")

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import follow_parent_process
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns the function's result
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SORTED_TOGETHER = 32  # samples of this many batches are sorted by length, so that each batch needs little padding
 _PER_OCTAVE = 8  # number of fine padded sizes per doubling: at most 12.5 % padding
 
@@ -104,6 +104,12 @@ class Batch:
     padding: Padding = FINE_PADDING
 
 
+def sum_counts(batches: Sequence[Batch]) -> dict[str, int]:
+    """Returns sums over the batches: `ids`, `base_ids` and `n_bytes`, and `samples`, the number of samples."""
+    sums = {name: sum(getattr(batch, name) for batch in batches) for name in ("ids", "base_ids", "n_bytes")}
+    return {**sums, "samples": sum(len(batch.samples) for batch in batches)}
+
+
 def make_batch(
     samples: Sequence[Sample],
     params: CodecParams,
@@ -168,10 +174,9 @@ def _replay_samples(
     """Replays each sample with its codebook. Raises `DataError`, with the sample's index, if a sample is damaged."""
     books = []
     for i, sample in zip(indices, samples, strict=True):
-        try:
+        again = "; delete its folder and prepare the data again"
+        with errors_as(DataError, f"sample {i} is damaged", CodecError, DataError, end=again):
             books.append(_ReplayedSample(sample, params, availability))
-        except (CodecError, DataError) as error:
-            raise DataError(f"sample {i} is damaged: {error}; delete its folder and prepare the data again") from error
     return books
 
 
@@ -321,13 +326,13 @@ def start_batch_workers(count: int) -> Iterator[CallFunction]:
 
 def block_stop_signals() -> None:
     """Blocks stop signals in this thread and in processes that the thread starts."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def _start_batch_worker() -> None:
     os.setsid()  # leaves the terminal's process group, which gets the signals
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool ends its processes with SIGTERM
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     follow_parent_process()

@@ -23,10 +23,9 @@ from mlx_zip.config import SIDES
 from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.steps.batches import Batch
+from mlx_zip.training.steps.batches import Batch, sum_counts
 from mlx_zip.training.steps.objective import Trainee
 
-BATCH_COUNTS = ("ids", "base_ids", "n_bytes")  # counts of a `Batch` that are summed over a step
 LOW_PRECISION = {"float32": None, "bfloat16": mx.bfloat16}
 
 
@@ -77,9 +76,8 @@ class Stepper:
             mx.eval(sums, decoder)  # first: the encoders' gradients come last and need no activations of the decoder
             mx.eval(encoders)
         assert sums is not None
-        sums |= {name: mx.array(sum(getattr(batch, name) for batch in batches), mx.int64) for name in BATCH_COUNTS}
+        sums |= {name: mx.array(count, mx.int64) for name, count in sum_counts(batches).items()}
         sums["stop"] = mx.array(int(stop))
-        sums["samples"] = mx.array(sum(len(batch.samples) for batch in batches), mx.int64)
         sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
         norm = self._compiled_update(gradients, sums["count"])
         mx.eval(norm, sums, self.trainee.state, self.optimizer.state, mx.random.state)

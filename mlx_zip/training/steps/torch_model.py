@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
-from mlx_zip.errors import TrainingError, first_message_line
+from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.rows.fingerprints import named_arrays
@@ -251,8 +251,6 @@ def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
         known["model_type"] = config["zip2zip"]["base_model_type"]
     kind = known.pop("model_type")
     attention = "eager" if eager or kind == "gemma2" else "sdpa"  # gemma2 has soft caps on attention scores
-    try:
+    with errors_as(TrainingError, f"transformers cannot build this {kind}", ValueError, TypeError, KeyError):
         body = AutoModel.from_config(AutoConfig.for_model(kind, **known), attn_implementation=attention)
-    except (ValueError, TypeError, KeyError) as error:
-        raise TrainingError(f"transformers cannot build this {kind}: {first_message_line(error)}") from error
     return body.requires_grad_(False)

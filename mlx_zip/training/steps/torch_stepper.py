@@ -26,9 +26,9 @@ from mlx_zip.config import SIDES
 from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.steps.batches import Batch
+from mlx_zip.training.steps.batches import Batch, sum_counts
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepper import BATCH_COUNTS, make_schedule, optimizer_of_weight, peak_rate_of_weight
+from mlx_zip.training.steps.stepper import make_schedule, optimizer_of_weight, peak_rate_of_weight
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -102,9 +102,8 @@ class TorchStepper:
             sums = {name: sums.get(name, 0.0) + value.detach() for name, value in found.items()}
         norm = self._apply_gradients()
         sums = {name: value.item() for name, value in sums.items()}
-        counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in BATCH_COUNTS}
-        samples = float(sum(len(batch.samples) for batch in batches))
-        return {**sums, **counts, "samples": samples, "stop": float(stop), "grad_norm": norm}
+        counts = {name: float(count) for name, count in sum_counts(batches).items()}
+        return {**sums, **counts, "stop": float(stop), "grad_norm": norm}
 
     def measure_losses(self, batch: Batch, long: bool) -> dict[str, float]:
         """Returns the sums of the losses on one batch, without training."""

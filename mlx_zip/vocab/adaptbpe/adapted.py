@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.files import expand_home, read_json_object, write_json
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encode_with_added_tokens
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
@@ -292,12 +292,9 @@ def read_adapted(path: str | Path) -> AdaptedVocabulary:
     """Reads a file that `AdaptedVocabulary.save` wrote. Raises `DataError` naming the file and what is wrong in it."""
     path = expand_home(path)
     record = read_json_object(path)
-    try:
+    faults = (DataError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
+    with errors_as(DataError, str(path), *faults):
         return _parse_record(record)
-    except KeyError as error:
-        raise DataError(f"{path}: {error} is missing") from error
-    except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(f"{path}: {error}") from error
 
 
 def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
@@ -308,7 +305,6 @@ def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
     if record.pop("sha256") != _digest(record):
         raise DataError("is damaged, its checksum does not match: adapt again")
-    record.setdefault("letters", 0)  # files of earlier versions have none
     _check_field_types(record, _TYPES)
     _check_field_types(base := record["base"], _BASE_TYPES, "base.")
     if low := [name for name in ("merges", "ids") if base[name] < 0]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, errors_as
 from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, drop_dead_merges, is_text
 from mlx_zip.vocab.adaptbpe.pieces import BLANK, CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
 from mlx_zip.vocab.first_stage import (
@@ -137,10 +137,8 @@ def _from_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
     """Reads the ids of a merge list from a file: spelled tokens -> ids. Raises `DataError` if the file is invalid."""
-    try:
+    with errors_as(DataError, f"{path.name} in the same folder is not valid JSON", ValueError):
         return checked_vocabulary(json.loads(read_uncompressed(path)))
-    except ValueError as error:
-        raise DataError(f"{path.name} in the same folder is not valid JSON: {error}") from error
 
 
 def _gpt2_ids(merges: MergeList) -> Uint32s:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, errors_as
 from mlx_zip.vocab.adaptbpe.merge_list import PIECES, cut_into_pieces
 from mlx_zip.vocab.first_stage import AddedToken, spelled_to_bytes
 
@@ -90,11 +90,9 @@ class Front:
 
         empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
         parts = {"normalizer": self.normalizer, "pre_tokenizer": self.pre_tokenizer}
-        try:
-            with bare_exceptions_as_value_errors():
-                return Tokenizer.from_str(json.dumps(empty | parts))
-        except ValueError as error:
-            raise DataError(f"the tokenizers library cannot read this normalizer or pre_tokenizer: {error}") from error
+        fault = "the tokenizers library cannot read this normalizer or pre_tokenizer"
+        with errors_as(DataError, fault, ValueError), bare_exceptions_as_value_errors():
+            return Tokenizer.from_str(json.dumps(empty | parts))
 
     def record(self) -> dict[str, Any]:
         """Returns the fields as plain values for a JSON file; `from_record` reads them."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import atomic_file
 from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, open_tokenizer, tokens_fingerprint
 from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode, learn_merges
@@ -148,13 +148,11 @@ class PatchTable:
         """Reads a table that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
         path = _checked_path(path)
         fields = _read_fields(path)
-        try:
+        with errors_as(DataError, f"{path} is not a patch table", CodecError, TypeError, ValueError):
             if fields["merges"].dtype != np.uint16:
                 raise CodecError(f"merges must be uint16, got {fields['merges'].dtype}")
             pairs = tuple(map(tuple, fields["merges"].tolist()))
             table = cls(Merges(int(fields["patch_size"]), pairs), fields["rows"], str(fields["mode"]))
-        except (CodecError, TypeError, ValueError) as error:
-            raise DataError(f"{path} is not a patch table: {error}") from error
         if str(fields["fingerprint"]) != table.fingerprint:
             raise DataError(f"{path}: its fingerprint does not match its tokens; make the table again")
         return table

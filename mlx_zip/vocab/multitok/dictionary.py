@@ -12,8 +12,7 @@ The checksum covers the JSON object without its `sha256` (keys sorted, no blanks
 is read.
 
 Dictionaries of words are written as version 1, dictionaries of a tokenizer's ids as version 2, with the fingerprint
-that packs use (`first_stage.tokenizer_fingerprint`). Older dictionaries of ids have version 1 and another kind of
-fingerprint, so their tokenizer counts as unknown.
+that packs use (`first_stage.tokenizer_fingerprint`).
 
 MultiTok walks through a text as the codec does. But a dictionary has millions of phrases of any length, while the codec
 has at most 2^20 entries of at most 16 ids. So `native/phrases.c` keeps a run as its prefix (a node) and one more unit:
@@ -36,9 +35,9 @@ from numpy.typing import NDArray
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.params import raise_for_status
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import atomic_file, check_regular_file
-from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples, Settings, Tokens, Totals, units_from_dict
+from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples, Settings, Totals, units_from_dict
 
 MATCHINGS = ("longest", "walk")
 _FORMAT, _VERSIONS = "mlx_zip multitok dictionary", {"words": 1, "tokens": 2}
@@ -317,10 +316,8 @@ class Dictionary:
     def load(cls, path: str | Path) -> Dictionary:
         """Reads a dictionary that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
         header, body = _read_file(path)
-        try:
+        with errors_as(DataError, str(path), CodecError, DataError, ValueError, TypeError, KeyError):
             return _parse_file(header, body)
-        except (CodecError, DataError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path}: {error}") from error
 
 
 _CURE = "train the dictionary with it among its units, or give an unk_id (--unk-id) to stand for such units"
@@ -379,8 +376,6 @@ def _parse_file(header: dict[str, Any], body: bytes) -> Dictionary:
     """Returns the dictionary in a file. body: the bytes after line 1. Raises `CodecError`, `DataError` and others."""
     words = np.frombuffer(body, "<u4").astype(np.uint32)
     units = units_from_dict(header["units"])
-    if isinstance(units, Tokens) and header["version"] < _VERSIONS["tokens"]:
-        units = Tokens(units.size)
     given = {name: header["settings"][name] for name in (*_NUMBERS, "unk_id")}
     settings = Settings(units, **given)
     n, with_ids = header["runs"], header["given_ids"]

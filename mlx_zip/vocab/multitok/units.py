@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, errors_as
 
 MAX_PHRASES: int = lib.MLXZIP_MAX_PHRASES
 NO_ID = (1 << 32) - 1  # id of a run that is only the beginning of phrases
@@ -156,10 +156,8 @@ def units_from_dict(data: Any) -> Units:
         words = data.get("words")
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise DataError("units.words must be a list of words")
-        try:
+        with errors_as(DataError, "units.words", CodecError):
             return Words(tuple(words))
-        except CodecError as error:
-            raise DataError(f"units.words: {error}") from error
     if kind == "tokens":
         size, fingerprint = data.get("size"), data.get("fingerprint")
         if type(size) is not int or size < 1 or not isinstance(fingerprint, str):
