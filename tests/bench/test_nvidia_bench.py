@@ -74,7 +74,7 @@ def test_whole_requests_are_records_that_report_reads(folder, capsys):
     ]
     assert {one["kv_dtype"] for one in lines} == {"float32"}  # on a CPU
     capsys.readouterr()
-    assert tiny_bench.run("report", folder / "generate.jsonl", "--table", "6") == 0
+    assert tiny_bench.run("report", folder / "generate.jsonl") == 0
     assert "torch-zip, against torch-base" in capsys.readouterr().out
 
 
