@@ -62,7 +62,7 @@ BENCHES = {
     ),
     "training": (
         "mlx_zip.bench.training",
-        "time a training step and its parts; on PyTorch too",
+        "time a training step, next to a plain step and the encoders alone; on PyTorch too",
     ),
 }
 TIMED = {
