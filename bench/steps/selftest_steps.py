@@ -23,7 +23,7 @@ from mlx_zip.bench.machine import memory_bytes, mlx_read_bandwidth
 from mlx_zip.device import on_gpu
 
 from . import host_parts
-from .launch_counts import count_step_launches
+from .launches import count_step_launches
 from .profile import forced_run_ahead
 
 TRIALS, TOKENS = 5, 96  # most timed rounds; base tokens per run

@@ -1,4 +1,4 @@
-"""Times the parts of a step: wraps functions of mlx_zip, mlx-lm and MLX with clocks while a tracer is open.
+"""Times the parts of a step: wraps functions of mlx_zip and MLX with clocks while a tracer is open.
 
 A function's time does not include the wrapped functions that it calls. There are two clocks: wall time, and the
 thread's processor time, which does not count waiting for a core. A hook raises an error if its function does not exist,
@@ -83,14 +83,11 @@ MODEL, ROWS, AHEAD = (
     "mlx_zip.models.two_part_step:TwoPartStep",
 )
 STATE = "mlx_zip.models.rows.zip_state:ZipState"
-PLAIN_HOOKS = (
+ZIP_HOOKS = (
     Hook("sampling", mx, "logsumexp", arrays_in_result),
     Hook("sampling", mx, "argmax", arrays_in_result),
     Hook("enqueue", mx, "async_eval"),
     Hook("replay", "mlx_zip.bench.engines.mlx_engines:ForcedIdSampler", "__call__"),
-)
-ZIP_HOOKS = (
-    *PLAIN_HOOKS,
     *(Hook("wait", f"mlx_zip.models.{module}", "read_ids_on_host") for module in ("zip_model", "two_part_step")),
     Hook("call", MODEL, "__call__"),
     *(Hook("call", AHEAD, name) for name in ("run", "follow")),
