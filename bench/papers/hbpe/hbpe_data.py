@@ -17,8 +17,7 @@ from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.training.patch_training import PatchCorpus, Uint32s, cut_windows
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, learn_tokenizer, read_tokens, text_to_ids, tokens_by_id
 
-from .baseline_patches import byte_entropies, entropy_patches, number_patches, space_patches
-from .patches import text_to_ids_function
+from .patches import byte_entropies, entropy_patches, number_patches, space_patches, text_to_ids_function
 
 BYTE_END = 256
 ENTROPY_SAMPLE = 1 << 17  # minimum bytes of training documents for choosing the entropy threshold

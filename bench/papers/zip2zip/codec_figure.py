@@ -104,10 +104,11 @@ def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str,
 
 
 def latency_figure(lines: Sequence[dict[str, Any]]) -> Figure:
-    """Returns a figure with two panels: the latencies, and what each codec adds, from the lines of one tokenizer.
+    """Returns a figure with two panels: the latencies, and what each codec adds, of the first line's tokenizer.
 
     Points are medians; bars reach from minimum to maximum.
     """
+    lines = [line for line in lines if line["data"] == lines[0]["data"]]
     figure = new_figure()
     latency_panel, added_panel = figure.subplots(1, 2)
     for i, (name, label) in enumerate(CURVES.items()):

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.records import Cell, Records, column_table, make_column_table, median_and_range, table
 from mlx_zip.errors import MlxZipError
 
-from .ablation_results import PAPER_RATES
-from .codec_figure import added_latency_percent
+from .ablation_tables import PAPER_RATES
+from .codec_figure import added_latency_percent, latency_figure
 from .flops import PAPER_RATE, TABLE_9, TRAINED, flops_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # as in the paper (§3.1, table 7), except the codebook size
 Line = dict[str, Any]
@@ -362,4 +365,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "flops": lambda _: flops_table([flops_line(shape, PAPER_RATE, 2.0) for shape in (*TABLE_9, *TRAINED)]),
     "flops-mixture": table_from_records(mixture_flops_table),
     "codec-latency": make_column_table("codec-figure4", LATENCY),
+}
+PICTURES: dict[str, Callable[[Records], Figure]] = {
+    "docs/reports/compression-figure4.svg": lambda records: latency_figure(records.lines("codec-figure4"))
 }
