@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +42,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
 from .launches import PROMPT, count_step_launches
-from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer
+from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer, step_seconds
 
 SCHEMA = 2
 SIZES = ("512+128",)
@@ -113,15 +112,14 @@ class StepTimes:
 
     def add(self, run: Run, marks: Sequence[Seconds]) -> None:
         """Adds a run. marks: the tracer's totals at each step; empty for a run without a tracer."""
-        whole = np.diff(run.times)
-        self.whole += whole.tolist()
+        steps = list(step_seconds(marks))
+        whole = [sum(wall.values()) for wall, _ in steps] if steps else np.diff(run.times).tolist()
+        self.whole += whole
         self.medians.append(float(np.median(whole)))
-        for before, after in pairwise(marks):
-            for part in (*PARTS, *(part + CPU for part in PARTS)):
-                self.parts[part].append(after[part] - before[part])
-        if marks:
-            named = np.sum([self.parts[part][-len(whole) :] for part in PARTS if part != "loop"], axis=0)
-            self.parts["loop"][-len(whole) :] = (whole - named).tolist()
+        for wall, cpu in steps:
+            for part in PARTS:
+                self.parts[part].append(wall[part])
+                self.parts[part + CPU].append(cpu[part])
 
 
 class StepProfiler:
@@ -139,11 +137,12 @@ class StepProfiler:
         count: called after each round.
         """
         ways = {name: StepTimes() for name in ("mlx-lm", "mlx-zip", "mlx-zip traced", "mlx-zip apart")}
+        turn = workload.turns[0]
         for trial in range(-1, self.args.trials):
             untraced, _ = self._run_zip(workload, None)
             runs = {
                 "mlx-zip": (untraced, ()),
-                "mlx-lm": (self._run_plain(workload, untraced), ()),
+                "mlx-lm": (run_as_many_ids(self.plain, untraced, turn.prompt, turn.text or ()), ()),
                 "mlx-zip traced": self._run_zip(workload, Tracer(ZIP_HOOKS)),
                 "mlx-zip apart": self._run_zip(workload, Tracer(ZIP_HOOKS, apart=True)),
             }
@@ -160,13 +159,6 @@ class StepProfiler:
         turn = workload.turns[0]
         with forced_run_ahead(AHEAD[self.args.ahead]), tracer or nullcontext():
             return self.zipped.run(turn.prompt, turn.tokens, turn.text), tracer.marks if tracer else ()
-
-    def _run_plain(self, workload: Workload, like: Run) -> Run:
-        """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, thus with equal KV length."""
-        turn, steps = workload.turns[0], len(like.ids)
-        text = (*(turn.text or ()), *turn.prompt)
-        forced = [text[i % len(text)] for i in range(steps)]
-        return self.plain.run(turn.prompt[: like.prompt_ids], steps, forced)
 
     @property
     def ahead(self) -> bool:
@@ -234,6 +226,16 @@ def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
     generate = import_module("mlx_zip.engine.mlx.generate")
     with patch.object(generate, "_begins_ahead", lambda model: ahead):
         yield
+
+
+def run_as_many_ids(plain: MlxLm, like: Run, prompt: Sequence[int], text: Sequence[int]) -> Run:
+    """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, thus with equal KV length.
+
+    prompt, text: base ids to read and to write, as far as they are needed.
+    """
+    written = (*text, *prompt)
+    forced = [written[i % len(written)] for i in range(len(like.ids))]
+    return plain.run(prompt[: like.prompt_ids], len(forced), forced)
 
 
 def summarize_us(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> dict[str, Any]:

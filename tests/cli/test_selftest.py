@@ -307,7 +307,7 @@ def test_the_report_has_the_parts_of_a_step_and_the_file_has_every_sample(figure
     for way in ways.values():
         assert set(way["parts_ms"]) == set(host_parts.PARTS)
         assert {len(samples) for samples in way["samples_us"].values()} == {way["steps"]}
-        assert way["parts_ms"]["graph"].keys() == host_parts.QUANTILES.keys()
+        assert way["parts_ms"]["blocks"].keys() == host_parts.QUANTILES.keys()
         assert way["steps"] > 1
     assert "host: parts of a step, engine | stalls: " in page
     assert set(figures["host"]["plain"]["over"]) == {"stream_generate", "engine"}
