@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import print_record, summarize_samples
-from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PlainModel
+from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, transformer_flops, words_of
 from mlx_zip.vocab.hbpe.patch_merges import Merges, learn_merges, tokens_too_long
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer whose ids are grouped into patches, of any kind that `mlx_zip vocab hbpe learn` reads, for "
         "example vocab.bpe",
     )
-    parser.add_argument("--text", help="UTF-8 text file to encode into patches (default: no text is encoded)")
+    parser.add_argument("--text", help="text to encode into patches: .txt, also .gz (default: no text is encoded)")
     parser.add_argument(
         "--sizes",
         nargs="+",
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
     check_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
-    text = None if args.text is None else read_text(args.text)
+    text = None if args.text is None else read_corpus([args.text]).documents[0].text
     ids = None if text is None else np.array(text_to_ids_function(args.tokenizer)(text), np.uint32)
     for size in args.sizes:
         line = measure_patch_size(tokens, size, args.trials)
@@ -136,14 +136,6 @@ def text_to_ids_function(path: str) -> Callable[[str], Sequence[int]]:
     if ".tiktoken" in Path(path).name:
         return read_vocabulary(path).encode
     return text_encoder(path)
-
-
-def read_text(path: str) -> str:
-    """Reads the UTF-8 file of --text. Raises `MlxZipError` if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MlxZipError(f"--text {path} cannot be read: {error}") from error
 
 
 def summarize_call_ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlx_zip.bench.plots import Curve, Panel, line_charts
-from mlx_zip.bench.records import Cell, Columns, Records, machines_table, make_column_table
+from mlx_zip.bench.records import Cell, Columns, Record, Records, machines_table, make_column_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +28,8 @@ TABLE2_FERTILITY = {"plain": "1.51", "patches": "1.51", "bytes": "4.5", "space":
 TABLE3 = {"patches": "1.20", "space": "1.24", "entropy": "1.27"}  # bits per byte
 TABLE3_PATCHES = {"patches": "3.62", "space": "3.06", "entropy": "1.66"}  # bytes per patch
 
-Line = dict[str, Any]
 
-
-def lines_of_recipe(lines: Sequence[Line], recipe: str) -> list[Line]:
+def lines_of_recipe(lines: Sequence[Record], recipe: str) -> list[Record]:
     return [line for line in lines if line["recipe"] == recipe]
 
 
@@ -47,15 +45,15 @@ def paper_cell(figures: Mapping[str, str]) -> Cell:
     return lambda line: figures.get(line["model"], "")
 
 
-def gpt2_lines(lines: Sequence[Line]) -> list[Line]:
+def gpt2_lines(lines: Sequence[Record]) -> list[Record]:
     return [line for line in lines if line["tokenizer"] == GPT2]
 
 
-def lines_with_text(lines: Sequence[Line]) -> list[Line]:
+def lines_with_text(lines: Sequence[Record]) -> list[Record]:
     return [line for line in lines if "bytes_per_patch_space" in line]
 
 
-def _model_label(line: Line) -> str:
+def _model_label(line: Record) -> str:
     local = line["config"].get("local")
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
@@ -139,14 +137,14 @@ def bits_per_byte_figure(records: Records) -> Figure:
     return line_charts([Panel(label, "bits per byte", bits_per_byte_curves(found, x)) for label, x in over.items()])
 
 
-def bits_per_byte_curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
+def bits_per_byte_curves(lines: Sequence[Record], x: Callable[[Record, Record], float]) -> list[Curve]:
     return [
         Curve(_model_label(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
         for line in lines
     ]
 
 
-def _training_flops(line: Line, point: Line) -> float:
+def _training_flops(line: Record, point: Record) -> float:
     """Returns the FLOPs of training up to a point of a curve; a backward pass counts as two forward passes."""
     return 3 * line["forward_flops_per_byte"] * point["train_bytes"]
 

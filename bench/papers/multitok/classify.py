@@ -21,6 +21,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import print_record
+from mlx_zip.bench.records import Record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
@@ -28,7 +29,6 @@ from mlx_zip.vocab.multitok import Tokens, Words
 from .classifier import RATE, train_classifier
 from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_labelled
 
-Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
 _KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that the record includes
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         encoded = encode_texts(setting, units, *pieces)
         took = time.process_time() - begun
         for seed in args.seeds:
-            line: Line = {
+            line: Record = {
                 "bench": "classify",
                 "setting": text,
                 "seed": seed,
