@@ -13,7 +13,6 @@ which would count for the part that runs next.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,7 +34,7 @@ from mlx_zip.bench.generation.generate import (
     prepare_models_and_workloads,
     record_model_section,
 )
-from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record
 from mlx_zip.bench.records import table
 from mlx_zip.device import on_gpu
 from mlx_zip.errors import MlxZipError
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         for workload in workloads:
             record = profiler.measure(workload, count)
             count.clear()
-            print(json.dumps(record), flush=True)
+            print_record(record, *PACKAGES)
             count.say(step_parts_table(record))
     return 0
 
@@ -216,7 +215,6 @@ class StepProfiler:
             "ours_us": summarize_us(ours.tolist()),
             "ours_cpu_us": summarize_us(ours_cpu.tolist()),
             "device": self.zipped.device,
-            **environment_fields(*PACKAGES),
         }
 
 

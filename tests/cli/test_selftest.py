@@ -252,7 +252,7 @@ def test_a_mac_reports_what_pmset_prints_without_the_batterys_number(monkeypatch
     printed["batt"] = "Now drawing from 'AC Power'\n -InternalBattery-0 (id=1234)\t100%; charged\n"
 
     def run(command, **options):
-        assert options["timeout"] == machine.TIMEOUT_S
+        assert options["timeout"] == 10
         if command[-1] not in printed:
             raise FileNotFoundError(command[0])
         return subprocess.CompletedProcess(command, 0, printed[command[-1]], "")

@@ -10,7 +10,6 @@ from the paper's set-up (section IV) are described in `.labelled` and `.classifi
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -99,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
                 "per_word": round(len(encoded.train.ids) / train.words, 4),
                 "encode_processor_s": round(took, 2),
                 **train_classifier(encoded, answers, len(classes), seed, args),
-                "load_average": round(os.getloadavg()[0], 1),
             }
             print_record(line, "mlx")
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)
