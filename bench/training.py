@@ -178,8 +178,8 @@ class TrainingBench:
         """Measures a step and its unavoidable work; returns the record of `measure_steps`."""
         from .training_step import measure_steps
 
-        models = [self._make(params)[0] for params in (self.shards.params, self._plain())]
-        return measure_steps(*models, self._samples(), self.shards.params, self._settings(), self.args.trials)
+        zipped, plain = (self._make(params)[0] for params in (self.shards.params, self._plain()))
+        return measure_steps(zipped, plain, self._samples(), self.shards.params, self._settings(), self.args.trials)
 
     def torch(self) -> dict[str, Any]:
         """Measures steps of both training engines, MLX and PyTorch; returns the record of `measure_engines`."""
