@@ -39,7 +39,7 @@ BENCHES = {
     ),
     "report": (
         "mlx_zip.bench.generation.report",
-        "print tables of records that `bench generate` printed on any machines and days",
+        "print a table of records of `bench generate`, with ratios to the base engine or to earlier records",
     ),
     "nvidia": (
         "mlx_zip.bench.gpu.nvidia",
@@ -48,10 +48,6 @@ BENCHES = {
     "checkpoint": (
         "mlx_zip.bench.gpu.random_checkpoint",
         "write a checkpoint of random weights for the published zip2zip package, for bench nvidia to compare with",
-    ),
-    "compare": (
-        "mlx_zip.bench.generation.compare",
-        "compare two files of `bench generate` records; exit status 1 if the second is slower",
     ),
     "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
@@ -66,7 +62,7 @@ BENCHES = {
     ),
     "training": (
         "mlx_zip.bench.training",
-        "time a training step and its parts; on PyTorch too",
+        "time a training step, next to a plain step and the encoders alone; on PyTorch too",
     ),
 }
 TIMED = {

@@ -108,11 +108,10 @@ def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:
         raise MlxZipError("--text needs --tokenizer")
+    from mlx_zip.text.documents import read_corpus
     from mlx_zip.text.vocabularies import read_vocabulary
 
-    from .tokens import read_domains
-
-    corpus = read_domains([f"text={name}" for name in args.text])["text"]
+    corpus = read_corpus(args.text)
     vocabulary = read_vocabulary(args.tokenizer)
     ids = [i for document in corpus.documents for i in vocabulary.encode(document.text)]
     return ids, f"{', '.join(Path(name).name for name in corpus.files)}; {vocabulary.name}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 from mlx_zip.device import BANDWIDTH_SIDE, on_gpu
 from mlx_zip.device import measure_product_bandwidth as measured
+
+from .recording import command_output
 
 __all__ = [
     "BANDWIDTH_SIDE",
@@ -105,7 +106,6 @@ def resident_bytes() -> int:
 
 # ---- power and heat, as the system reports them: a hot or power-saving machine is slower
 
-TIMEOUT_S = 5.0
 MAC = {  # name of a figure: (command, pattern of the lines to keep)
     "thermal": (("pmset", "-g", "therm"), r"."),
     "power": (("pmset", "-g", "batt"), r"."),
@@ -180,11 +180,8 @@ def active_clock_limits(state: dict[str, str]) -> list[str]:
 
 
 def matching_output_lines(command: tuple[str, ...], kept: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    lines = (" ".join(_BATTERY.sub("", line).split()) for line in done.stdout.splitlines())
+    found = command_output(*command) or ""
+    lines = (" ".join(_BATTERY.sub("", line).split()) for line in found.splitlines())
     return "; ".join(line for line in lines if line and re.search(kept, line))
 
 

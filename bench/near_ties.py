@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import compress_next
@@ -33,8 +33,7 @@ from .records import Record, Records, libraries_cell, table
 
 BLOCK = WIDTHS[-1]  # ids compared at a time
 DRAWN = BLOCK  # number of sampled ids at the beginning of an answer
-MARGINS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-ALONE = "alone"  # comparison: the last id of each pass over `BLOCK` ids, read again by itself
+MARGIN = 1e-4  # ids whose two largest logits differ by less are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,32 +63,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare_widths(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the differences of each width, and the number of ids whose margin is below each of `MARGINS`.
-
-    An id's margin is the difference of its two largest logits.
-    """
+    """Returns the differences of each width, and the number of ids whose two largest logits differ by < `MARGIN`."""
     requests = read_requests(None)
     prompts = [list(one.turns[0].prompt) for one in make_conversations(tokenizer, requests, len(requests), 1, 1)]
-    found = {name: Differences() for name in (*map(str, WIDTHS[1:]), ALONE)}
-    margins, ids, answers = np.zeros(len(MARGINS), int), 0, 0
+    found = {str(width): Differences() for width in WIDTHS[1:]}
+    close = ids = answers = 0
     mx.random.seed(args.seed)
     with ProgressBar(args.ids, "id", "Comparing") as count:
         while ids < args.ids:
             prompt = prompts[answers % len(prompts)]
             for logits, others in read_answer(model, prompt, tokenizer.eos_token_ids, args.max_ids):
                 best = np.sort(logits, axis=1)[:, -2:]
-                margins += ((best[:, 1] - best[:, 0])[:, None] < MARGINS).sum(axis=0)
+                close += int((best[:, 1] - best[:, 0] < MARGIN).sum())
                 for name, other in others.items():
-                    found[name].add(logits[-len(other) :], other)
+                    found[name].add(logits, other)
                 ids += BLOCK
                 count(BLOCK)
             answers += 1
     dtype = str(logits_dtype(model)).rpartition(".")[2]
-    counted = {f"{margin:g}": int(n) for margin, n in zip(MARGINS, margins, strict=True)}
     return {
         "dtype": dtype,
         "answers": answers,
-        "margins": counted,
+        "margins": {f"{MARGIN:g}": close},
         "widths": {name: vars(one) for name, one in found.items()},
     }
 
@@ -143,7 +138,6 @@ def read_answer(
             str(width): [one for i in range(0, BLOCK, width) for one in read_ids(model, own, block[i : i + width])]
             for width, own in caches.items()
         }
-        others[ALONE] = read_last_again(model, caches[BLOCK], block[-1])
         yield as_array(logits), {name: as_array(found) for name, found in others.items()}
         if not {last, *block[1:]}.isdisjoint(ends):
             return
@@ -155,15 +149,6 @@ def read_ids(model: Any, cache: list[Any], ids: Sequence[int]) -> list[mx.array]
     return list(model(mx.array([ids], mx.uint32), cache=cache, **causal)[0])
 
 
-def read_last_again(model: Any, cache: list[Any], last: int) -> list[mx.array]:
-    state = find_zip_state(cache)
-    if state is None:
-        trim_prompt_cache(cache, 1)
-    else:
-        model.trim_cache(cache, state.offset - 1)
-    return read_ids(model, cache, [last])
-
-
 def as_array(rows: Sequence[mx.array]) -> np.ndarray:
     return np.array(mx.stack(list(rows)).astype(mx.float32))
 
@@ -173,15 +158,15 @@ def near_ties_table(records: Records) -> str:
     runs: dict[tuple[str, str, str], list[Record]] = {}
     for line in records.lines("near-ties"):
         runs.setdefault((line["model"]["name"], line["dtype"], libraries_cell(line)), []).append(line)
-    heads = ["model", "logits", "preloaded; BLAS", "ids", f"margins below {MARGINS[1]:g}", "other ids", "difference"]
+    heads = ["model", "logits", "preloaded; BLAS", "ids", f"margins below {MARGIN:g}", "other ids", "difference"]
     return table([*heads, "of the largest logit"], [[*run, *_cells(lines)] for run, lines in runs.items()])
 
 
 def _cells(lines: Sequence[Record]) -> list[str]:
-    widths = [one for line in lines for name, one in line["widths"].items() if name != ALONE]
+    widths = [line["widths"][str(width)] for line in lines for width in WIDTHS[1:]]
     return [
-        f"{sum(line['widths'][ALONE]['ids'] * BLOCK for line in lines):,}",
-        str(sum(line["margins"][f"{MARGINS[1]:g}"] for line in lines)),
+        f"{sum(line['widths'][str(BLOCK)]['ids'] for line in lines):,}",
+        str(sum(line["margins"][f"{MARGIN:g}"] for line in lines)),
         str(sum(one["differing"] for one in widths)),
         f"{max(one['largest'] for one in widths):.1e}",
         f"{max(one['largest_in_logits'] for one in widths):.1e}",

@@ -2,7 +2,7 @@
 
 A page is Markdown with tables between `<!-- table: NAME -->` and `<!-- end -->`; only the text between these markers is
 replaced. Tables come from the records (`records.py`) and from the command line's parsers, which are imported only when
-a table needs them. The tables and pictures of papers are found in every `bench/papers/PAPER/tables.py`.
+a table needs them. The tables and pictures of papers are found in every `bench/papers/PAPER/*tables.py`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
 
 
 def paper_table_modules() -> Iterator[Any]:
-    for file in sorted((Path(__file__).parent / "papers").glob("*/tables.py")):
-        yield import_module(f"mlx_zip.bench.papers.{file.parent.name}.tables")
+    for file in sorted((Path(__file__).parent / "papers").glob("*/*tables.py")):
+        yield import_module(f"mlx_zip.bench.papers.{file.parent.name}.{file.stem}")
 
 
 def render_page(path: Path, text: str, tables: Tables, records: Records) -> str:

@@ -26,13 +26,10 @@ from .records import read_lines, write_whole
 
 
 def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
-    """Returns samples with their median, min and max, rounded to three decimals."""
-    return {
-        "median": round(median(samples), 3),
-        "min": round(min(samples), 3),
-        "max": round(max(samples), 3),
-        "samples": [round(sample, 3) for sample in samples],
-    }
+    """Returns samples with their median, min and max, rounded to six significant digits."""
+    rounded = [float(f"{sample:.6g}") for sample in samples]
+    middle = float(f"{median(samples):.6g}")
+    return {"median": middle, "min": min(rounded), "max": max(rounded), "samples": rounded}
 
 
 IDLE_S = 2.0  # seconds over which the processors' idle share is measured before a bench

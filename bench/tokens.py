@@ -154,6 +154,11 @@ def parse_columns(argument: str, fields: str) -> dict[str, str]:
     return dict(zip(keys, names, strict=False))
 
 
+def corpus_record(corpus: Corpus) -> dict[str, Any]:
+    """Returns the record of a corpus, with the names of its files instead of their paths."""
+    return {**corpus.record(), "files": [Path(name).name for name in corpus.files]}
+
+
 # ---- counts
 
 
@@ -187,7 +192,7 @@ def count_corpus(
     base = len(stream)
     return {
         "tokenizer": {"name": vocabulary.name, "size": vocabulary.size, "library": vocabulary.library},
-        "text": {**corpus.record(), "files": [Path(name).name for name in corpus.files]},
+        "text": corpus_record(corpus),
         "disabled_ids": len(disabled),
         "base_ids": base,
         "bytes_per_base_id": round(corpus.n_bytes / base, 4),

@@ -1,4 +1,4 @@
-"""Measures training: the time of a step and its parts, and steps of both training engines.
+"""Measures training: the time of a step and of its unavoidable work, and steps of both training engines.
 
 Without --model and --data, a small decoder with random weights reads synthetic ids: enough to check that everything
 runs and roughly where the time goes. Figures for publication need a real model and prepared text.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,27 +175,18 @@ class TrainingBench:
     # ---- a step and its parts
 
     def step(self) -> dict[str, Any]:
-        """Measures a step and its parts; returns the record of `StepMeasurements`."""
+        """Measures a step and its unavoidable work; returns the record of `measure_steps`."""
         from .training_step import measure_steps
 
-        settings = self._settings()
-        models = self._model(self.shards.params), self._model(self._plain())
-        return measure_steps(*models, self._samples(), self.shards.params, settings, self.args.trials).record()
+        zipped, plain = (self._make(params)[0] for params in (self.shards.params, self._plain()))
+        return measure_steps(zipped, plain, self._samples(), self.shards.params, self._settings(), self.args.trials)
 
     def torch(self) -> dict[str, Any]:
         """Measures steps of both training engines, MLX and PyTorch; returns the record of `measure_engines`."""
-        from mlx_zip.training.settings import EncoderOptions
-        from mlx_zip.training.starting_model import make_starting_model
-
         from .training_step import measure_engines
 
-        encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
-
-        def make() -> tuple[Any, dict[str, Any]]:
-            return make_starting_model(self.base, None if self.base else SMALL, self.shards.params, encoder)
-
-        settings = self._settings()
-        return measure_engines(make, self._samples(), self.shards.params, settings, self.args.trials)
+        make = partial(self._make, self.shards.params)
+        return measure_engines(make, self._samples(), self.shards.params, self._settings(), self.args.trials)
 
     def _samples(self) -> list[list[Any]]:
         from mlx_zip.training.steps.batches import order_batches
@@ -205,12 +197,13 @@ class TrainingBench:
     def _plain(self) -> CodecParams:
         return replace(self.shards.params, codebook_size=0, start=None)
 
-    def _model(self, params: CodecParams) -> Any:
+    def _make(self, params: CodecParams) -> tuple[Any, dict[str, Any]]:
+        """Returns a new model and its config.json."""
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import make_starting_model
 
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
-        return make_starting_model(self.base, None if self.base else SMALL, params, encoder)[0]
+        return make_starting_model(self.base, None if self.base else SMALL, params, encoder)
 
     def _settings(self) -> Any:
         from mlx_zip.training.settings import TrainSettings

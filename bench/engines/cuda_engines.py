@@ -1,12 +1,14 @@
 """The engines `torch-zip` and `torch-base`: mlx_zip on PyTorch and Triton, with and without hypertokens.
 
-Both run the same code over the same weights, on a GPU if torch finds one, else on the CPU. They need no MLX.
+Both run the same code over the same weights, on a GPU if torch finds one, else on the CPU. They need no MLX. They take
+decoding steps of one sequence without the scheduler around them, so that it can be measured what the scheduler adds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,19 +19,22 @@ from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
-from mlx_zip.errors import MlxZipError
+from mlx_zip.cuda.sampling import best_canonical_ids
+from mlx_zip.engine.sampling.exclusions import CanonicalIds
+from mlx_zip.errors import GenerationError, MlxZipError, ModelError
 from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
+from mlx_zip.packs.pack import PackOrEntries
 from mlx_zip.text.tokenizers import load_tokenizer
 
 from .device_clock import EngineOnTorch, wait_for_device
 from .interface import Run, compress_prompt_and_text
 from .random_folder import random_folder
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, config_with_hypertokens
-from .torch_steps import GreedySteps, prefill_in_chunks
 
 NAMES = ("torch-zip", "torch-base")
 CHUNK = 2048  # ids of a prompt in one prefill pass
+Emitted = tuple[int, tuple[int, ...]]  # an id, and the base ids that it stands for
 
 
 # ---- models
@@ -150,7 +155,7 @@ class TorchEngine(EngineOnTorch):
         begun = time.perf_counter()
         ids = compress_next(batch.book(0), prompt_array(prompt))
         run = Run(len(ids))
-        prefill_in_chunks(batch, 0, ids, CHUNK)
+        prefill_in_chunks(batch, 0, ids)
         steps = GreedySteps(batch, tokens, ends) if forced is None else ReplayedSteps(batch, tokens, forced)
         for emitted, expanded in steps:
             base_ids = cut_after_eos(expanded, tokens - len(run.base_ids), ends)
@@ -162,6 +167,85 @@ class TorchEngine(EngineOnTorch):
         run.text_bytes = len(detokenizer.text.encode())
         run.kv_ids, run.row_bytes = batch.book(0).mark(), installed_row_bytes(batch)
         return run
+
+
+# ---- decoding steps
+
+
+def generate_greedily(
+    model: CudaModel,
+    base_ids: Sequence[int],
+    max_tokens: int,
+    eos_ids: Collection[int] = (),
+    *,
+    pack: PackOrEntries | None = None,
+    chunk: int = CHUNK,
+    batch: Batch | None = None,
+) -> Iterator[Emitted]:
+    """Yields greedily chosen ids that follow a prompt of base ids, each with the base ids that it stands for.
+
+    max_tokens: base ids to emit; the last hypertoken may exceed this number. eos_ids: base ids that end the text. pack:
+    see `CudaModel.sequence_start`. chunk: ids per prefill pass. batch: an empty batch of this model, whose CUDA graphs
+    are reused and which is empty again at the end; None makes a batch. Raises `GenerationError` if the prompt is empty,
+    `ModelError` if `batch` is not empty or another model's, and `CodecError`.
+    """
+    if not len(base_ids):
+        raise GenerationError("the prompt is empty; give at least one id")
+    if batch is None:
+        batch = Batch(model, 1, len(base_ids) + max_tokens)
+    if len(batch) or batch.model is not model:
+        raise ModelError("the batch holds a sequence, or is another model's")
+    row = batch.add(pack)
+    try:
+        prefill_in_chunks(batch, row, compress_next(batch.book(row), np.asarray(base_ids)), chunk)
+        yield from GreedySteps(batch, max_tokens, eos_ids)
+    finally:
+        batch.remove(row)
+
+
+def prefill_in_chunks(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUNK) -> None:
+    """Reads a prompt's ids into a sequence, `chunk` ids per pass."""
+    for begin in range(0, len(ids), chunk):
+        batch.read(row, ids[begin : begin + chunk], more=begin + chunk < len(ids))
+
+
+class GreedySteps:
+    """Iterates over the ids that the only sequence of a batch emits. max_tokens, eos_ids: as in `generate_greedily`.
+
+    While the caller handles an id, the device runs the decoder's layers over the next id. After a complete iteration,
+    the batch has read every emitted id.
+    """
+
+    def __init__(self, batch: Batch, max_tokens: int, eos_ids: Collection[int] = ()) -> None:
+        self._batch, self._left, self._ends = batch, max_tokens, frozenset(eos_ids)
+        config = batch.model.config
+        self._canonical = CanonicalIds(batch.book(0)) if config is not None and config.canonical else None
+        self._pad = 0 if config is None else config.pad_id
+
+    def __iter__(self) -> Iterator[Emitted]:
+        going = self._begin_step()
+        while going:
+            [emitted] = self._batch.wait_for_ids()
+            for error in self._batch.update_codebooks([emitted]).values():
+                raise error
+            base_ids = tuple(self._batch.book(0).base_ids(self._batch.book(0).mark() - 1).tolist())
+            self._left -= len(base_ids) if self._ends.isdisjoint(base_ids) else self._left
+            going = self._begin_step()
+            yield emitted, base_ids
+
+    def _begin_step(self) -> bool:
+        """Starts the next step and returns True; returns False if the text has ended or the caches are full."""
+        if self._left <= 0 or not self._batch.room_left(0):
+            return False
+        self._choose_id()
+        self._batch.start_body()
+        return True
+
+    def _choose_id(self) -> None:
+        """Chooses the best id, or the best canonical id if the model's config requires canonical decoding."""
+        excluded = [] if self._canonical is None else self._canonical.excluded()
+        chooser = partial(best_canonical_ids, excluded=[excluded], never=self._pad) if excluded else None
+        self._batch.choose_ids(chooser)
 
 
 class ReplayedSteps(GreedySteps):

@@ -56,15 +56,11 @@ class DeviceClock:
     def record(self) -> dict[str, Any]:
         """Returns device and host times in ms, with medians and spread, and the name of the device's clock."""
         clock = "cuda events" if self.device.type == "cuda" else "host"
-        return {"clock": clock, "device_ms": summarize_ms(self.device_ms), "host_ms": summarize_ms(self.host_ms)}
-
-
-def summarize_ms(samples: list[float]) -> dict[str, Any]:
-    """Summarizes samples in ms as `summarize_samples` does, rounded to ns."""
-    scaled = summarize_samples([1e3 * one for one in samples])
-    return {
-        name: [v / 1e3 for v in value] if isinstance(value, list) else value / 1e3 for name, value in scaled.items()
-    }
+        return {
+            "clock": clock,
+            "device_ms": summarize_samples(self.device_ms),
+            "host_ms": summarize_samples(self.host_ms),
+        }
 
 
 def time_calls_on_device(work: Callable[[int], object], device: torch.device, trials: int, warmup: int) -> DeviceClock:

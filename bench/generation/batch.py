@@ -185,7 +185,7 @@ def throughput_figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> di
 
 
 def figure_with_interval(samples: Sequence[float], unit: str) -> dict[str, Any]:
-    ratio = median_with_interval(samples)
+    ratio = median_with_interval(tuple(samples))
     return {"unit": unit, **summarize_samples(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
 
 

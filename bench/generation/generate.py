@@ -173,7 +173,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times the engines; prints a JSON line per engine and workload (of conversations, per engine and turn).
+    """Prints the records of `time_engines` as JSON lines. Raises `MlxZipError` if it does."""
+    for record in time_engines(args):
+        print(json.dumps(record), flush=True)
+    return 0
+
+
+def time_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times the engines; yields a record per engine and workload (of conversations, per engine and turn).
 
     Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
@@ -193,9 +200,8 @@ def run(args: argparse.Namespace) -> int:
         records = []
         for record in comparison.measure(conversations):
             records.append(record)
-            print(json.dumps(record), flush=True)
+            yield record
         print(summary_table(records), file=sys.stderr)
-    return 0
 
 
 def describe_plan(args: argparse.Namespace, workloads: Sequence[Workload]) -> str:

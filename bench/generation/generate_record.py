@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.engines.interface import Run
+from mlx_zip.bench.recording import summarize_samples
 from mlx_zip.bench.records import Record, read_lines
 from mlx_zip.errors import MlxZipError
 
@@ -66,10 +67,14 @@ def summarize_figures(
     prompts: base tokens of each trial's prompt. joules: energy of each trial. tops: upper bound of each trial.
     """
     trials = [_trial_figures(*one) for one in zip(prompts, runs, joules, tops, strict=True)]
-    return {name: summarize_samples(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
+    samples = {name: [trial[name] for trial in trials] for name in FIGURES}
+    known = {
+        name: {"unit": FIGURES[name][0], **summarize_samples(of)} for name, of in samples.items() if None not in of
+    }
+    return {name: known.get(name) for name in FIGURES}
 
 
-def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, float | None]:
+def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, Any]:
     first, total, steps, tokens = run.times[0], run.times[-1], len(run.times), len(run.base_ids)
     later = total - first if steps > 1 else None
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
@@ -89,20 +94,6 @@ def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceil
         "joules": joules,
         "joules_per_token": None if joules is None else joules / tokens,
         "ceiling_percent": None if rate is None else 100 * rate / top.steps_per_s,
-    }
-
-
-def summarize_samples(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None:
-    """Returns unit, median, min, max and samples, rounded to six significant digits; None if a sample is None."""
-    known = [float(f"{sample:.6g}") for sample in samples if sample is not None]
-    if len(known) < len(samples):
-        return None
-    return {
-        "unit": unit,
-        "median": float(f"{median(known):.6g}"),
-        "min": min(known),
-        "max": max(known),
-        "samples": known,
     }
 
 

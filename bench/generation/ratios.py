@@ -31,35 +31,33 @@ class Ratio:
         return Ratio(self.value / divisor, self.low / divisor, self.high / divisor, self.n)
 
 
-def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = None, seed: int = 0) -> Ratio:
+def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = None) -> Ratio:
     """Returns the median of the ratios b[i] / a[i], with its interval. a, b: samples [n] of trials that alternated.
 
     groups: number of equal groups of neighbouring pairs, such as the trials of one conversation; a group counts once,
     by its median, because its trials repeat one text. None: every pair is its own group.
     """
     pairs = np.divide(b, a).reshape(groups or len(a), -1)
-    return median_with_interval(np.median(pairs, axis=1).tolist(), seed)
-
-
-def median_with_interval(ratios: Sequence[float], seed: int = 0) -> Ratio:
-    """Returns the median of ratios [n] and its bootstrap interval, from `DRAWS` samples of n drawn with replacement."""
-    if not len(ratios):
-        raise ValueError("no trials")
-    return bootstrap_median(tuple(ratios), seed)
+    return median_with_interval(tuple(np.median(pairs, axis=1).tolist()))
 
 
 @lru_cache(maxsize=1024)
-def bootstrap_median(ratios: tuple[float, ...], seed: int) -> Ratio:
-    """Like `median_with_interval`, but cached, because pages use the ratio of one record in several tables."""
+def median_with_interval(ratios: tuple[float, ...]) -> Ratio:
+    """Returns the median of ratios [n] and its bootstrap interval, from `DRAWS` samples of n drawn with replacement.
+
+    Results are cached, because pages use the ratio of one record in several tables.
+    """
+    if not ratios:
+        raise ValueError("no trials")
     samples = np.asarray(ratios, float)
-    drawn = samples[np.random.default_rng(seed).integers(0, len(samples), (DRAWS, len(samples)))]
+    drawn = samples[np.random.default_rng(0).integers(0, len(samples), (DRAWS, len(samples)))]
     low, high = np.quantile(np.median(drawn, axis=1), QUANTILES)
     return Ratio(float(np.median(samples)), float(low), float(high), len(samples))
 
 
-def unpaired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Ratio:
+def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     """Returns median(b) / median(a) with its interval. a, b: samples [n] and [m] of trials that did not alternate."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = [np.median(rng.choice(np.asarray(x, float), (DRAWS, len(x))), axis=1) for x in (a, b)]
     low, high = np.quantile(drawn[1] / drawn[0], QUANTILES)
     return Ratio(float(np.median(b) / np.median(a)), float(low), float(high), min(len(a), len(b)))
@@ -81,20 +79,19 @@ TURNS = ("first", "second", "third")
 
 
 def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
-    """Returns the second record's figure divided by the first's, paired by trial (or by conversation, if several)."""
+    """Returns the second record's figure divided by the first's, both records of `bench generate`.
+
+    If one command wrote both, their trials alternated and are paired (or their conversations, if there are several).
+    """
     a, b = (record["figures"][figure]["samples"] for record in pair)
-    return paired_ratio(a, b, conversation_count(pair[1]))
-
-
-def conversation_count(record: Record) -> int | None:
-    """Returns the argument `groups` of `paired_ratio`: the record's number of conversations, or None if it is 1."""
-    conversations = record["workload"].get("conversations", 1)
-    return conversations if conversations > 1 else None
+    if pair[0]["run"] != pair[1]["run"] or len(a) != len(b):
+        return unpaired_ratio(a, b)
+    return paired_ratio(a, b, pair[1]["workload"].get("conversations"))
 
 
 def step_time_ratio(record: Record) -> Ratio:
     """Returns mlx_zip's time per step divided by mlx-lm's at equal KV length, from a record of `bench profile`."""
-    return median_with_interval(record["ratio"]["samples"])
+    return median_with_interval(tuple(record["ratio"]["samples"]))
 
 
 def base_tokens_per_step(pair: tuple[Record, Record]) -> float:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mlx_zip.bench.engines.cuda_engines import generate_greedily, prefill_in_chunks
 from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
-from mlx_zip.bench.engines.torch_steps import generate_greedily, prefill_in_chunks
+from mlx_zip.bench.records import Record
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.graphs import Graphs
@@ -31,7 +32,6 @@ CHUNKS = 200, 128  # ids of a prompt, ids of its first chunk
 MOST_APART = {"float32": 1e-4, "bfloat16": 2e-2}  # largest relative difference of logits, for rounding
 NO_NUMBER = 1e9  # recorded as the error if logits are NaN or infinite
 TOKENS = 96  # number of recorded base tokens per prompt
-Line = dict[str, Any]
 
 
 def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
@@ -50,7 +50,7 @@ def read_recorded_ids() -> dict[str, list[list[int]]]:
         raise MlxZipError(f"{RECORDED}: the recorded ids cannot be read: {error}") from error
 
 
-def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
+def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Callable[[], Iterator[Record]]]]:
     """Yields each check's name and a function that runs the check and yields records of what it found.
 
     tokens: base tokens to compare; if fewer than recorded, only the beginning is compared. CUDA graphs need a GPU.
@@ -63,7 +63,7 @@ def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[
             yield f"two chunks, {heads}, {dtype}", partial(check_chunks, heads, dtype, device)
 
 
-def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
+def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Record]:
     """Compares a bundled model's greedy ids with the recorded ids, and on a GPU with its ids without CUDA graphs."""
     wanted, model = read_recorded_ids()[name], open_model(name, device, "float32")
     found = greedy_ids(model, tokens)
@@ -78,14 +78,14 @@ def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
         )
 
 
-def check_logits(device: str | None) -> Iterator[Line]:
+def check_logits(device: str | None) -> Iterator[Record]:
     error = relative_logits_error(open_model(LOGITS, device, "bfloat16"), open_model(LOGITS, device, "float32"))
     error = min(error, NO_NUMBER) if isfinite(error) else NO_NUMBER  # JSON has no NaN or infinity
     line = check_line(f"logits of {LOGITS}, bfloat16", error <= MOST_ERROR, f"relative error {error:.2g}")
     yield {**line, "value": error}
 
 
-def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
+def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Record]:
     """Compares the logits after a prompt read in two chunks with the logits after the prompt read in one chunk.
 
     heads: a key of `CHUNKED`. The second chunk's queries attend to the first chunk's keys; PyTorch uses a different
@@ -125,7 +125,7 @@ def logits_after_prompt(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.
     return kept[0]
 
 
-def check_line(name: str, holds: bool, said: str) -> Line:
+def check_line(name: str, holds: bool, said: str) -> Record:
     return {"check": name, "holds": holds, "found": said}
 
 

@@ -19,10 +19,9 @@ from xml.etree import ElementTree
 
 from mlx_zip.bench.machine import card_state
 from mlx_zip.bench.recording import environment_fields
-from mlx_zip.bench.records import read_lines, write_whole
+from mlx_zip.bench.records import Record, read_lines, write_whole
 from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
 
-Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
 FAILED = "nvidia-error"  # field `bench` in the record of a failed case
 CARD = "nvidia-card"  # field `bench` in the record of the GPU's state

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +21,7 @@ from mlx_zip.bench.engines.choice import check_engine_names
 from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 from mlx_zip.bench.machine import active_clock_limits
-from mlx_zip.bench.recording import CopyingStream
-from mlx_zip.bench.records import write_whole
+from mlx_zip.bench.records import Record, write_whole
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -32,7 +29,6 @@ from .case_runner import (
     CARD,
     FAILED,
     CaseRunner,
-    Record,
     check_folder_has_no_records,
     make_record,
     make_writable_folder,
@@ -277,32 +273,18 @@ def run_whole_requests(
     flags = ["--shape", name, "--engines", *engines, "--precision", precision, "--tokenizer", args.tokenizer]
     flags += ["--text", f"code={replayed_text_file(args)}", "--trials", str(trials), "--sizes", *plan.whole]
     flags += ["--published", args.published] if "zip2zip" in engines else []
-    cases.run(f"{' '.join(engines)} at {name}, {precision} bit", partial(run_bench_generate, cases, flags))
+    cases.run(f"{' '.join(engines)} at {name}, {precision} bit", partial(whole_request_records, flags))
 
 
-def run_bench_generate(cases: CaseRunner, flags: list[str]) -> Sequence[Record]:
-    """Runs `bench generate` with these flags and adds each record to `cases` when it is printed; returns ()."""
+def whole_request_records(flags: list[str]) -> Iterator[Record]:
+    """Runs `bench generate` with these flags; prints and yields its records."""
     from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
-    with redirect_stdout(_RecordingOutput(cases)):
-        generate.run(parser.parse_args(flags))
-    return ()
-
-
-class _RecordingOutput(CopyingStream):
-    """Prints what is written, and adds each line, a JSON object, to `cases` as a record."""
-
-    def __init__(self, cases: CaseRunner) -> None:
-        super().__init__(sys.stdout)
-        self.cases, self.line = cases, ""
-
-    def write(self, text: str) -> int:
-        *lines, self.line = (self.line + text).split("\n")
-        for line in filter(None, lines):
-            self.cases.add(json.loads(line))
-        return super().write(text)
+    for record in generate.time_engines(parser.parse_args(flags)):
+        print(json.dumps(record), flush=True)
+        yield record
 
 
 def run_trace(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:

@@ -14,10 +14,15 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from mlx_zip.bench.engines.cuda_engines import CHUNK, ReplayedSteps, TorchEngine, installed_row_bytes, prompt_array
+from mlx_zip.bench.engines.cuda_engines import (
+    ReplayedSteps,
+    TorchEngine,
+    installed_row_bytes,
+    prefill_in_chunks,
+    prompt_array,
+)
 from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
-from mlx_zip.bench.engines.torch_steps import prefill_in_chunks
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.model import CudaModel
@@ -78,7 +83,7 @@ def time_one_trial(engine: TorchEngine, prompt: Sequence[int], continuation: Seq
     prefill, steps = DeviceClock(device), DeviceClock(device)
     wait_for_device(device)
     prefill.lap()
-    prefill_in_chunks(batch, 0, ids, CHUNK)
+    prefill_in_chunks(batch, 0, ids)
     wait_for_device(device)
     prefill.lap()
     steps.lap()

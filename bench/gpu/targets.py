@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-Record = dict[str, Any]
+from mlx_zip.bench.records import Record
+
 Cases = dict[str, float]  # case, such as a shape or a text -> figure
 
 

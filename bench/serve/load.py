@@ -24,7 +24,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.workloads import read_requests
-from mlx_zip.bench.recording import environment_fields, load_before_bench
+from mlx_zip.bench.recording import load_before_bench, print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -96,9 +96,8 @@ def run(args: argparse.Namespace) -> int:
         "model": asked.model,
         "setting": {name: getattr(args, name) for name in ("requests", "seconds", "arrivals", "seed", "max_tokens")},
         "rates": rates,
-        **environment_fields(*PACKAGES),
     }
-    print(json.dumps(record), flush=True)
+    print_record(record, *PACKAGES)
     return 1 if any(one["failed"] for one in rates) else 0
 
 

@@ -24,11 +24,11 @@ START_S, END_S = 180.0, 30.0  # most seconds for a server to start and to end
 class ServerProcess:
     """Context manager: runs a server in a separate process.
 
-    words: the command after `python -m`, without host and port. health: a path that answers when the server is ready.
+    words: the command after `python -m`, without host and port.
     """
 
-    def __init__(self, words: Sequence[str], health: str = "/health") -> None:
-        self.words, self.health = list(words), health
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
         self.port = free_port()
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,7 +58,7 @@ class ServerProcess:
             if self.process.poll() is not None:
                 raise MlxZipError(f"the server {' '.join(self.words)} ended at once: {self.last_line()}")
             try:
-                if asyncio.run(send_request(self.port, self.health, timeout_s=5)).status == 200:
+                if asyncio.run(send_request(self.port, "/health", timeout_s=5)).status == 200:
                     return
             except MlxZipError:  # the server does not listen yet
                 time.sleep(0.1)

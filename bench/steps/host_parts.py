@@ -1,6 +1,6 @@
 """Times what the host does during a step, part by part, and finds where it waits, to tell a stall from a slow kernel.
 
-While bodies (the decoder's layers of a step) run ahead, the host has to wait only for the id (part "id"). The device
+While bodies (the decoder's layers of a step) run ahead, the host has to wait only for the id (part "wait"). The device
 works meanwhile, and a slow kernel makes this wait longer. A wait in another part is a stall: the host needs a value
 that the device has not computed yet. Parts are timed in whole requests; copies of buffers are counted in a separate
 pass.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from queue import SimpleQueue
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,34 +29,12 @@ from mlx_zip.engine.mlx.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
 from .profile import forced_run_ahead
-from .tracer import AHEAD, CPU, MODEL, Hook, Seconds, Tracer
+from .tracer import PARTS, ZIP_HOOKS, Hook, Seconds, Tracer, step_seconds
 
-PARTS = {  # name: what the host does, in the order of a step
-    "graph": "builds the body's graph",
-    "enqueue": "hands graphs to the device (mx.async_eval)",
-    "id": "waits for the id",
-    "follow": "updates the codebook, fills the row tables (TwoPartStep.follow)",
-    "head": "builds the head and the choice of the next id",
-    "text": "makes text of the id; in the engine: counts and delivers the id",
-    "rest": "does what is left",
-}
-REQUEST = "mlx_zip.engine.request:Request"
-HOOKS = (
-    Hook("graph", AHEAD, "run"),
-    Hook("graph", MODEL, "__call__"),
-    Hook("enqueue", mx, "async_eval"),
-    *(Hook("id", f"mlx_zip.models.{module}", "read_ids_on_host") for module in ("zip_model", "two_part_step")),
-    Hook("follow", AHEAD, "follow"),
-    Hook("head", MODEL, "joint_head"),
-    Hook("head", mx, "logsumexp"),
-    Hook("id", "mlx_zip.engine.mlx.choosing:Choice", "read"),
-    Hook("head", "mlx_zip.engine.mlx.group:Group", "choose"),
-    Hook("text", REQUEST, "count_chosen"),
-    Hook("text", "mlx_zip.engine.responses:Answer", "take"),
-)
-DELIVERED = Hook("text", REQUEST, "send_emitted")
+DELIVERED = Hook("loop", "mlx_zip.engine.request:Request", "send_emitted")
 BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a stall is longer than this share of a median step and this many seconds
 STALLED_SHARE = 0.05  # stalls are reported if they occur in a larger share of the steps
+LEAST_MS = 0.005  # parts that take less, even in slow steps, are not shown
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 WINDOWS = (1, 2, 3)  # steps between two checks; different numbers also detect copies that alternate between buffers
 CHAIN = 1000  # number of tiny kernels in a chain
@@ -70,9 +48,9 @@ def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
     """Returns the figures of all steps: `step_ms` and `parts_ms` (p50, p90, p99), `stalls`, and all samples.
 
     runs: the tracer's marks of each run. samples_us: wall time of each part in each step. cpu_us: the thread's
-    processor time during that wall time; for the rest, the thread waited.
+    processor time during that wall time; otherwise the thread waited.
     """
-    steps = [step_part_seconds(before, after) for marks in runs for before, after in pairwise(marks)]
+    steps = [step for marks in runs for step in step_seconds(marks)]
     whole = [sum(wall.values()) for wall, _ in steps]
     wall, cpu = ({part: [step[i][part] for step in steps] for part in PARTS} for i in (0, 1))
     return {
@@ -85,13 +63,6 @@ def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
     }
 
 
-def step_part_seconds(before: Seconds, after: Seconds) -> tuple[dict[str, float], dict[str, float]]:
-    wall, cpu = ({part: after[part + end] - before[part + end] for part in PARTS} for end in ("", CPU))
-    for found, clock in ((wall, "at"), (cpu, "at" + CPU)):
-        found["rest"] = max(0.0, after[clock] - before[clock] - sum(found.values()) + found["rest"])
-    return wall, cpu
-
-
 def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {name: float(f"{1e3 * np.quantile(seconds, share):.4g}") for name, share in QUANTILES.items()}
 
@@ -101,7 +72,7 @@ def rounded_us(seconds: Iterable[float]) -> list[float]:
 
 
 def find_stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Returns the parts other than "id" in which the host waits, ordered by total wait, longest first.
+    """Returns the parts other than "wait" in which the host waits, ordered by total wait, longest first.
 
     wall, cpu: part -> wall seconds and processor seconds of the part in each step; their difference is the wait. share:
     share of the steps that stall in the part. ms: the median wait of these steps.
@@ -111,7 +82,7 @@ def find_stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[
     for part in wall:
         waits = [a - b for a, b in zip(wall[part], cpu[part], strict=True)]
         long = [wait for wait in waits if wait > max(BLOCKED_S, BLOCKED_SHARE * step_s)]
-        if part != "id" and len(long) > STALLED_SHARE * len(waits):
+        if part != "wait" and len(long) > STALLED_SHARE * len(waits):
             found.append({"part": part, "share": len(long) / len(waits), "ms": 1e3 * median(long), "all": sum(long)})
     found.sort(key=lambda one: -one.pop("all"))
     return found
@@ -121,7 +92,7 @@ def trace_stream_generate(
     zipped: MlxZip, prompt: Sequence[int], tokens: int, text: Sequence[int] | None
 ) -> list[Seconds]:
     """Runs a request in `stream_generate` with bodies that run ahead; returns the clocks at each emitted id."""
-    with forced_run_ahead(True), Tracer(HOOKS) as tracer:
+    with forced_run_ahead(True), Tracer(ZIP_HOOKS) as tracer:
         zipped.run(prompt, tokens, text)
     return tracer.marks
 
@@ -137,7 +108,7 @@ def trace_engine(
     options = ServeOptions(run=RunOptions(ahead=True))
     with MlxEngine(lambda: (make(), models.tokenizer), models.name, options) as engine:
         for _ in range(2):  # the first run is a warm-up
-            with Tracer(HOOKS, mark=DELIVERED) as tracer:
+            with Tracer(ZIP_HOOKS, mark=DELIVERED) as tracer:
                 engine.submit(Submission(prompt, tokens, sampling=sampling, keep=False), ids.put)
                 while not isinstance(event := ids.get(), Finished):
                     if isinstance(event, Failed):
@@ -322,6 +293,6 @@ def report_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def way_summary(way: Mapping[str, Any]) -> str:
     named = [f"{one['part']} ({one['share']:.0%} of steps, {one['ms']:.2f} ms)" for one in way["stalls"]]
-    parts = {"step": way["step_ms"], **way["parts_ms"]}
+    parts = {"step": way["step_ms"], **{part: ms for part, ms in way["parts_ms"].items() if ms["p99"] >= LEAST_MS}}
     times = ", ".join(f"{part} " + "/".join(f"{value:.2f}" for value in one.values()) for part, one in parts.items())
     return f"stalls: {', '.join(named) or 'none'}; {'/'.join(QUANTILES)} in ms: {times}"

@@ -185,7 +185,7 @@ def layer_count(name: str) -> int:
 
 
 def count_small_model_launches(name: str, precision: str, layers: int) -> CountedLaunches:
-    from .launch_counts import count_step_launches, encoder_launches
+    from .launches import count_step_launches, encoder_launches
 
     def counted(models: Any, ids: Sequence[int]) -> CountedLaunches:
         found = count_step_launches(models, ids, "warm")
@@ -235,7 +235,7 @@ def measure_host() -> Iterator[dict[str, Any]]:
 
 
 def time_host_steps(name: str, precision: str) -> dict[str, float]:
-    from .launch_counts import step_seconds
+    from .launches import step_seconds
 
     def measured(models: Any, ids: list[int]) -> dict[str, float]:
         found: dict[str, list[float]] = {way: [] for way in HostTimes._fields}

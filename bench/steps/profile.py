@@ -1,7 +1,7 @@
 """Splits the time of a decoding step of mlx_zip: codec, rows, graph building, waiting, sampling, detokenizing.
 
-The same request runs in five ways, alternately: mlx-lm at the same KV length and mlx_zip, both unchanged; both with
-clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks show the host's time
+The same request runs in four ways, alternately: mlx-lm at the same KV length and mlx_zip, both unchanged; mlx_zip with
+clocks around its parts; and mlx_zip with every part evaluated before the next begins. The clocks show the host's time
 while the device works: `host_us`, wall time, adds up to a step over the parts; `cpu_us` is the time of it in which the
 thread ran instead of waiting. `apart_us` are the times with parts evaluated separately: they include the parts' work on
 the device and do not overlap, so they add up to more than a step.
@@ -13,12 +13,10 @@ which would count for the part that runs next.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -36,14 +34,14 @@ from mlx_zip.bench.generation.generate import (
     prepare_models_and_workloads,
     record_model_section,
 )
-from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record
 from mlx_zip.bench.records import table
 from mlx_zip.device import on_gpu
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .launch_counts import PROMPT, count_step_launches
-from .tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
+from .launches import PROMPT, count_step_launches
+from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer, step_seconds
 
 SCHEMA = 2
 SIZES = ("512+128",)
@@ -60,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="replay",
         help="what engines write. replay: the text's own continuation; free: greedy decoding (default: replay)",
     )
-    add("--trials", type=int, default=5, help="number of timed runs in each of the five ways to run (default: 5)")
+    add("--trials", type=int, default=5, help="number of timed runs in each of the four ways to run (default: 5)")
     add(
         "--rows",
         choices=("warm", "cold"),
@@ -89,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
     if models.zipped is None:
         raise MlxZipError("there is nothing to split without a model with hypertokens: --model or --shape")
     profiler = StepProfiler(args, models)
-    plan = f"{len(workloads)} texts, {args.trials} trials of five ways to run, rows {args.rows}"
+    plan = f"{len(workloads)} texts, {args.trials} trials of four ways to run, rows {args.rows}"
     print_header("profile", models.name, profiler.zipped.device, plan)
     with ProgressBar(len(workloads) * (args.trials + 1), "round", "Measuring") as count:
         for workload in workloads:
             record = profiler.measure(workload, count)
             count.clear()
-            print(json.dumps(record), flush=True)
+            print_record(record, *PACKAGES)
             count.say(step_parts_table(record))
     return 0
 
@@ -113,19 +111,18 @@ class StepTimes:
 
     def add(self, run: Run, marks: Sequence[Seconds]) -> None:
         """Adds a run. marks: the tracer's totals at each step; empty for a run without a tracer."""
-        whole = np.diff(run.times)
-        self.whole += whole.tolist()
+        steps = list(step_seconds(marks))
+        whole = [sum(wall.values()) for wall, _ in steps] if steps else np.diff(run.times).tolist()
+        self.whole += whole
         self.medians.append(float(np.median(whole)))
-        for before, after in pairwise(marks):
-            for part in (*PARTS, *(part + CPU for part in PARTS)):
-                self.parts[part].append(after[part] - before[part])
-        if marks:
-            named = np.sum([self.parts[part][-len(whole) :] for part in PARTS if part != "loop"], axis=0)
-            self.parts["loop"][-len(whole) :] = (whole - named).tolist()
+        for wall, cpu in steps:
+            for part in PARTS:
+                self.parts[part].append(wall[part])
+                self.parts[part + CPU].append(cpu[part])
 
 
 class StepProfiler:
-    """Runs a model with hypertokens and the plain model in five ways, and makes the records."""
+    """Runs a model with hypertokens and the plain model in four ways, and makes the records."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         """models: must include a model with hypertokens."""
@@ -134,18 +131,18 @@ class StepProfiler:
         self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)
 
     def measure(self, workload: Workload, count: Callable[[], object]) -> dict[str, Any]:
-        """Runs a workload in all five ways, alternately, and returns its record. The first round is a warm-up.
+        """Runs a workload in all four ways, alternately, and returns its record. The first round is a warm-up.
 
         count: called after each round.
         """
-        ways = {name: StepTimes() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
+        ways = {name: StepTimes() for name in ("mlx-lm", "mlx-zip", "mlx-zip traced", "mlx-zip apart")}
+        turn = workload.turns[0]
         for trial in range(-1, self.args.trials):
             untraced, _ = self._run_zip(workload, None)
             runs = {
                 "mlx-zip": (untraced, ()),
-                "mlx-lm": self._run_plain(workload, untraced, None),
+                "mlx-lm": (run_as_many_ids(self.plain, untraced, turn.prompt, turn.text or ()), ()),
                 "mlx-zip traced": self._run_zip(workload, Tracer(ZIP_HOOKS)),
-                "mlx-lm traced": self._run_plain(workload, untraced, Tracer(self._hooks_of_plain_model())),
                 "mlx-zip apart": self._run_zip(workload, Tracer(ZIP_HOOKS, apart=True)),
             }
             for name, (one, marks) in runs.items():
@@ -154,23 +151,13 @@ class StepProfiler:
             count()
         return self._record(workload, untraced, ways)
 
-    def _hooks_of_plain_model(self) -> tuple[Hook, ...]:
-        return (*PLAIN_HOOKS, Hook("blocks", type(self.plain.model), "__call__"))
-
     def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
         """Runs the workload in mlx_zip, with an empty row store if --rows is cold; returns the run and the marks."""
         if self.args.rows == "cold":
             self.zipped.forget_encoded_rows()
         turn = workload.turns[0]
-        with forced_run_ahead(AHEAD[self.args.ahead]):
-            return run_traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
-
-    def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
-        """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, thus with equal KV length."""
-        turn, steps = workload.turns[0], len(like.ids)
-        text = (*(turn.text or ()), *turn.prompt)
-        forced = [text[i % len(text)] for i in range(steps)]
-        return run_traced(self.plain, tracer, turn.prompt[: like.prompt_ids], steps, forced)
+        with forced_run_ahead(AHEAD[self.args.ahead]), tracer or nullcontext():
+            return self.zipped.run(turn.prompt, turn.tokens, turn.text), tracer.marks if tracer else ()
 
     @property
     def ahead(self) -> bool:
@@ -227,11 +214,7 @@ class StepProfiler:
             },
             "ours_us": summarize_us(ours.tolist()),
             "ours_cpu_us": summarize_us(ours_cpu.tolist()),
-            "plain_parts": {
-                part: summarize_us(ways["mlx-lm traced"].parts[part]) for part in ("blocks", "enqueue", "loop")
-            },
             "device": self.zipped.device,
-            **environment_fields(*PACKAGES),
         }
 
 
@@ -243,11 +226,14 @@ def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
         yield
 
 
-def run_traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
-    if tracer is None:
-        return engine.run(*request), ()
-    with tracer:
-        return engine.run(*request), tracer.marks
+def run_as_many_ids(plain: MlxLm, like: Run, prompt: Sequence[int], text: Sequence[int]) -> Run:
+    """Runs mlx-lm with as many prompt ids and forced ids as mlx_zip's run `like`, thus with equal KV length.
+
+    prompt, text: base ids to read and to write, as far as they are needed.
+    """
+    written = (*text, *prompt)
+    forced = [written[i % len(written)] for i in range(len(like.ids))]
+    return plain.run(prompt[: like.prompt_ids], len(forced), forced)
 
 
 def summarize_us(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from mlx_zip.bench.machine import memory_bytes, mlx_read_bandwidth
 from mlx_zip.device import on_gpu
 
 from . import host_parts
-from .launch_counts import count_step_launches
-from .profile import forced_run_ahead
+from .launches import count_step_launches
+from .profile import forced_run_ahead, run_as_many_ids
 
 TRIALS, TOKENS = 5, 96  # most timed rounds; base tokens per run
 SHAPE, PROMPT = "llama-3.2-1b", 64  # shape with random weights; base ids of its prompt
@@ -116,8 +116,7 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
             with forced_run_ahead(ahead):
                 runs[rows, ahead].append(zipped.run(prompt, TOKENS, text))
         like = runs[WAYS[-1]][-1]
-        forced = [(*like.base_ids, *prompt)[i % len(prompt)] for i in range(len(like.ids))]
-        runs["mlx-lm"].append(plain.run(prompt[: like.prompt_ids], len(forced), forced))
+        runs["mlx-lm"].append(run_as_many_ids(plain, like, prompt, like.base_ids))
         rounds += 1
     timed: Any = {name: found[1:] for name, found in runs.items()}
     wait_and_free_memory()

@@ -1,4 +1,4 @@
-"""Times the parts of a step: wraps functions of mlx_zip, mlx-lm and MLX with clocks while a tracer is open.
+"""Times the parts of a step: wraps functions of mlx_zip and MLX with clocks while a tracer is open.
 
 A function's time does not include the wrapped functions that it calls. There are two clocks: wall time, and the
 thread's processor time, which does not count waiting for a core. A hook raises an error if its function does not exist,
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -83,15 +84,14 @@ MODEL, ROWS, AHEAD = (
     "mlx_zip.models.two_part_step:TwoPartStep",
 )
 STATE = "mlx_zip.models.rows.zip_state:ZipState"
-PLAIN_HOOKS = (
+ZIP_HOOKS = (
     Hook("sampling", mx, "logsumexp", arrays_in_result),
     Hook("sampling", mx, "argmax", arrays_in_result),
     Hook("enqueue", mx, "async_eval"),
     Hook("replay", "mlx_zip.bench.engines.mlx_engines:ForcedIdSampler", "__call__"),
-)
-ZIP_HOOKS = (
-    *PLAIN_HOOKS,
     *(Hook("wait", f"mlx_zip.models.{module}", "read_ids_on_host") for module in ("zip_model", "two_part_step")),
+    Hook("wait", "mlx_zip.engine.mlx.choosing:Choice", "read"),
+    Hook("sampling", "mlx_zip.engine.mlx.group:Group", "choose"),
     Hook("call", MODEL, "__call__"),
     *(Hook("call", AHEAD, name) for name in ("run", "follow")),
     Hook("embedding", MODEL, "embed", arrays_in_result),
@@ -180,3 +180,15 @@ class Tracer:
             return function(*args)
 
         return call
+
+
+def step_seconds(marks: Sequence[Seconds]) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """Yields (wall seconds, processor seconds) of each part in each step between two marks of a tracer.
+
+    The part "loop" is the time of the step that no other part took.
+    """
+    for before, after in pairwise(marks):
+        wall, cpu = ({part: after[part + end] - before[part + end] for part in PARTS} for end in ("", CPU))
+        for found, clock in ((wall, "at"), (cpu, "at" + CPU)):
+            found["loop"] += max(0.0, after[clock] - before[clock] - sum(found.values()))
+        yield wall, cpu

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mlx_zip.bench.generation.ratios import Ratio, paired_ratio
+from mlx_zip.bench.generation.ratios import figure_ratio
 from mlx_zip.bench.records import Record, Records, machines_table, table
 
 PASSES, GREEDY, TIME, FLOAT32 = "drafts", "drafts-greedy", "drafts-time", "drafts-float32"
@@ -108,7 +108,7 @@ def time_table(lines: Sequence[Record]) -> str:
         kind, _, draft = engine.partition(" ")
         speed, per_pass = (line["figures"][name] for name in ("base_tokens_per_s", "base_tokens_per_step"))
         others = [None if engine == base else found.get((*text, base)) for base in (f"{kind} off", "plain off")]
-        ratios = ["" if other is None else str(speed_ratio(other, line)) for other in others]
+        ratios = ["" if other is None else str(figure_ratio((other, line), "base_tokens_per_s")) for other in others]
         rows.append([*text, kind, draft, f"{per_pass['median']:.2f}", f"{speed['median']:.1f}", *ratios])
     heads = ["model", "text", "rows", "", "drafts", "base tokens per pass", "base tokens/s"]
     return table([*heads, "to no drafts", "to plain, no drafts"], rows)
@@ -117,10 +117,6 @@ def time_table(lines: Sequence[Record]) -> str:
 def time_key(line: Record) -> tuple[str, ...]:
     written = "" if line["mode"] == "replay" else f", {line['mode']}"
     return line["model"]["name"], line["workload"]["data"] + written, line["setting"]["rows"], line["engine"]
-
-
-def speed_ratio(a: Record, b: Record) -> Ratio:
-    return paired_ratio(*(one["figures"]["base_tokens_per_s"]["samples"] for one in (a, b)))
 
 
 TABLES = {

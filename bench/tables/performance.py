@@ -333,68 +333,55 @@ MOST_GROWN = 16  # MiB by which memory may grow from huge prompts, after the war
 LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 
-@dataclass(frozen=True)
-class ServingFigure:
-    """A figure. bound: target of the figure, if any. most: whether `bound` is an upper bound. form: format string."""
-
-    name: str
-    value: float
-    form: str
-    bound: float | None = None
-    most: bool = True
-
-    def row(self) -> list[str]:
-        """Returns name, figure, target and verdict."""
-        shown = self.form.format(self.value)
-        if self.bound is None:
-            return [self.name, shown, "-", "-"]
-        is_met = self.value <= self.bound if self.most else self.value >= self.bound
-        target = f"{'at most' if self.most else 'at least'} {self.form.format(self.bound)}"
-        return [self.name, shown, target, "met" if is_met else "missed"]
+def serving_row(name: str, value: float, form: str, bound: float | None = None, most: bool = True) -> list[str]:
+    """Returns name, figure, target and verdict. bound: the target, if any. most: whether it is an upper bound."""
+    shown = form.format(value)
+    if bound is None:
+        return [name, shown, "-", "-"]
+    is_met = value <= bound if most else value >= bound
+    return [name, shown, f"{'at most' if most else 'at least'} {form.format(bound)}", "met" if is_met else "missed"]
 
 
 def serving_table(record: Mapping[str, Any]) -> str:
     """Returns a table of the figures of a record of `bench serve`. All figures are medians."""
-    return table(("figure", "measured", "target", ""), [line.row() for line in serving_figures(record)])
+    return table(("figure", "measured", "target", ""), list(serving_rows(record)))
 
 
-def serving_figures(record: Mapping[str, Any]) -> Iterator[ServingFigure]:
+def serving_rows(record: Mapping[str, Any]) -> Iterator[list[str]]:
     figures = record["figures"]
     one = figures["one_stream"]
-    yield ServingFigure("one stream: time added to `generate`'s", one["overhead"]["median"], "{:.1%}", 0.1)
-    yield ServingFigure("first text after the first id", one["first_byte_ms"]["median"], "{:.1f} ms", 20)
-    yield ServingFigure(
+    yield serving_row("one stream: time added to `generate`'s", one["overhead"]["median"], "{:.1%}", 0.1)
+    yield serving_row("first text after the first id", one["first_byte_ms"]["median"], "{:.1f} ms", 20)
+    yield serving_row(
         "two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2
     )
     if "huge_prompts" in figures:  # older records have none
-        yield from huge_prompt_figures(figures["huge_prompts"])
-    yield from stream_figures(f"{record['setting']['streams']} streams", figures["streams"])
+        yield from huge_prompt_rows(figures["huge_prompts"])
+    yield from stream_rows(f"{record['setting']['streams']} streams", figures["streams"])
     for when, shares in figures["second_turn"].items():
         for dialect in DIALECTS:
-            yield ServingFigure(
+            yield serving_row(
                 f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False
             )
 
 
-def huge_prompt_figures(found: Mapping[str, Any]) -> Iterator[ServingFigure]:
-    yield ServingFigure("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
-    yield ServingFigure(
+def huge_prompt_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
+    yield serving_row("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
+    yield serving_row(
         "a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100
     )
     if found["growth_bytes"] is not None:
-        yield ServingFigure("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
+        yield serving_row("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
 
 
-def stream_figures(name: str, servers: Mapping[str, Any]) -> Iterator[ServingFigure]:
+def stream_rows(name: str, servers: Mapping[str, Any]) -> Iterator[list[str]]:
     for server, found in servers.items():
-        yield ServingFigure(f"{name}, {server}: base tokens/s", found["streams"]["median"], "{:,.0f}")
-        yield ServingFigure(f"{name}, {server}: over one stream's", found["gain"]["median"], "{:.2f}")
+        yield serving_row(f"{name}, {server}: base tokens/s", found["streams"]["median"], "{:,.0f}")
+        yield serving_row(f"{name}, {server}: over one stream's", found["gain"]["median"], "{:.2f}")
         bound = 1.5 if server == "zip" else None
-        yield ServingFigure(
-            f"{name}, {server}: most progress over least", found["unfairness"]["median"], "{:.2f}", bound
-        )
+        yield serving_row(f"{name}, {server}: most progress over least", found["unfairness"]["median"], "{:.2f}", bound)
     quotient = servers["zip"]["gain"]["median"] / servers["base"]["gain"]["median"]
-    yield ServingFigure(f"{name}: gain of zip over base's", quotient, "{:.2f}", 0.9, most=False)
+    yield serving_row(f"{name}: gain of zip over base's", quotient, "{:.2f}", 0.9, most=False)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -176,8 +176,8 @@ def _list_limits(record: Mapping[str, Any]) -> list[str]:
             "bits are those of the ids, the bytes those of the text."
         )
     if texts and record["settings"].get("context"):
-        settings = record["settings"]  # "pack" was once the name of "fill_windows"
-        packed = "packed documents" if settings.get("fill_windows", settings.get("pack")) is True else "documents"
+        settings = record["settings"]
+        packed = "packed documents" if settings["fill_windows"] else "documents"
         windows = f"{pluralize(texts[0]['windows'], 'window')} of {packed}"
         notes.append(f"{windows}, at most {settings['context']} base ids each; standard errors over windows.")
     for model in record["models"]:

@@ -21,8 +21,7 @@ from mlx_zip.cli.actions import writable_path
 from mlx_zip.device import disable_tf32
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file
-from mlx_zip.selftest.check import PACKAGES, Check
-from mlx_zip.selftest.recorded import check_codec, check_models
+from mlx_zip.selftest.checks import PACKAGES, Check, check_codec, check_models
 from mlx_zip.selftest.speed import TOTAL_S, TimeLimit, measure_rough_speeds, measure_steps
 
 SCHEMA = 1  # version of the JSON file's format

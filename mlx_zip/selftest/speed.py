@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import TF32_VARIABLE
-from mlx_zip.selftest.check import PACKAGES, Check, run_check
+from mlx_zip.selftest.checks import PACKAGES, Check, run_check
 
 PLAIN = "llama_transformer_tied_lora"  # a recorded checkpoint with a plain mlx-lm model of the same size as its base
 TRIALS = 7

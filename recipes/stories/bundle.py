@@ -123,8 +123,6 @@ def measure_models(recipe: Recipe) -> None:
     Rates are measured for a story in the first turn and in a later turn of a conversation. Existing files are kept.
     """
     (recipe.out / "figures").mkdir(exist_ok=True)
-    for old in (recipe.out / "figures").glob("told-*.json"):  # older versions named rates so
-        old.rename(old.with_name(old.name.replace("told", "rates", 1)))
     for name, flags in list_measurements(recipe.settings):
         file = f"figures/{name}.json"
         if (recipe.out / file).exists():

@@ -49,14 +49,13 @@ def run_command(call: RunModule, module: str, words: Sequence[str | Path | int |
 
     Raises `TrainingError` if the command fails, and `KeyboardInterrupt` if a signal stopped the command.
     """
-    if status := _status_unless_stopped(call(module, [str(word) for word in words], folder)):
-        raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")
-
-
-def _status_unless_stopped(status: int) -> int:
+    arguments = [str(word) for word in words]
+    status = call(module, arguments, folder)
     if status in STOPPED_STATUSES:
         raise KeyboardInterrupt
-    return status
+    if status:
+        shown = shlex.join([module, *arguments])
+        raise TrainingError(f"exit status {status} of: {shown}; run the same again to go on from its last step")
 
 
 @contextlib.contextmanager
@@ -107,9 +106,7 @@ class Recipe:
         Raises `TrainingError` if the command fails, and `KeyboardInterrupt` if a signal stopped the command.
         """
         self.say("$ " + shlex.join([module.replace(" ", "."), *arguments]))
-        if status := _status_unless_stopped(self.call(module, arguments, self.out)):
-            shown = shlex.join([module, *arguments[:1]])
-            raise TrainingError(f"{shown} ended with status {status}; run the same again to go on from its last step")
+        run_command(self.call, module, arguments, self.out)
 
 
 def as_words(flags: Mapping[str, Any]) -> list[str]:

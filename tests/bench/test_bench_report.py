@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 
 import pytest
 
-from mlx_zip.bench.generation import report
 from mlx_zip.bench.generation.generate_record import FIGURES, read_records
+from mlx_zip.bench.generation.ratios import figure_ratio, paired_ratio, unpaired_ratio
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
-from support.tiny_bench import parse, record
+from support.tiny_bench import record
 
 H100 = {
     "device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}},
@@ -18,6 +19,9 @@ H100 = {
     "run": "b",
     "machine": "Linux, a server, 64 cores",
 }
+
+EVEN = (0.100, 0.101, 0.102, 0.103, 0.104)
+SLOW = tuple(1.2 * step for step in EVEN)
 
 
 def written(tmp_path, *records, name="records.jsonl"):
@@ -38,39 +42,6 @@ def printed(capsys, *flags):
     return capsys.readouterr().out
 
 
-def test_table_6_sets_machines_of_different_days_side_by_side(tmp_path, capsys):
-    rows = printed(capsys, *two_machines(tmp_path), "--table", "6").splitlines()
-    assert rows[0] == "| setting | method | 8+4 prefill | 8+4 decode | 16+4 prefill | 16+4 decode |"
-    mac, gpu = ("Linux, a chip, 2 cores", "NVIDIA H100")
-    of = [f"{place}: tiny, float32, random, replay, rows warm" for place in (mac, gpu)]
-    assert rows[2:] == [
-        f"| {of[0]} | mlx-lm | 16.0 | 9.1 | 16.0 | 9.1 |",
-        f"| {of[0]} | mlx-zip | 16.0 | 18.2 | - | - |",
-        f"| {of[0]} | mlx-zip, against mlx-lm | +0.0% | +100.0% | - | - |",
-        f"| {of[1]} | hf | 16.0 | 50.0 | - | - |",
-        f"| {of[1]} | zip2zip | 16.0 | 100.0 | - | - |",
-        f"| {of[1]} | zip2zip, against hf | +0.0% | +100.0% | - | - |",
-    ]
-
-
-def test_two_days_on_one_machine_are_two_settings(tmp_path, capsys):
-    file = written(tmp_path, record(), record(time="2026-01-05T00:00:00+00:00"))
-    rows = printed(capsys, file, "--table", "6").splitlines()[2:]
-    assert [row.split(" | ")[0][-10:] for row in rows] == ["2026-01-02", "2026-01-05"]
-
-
-def test_the_papers_figures_stand_below_on_request(tmp_path, capsys):
-    rows = printed(capsys, *two_machines(tmp_path), "--table", "6", "--paper").splitlines()
-    assert "2048+256 decode" in rows[0]
-    gain = next(row for row in rows if row.startswith("| H100 80GB, Phi-3.5-4B (paper) | zip2zip, against base"))
-    assert gain.endswith("| +33.6% | +9.3% | +102.1% | +46.7% | +60.9% | +16.5% | +85.4% | +16.6% |")
-
-
-def test_rates_of_several_texts_are_tokens_over_time(tmp_path):
-    fast, slow = record(steps_s=(0.1,)), record(steps_s=(0.3,), domain="math")
-    assert report.prefill_and_decoding_rate([fast, slow])[1] == pytest.approx(2 / (1 / 10 + 1 / (10 / 3)))
-
-
 def test_every_record_has_a_row_with_median_and_spread(tmp_path, capsys):
     rows = printed(capsys, *two_machines(tmp_path)).splitlines()
     assert len(rows) == 2 + 5
@@ -85,6 +56,38 @@ def test_an_engine_that_ran_in_turns_with_the_base_has_ratios_with_intervals(tmp
     row = printed(capsys, *two_machines(tmp_path)).splitlines()[3]
     assert "| mlx-zip |" in row
     assert "| 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 3 |" in row
+
+
+def test_ratios_to_earlier_records_are_to_those_of_the_same_engine_text_and_machine(tmp_path, capsys):
+    before = [record(steps_s=EVEN), record("mlx-zip", EVEN, machine="another"), record(domain="math")]
+    after = [record(steps_s=SLOW, run="b"), record("mlx-zip", run="b")]
+    files = written(tmp_path, *after, name="after.jsonl"), written(tmp_path, *before, name="before.jsonl")
+    rows = printed(capsys, files[0], "--against", files[1]).splitlines()
+    assert "| base tokens/s, to the earlier record | bytes/s, to the earlier record | trials |" in rows[0]
+    assert "| 0.83 (0.81 to 0.86) |" in rows[2]
+    assert "| - | - | 3 |" in rows[3]
+
+
+def test_trials_of_one_command_are_paired():
+    """What slows both engines of a trial alike cancels out."""
+    noise = [1.0, 2.0, 4.0, 8.0, 16.0]
+    faster = [1.1 * x for x in noise]
+    assert astuple(paired_ratio(noise, faster)) == pytest.approx((1.1, 1.1, 1.1, 5))
+    found = unpaired_ratio(noise, faster)
+    assert found.value == pytest.approx(1.1)
+    assert found.low < 0.5 < 2 < found.high
+
+
+def test_the_ratio_of_one_command_is_the_median_of_paired_ratios():
+    found = figure_ratio((record(steps_s=(0.1, 0.2, 0.4)), record(steps_s=(0.2, 0.2, 0.2))), "step_ms")
+    assert found.value == pytest.approx(1.0)
+    assert (found.low, found.high) == pytest.approx((0.5, 2.0))
+
+
+def test_the_ratio_of_two_commands_is_the_ratio_of_medians():
+    found = figure_ratio((record(steps_s=EVEN), record(steps_s=SLOW, run="b")), "step_ms")
+    assert found.value == pytest.approx(1.2, rel=1e-4)
+    assert found.low < found.value < found.high
 
 
 # ---- reading
@@ -138,11 +141,11 @@ def test_a_record_with_a_wrong_field_is_named(change, tmp_path):
 
 
 def test_a_record_with_a_wrong_field_is_not_compared(tmp_path):
-    made = record()
+    made = record(run="b")
     del made["figures"]["base_tokens_per_s"]["samples"]
-    files = written(tmp_path, made, name="wrong.jsonl"), written(tmp_path, record(), name="right.jsonl")
-    with pytest.raises(MlxZipError, match=r"wrong\.jsonl, .*right\.jsonl: a record has a wrong field"):
-        tiny_bench.run("compare", *files)
+    wrong, right = written(tmp_path, made, name="wrong.jsonl"), written(tmp_path, record(), name="right.jsonl")
+    with pytest.raises(MlxZipError, match=r"right\.jsonl, .*wrong\.jsonl: a record has a wrong field"):
+        tiny_bench.run("report", right, "--against", wrong)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -152,5 +155,3 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_made_up_records_keep_to_the_schema():
     assert record()["figures"].keys() == FIGURES.keys()
-    _, args = parse("report", "a")
-    assert args.table == "all"

@@ -7,7 +7,7 @@ import pytest
 from mlx_zip.bench.engines.shape_table import SHAPES
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.steps import mac_steps
-from mlx_zip.bench.steps.launch_counts import step_seconds
+from mlx_zip.bench.steps.launches import step_seconds
 from mlx_zip.bench.steps.mac_steps import BASE, MAX, Chip, DeviceCost, HostTimes, StepCosts
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from mlx_zip.bench import machine
 from mlx_zip.bench.engines import cuda_engines
 from mlx_zip.bench.engines.shape_table import SHAPES
+from mlx_zip.bench.generation import generate
 from mlx_zip.bench.gpu import nvidia
 from mlx_zip.bench.gpu import step_timing as steps
 from mlx_zip.bench.gpu.case_runner import CaseRunner
@@ -129,13 +130,16 @@ def test_records_are_written_as_they_come_so_that_a_run_that_is_cut_keeps_them(t
     ]
 
 
-def test_whole_requests_are_kept_one_by_one(tmp_path):
+def test_whole_requests_are_kept_one_by_one(tmp_path, monkeypatch):
+    def times(args):
+        yield {"bench": "generate"}
+        assert read_lines(tmp_path / "generate.jsonl") == [{"bench": "generate"}]
+        yield {"bench": "generate", "engine": "hf"}
+
+    monkeypatch.setattr(generate, "time_engines", times)
     cases = CaseRunner(tmp_path, "generate")
-    printed = nvidia._RecordingOutput(cases)
-    printed.write('{"bench": "generate"}\n{"bench": ')
-    assert read_lines(tmp_path / "generate.jsonl") == [{"bench": "generate"}]
-    printed.write('"generate", "engine": "hf"}\n')
-    assert read_lines(tmp_path / "generate.jsonl")[1]["engine"] == "hf"
+    cases.run("requests", lambda: nvidia.whole_request_records([]))
+    assert (cases.status, read_lines(tmp_path / "generate.jsonl")[1]["engine"]) == (0, "hf")
 
 
 # ---- the card's state

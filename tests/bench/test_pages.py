@@ -157,16 +157,20 @@ def edit(root, old, new):
 
 
 def test_a_ratio_has_the_medians_and_the_trials_that_ran_together():
-    a = {"figures": {"steps_per_s": {"samples": [8.0, 10.0, 20.0]}}}
-    b = {"figures": {"steps_per_s": {"samples": [12.0, 12.0, 10.0]}}, "workload": {}}
+    a = {"run": "a", "figures": {"steps_per_s": {"samples": [8.0, 10.0, 20.0]}}}
+    b = {"run": "a", "figures": {"steps_per_s": {"samples": [12.0, 12.0, 10.0]}}, "workload": {}}
     found = figure_ratio((a, b), "steps_per_s")
     assert found == Ratio(1.2, 0.5, 1.5, 3)
     assert found.divided_by(2) == Ratio(0.6, 0.25, 0.75, 3)
 
 
 def test_trials_of_one_conversation_count_as_one_pair():
-    a = {"figures": {"bytes_per_s": {"samples": [1.0] * 6}}}
-    b = {"figures": {"bytes_per_s": {"samples": [1.0, 3.0, 2.0, 2.0, 2.5, 3.5]}}, "workload": {"conversations": 3}}
+    a = {"run": "a", "figures": {"bytes_per_s": {"samples": [1.0] * 6}}}
+    b = {
+        "run": "a",
+        "figures": {"bytes_per_s": {"samples": [1.0, 3.0, 2.0, 2.0, 2.5, 3.5]}},
+        "workload": {"conversations": 3},
+    }
     assert figure_ratio((a, b | {"x": 0}), "bytes_per_s") == Ratio(2.0, 2.0, 3.0, 3)
 
 

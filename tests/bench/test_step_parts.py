@@ -9,8 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.steps import host_parts
-from mlx_zip.bench.steps.host_parts import PARTS
-from mlx_zip.bench.steps.tracer import CPU
+from mlx_zip.bench.steps.tracer import CPU, PARTS
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.two_part_step import TwoPartStep
 from support import tiny_bench
@@ -43,18 +42,18 @@ def stalled(monkeypatch):
     monkeypatch.setattr(ZipState, "advance", settling)
 
 
-def test_a_loop_that_waits_in_follow_is_named(models, stalled):
+def test_a_loop_that_waits_for_tables_is_named(models, stalled):
     found = host_parts.summarize_parts(
         [host_parts.trace_stream_generate(MlxZip(models, models.zipped), PROMPT, len(TEXT), TEXT)]
     )
-    assert found["stalls"][0]["part"] == "follow"
+    assert found["stalls"][0]["part"] == "codec"
     assert found["stalls"][0]["share"] == 1
-    assert "stalls: follow (100% of steps" in host_parts.way_summary(found)
+    assert "stalls: codec (100% of steps" in host_parts.way_summary(found)
 
 
-def test_an_engine_that_waits_in_follow_is_named(models, stalled):
+def test_an_engine_that_waits_for_tables_is_named(models, stalled):
     found = host_parts.summarize_parts([host_parts.trace_engine(models.zipped, models, PROMPT, 12)])
-    assert found["stalls"][0]["part"] == "follow"
+    assert found["stalls"][0]["part"] == "codec"
 
 
 def marks(wall, cpu, steps=20):
@@ -67,37 +66,37 @@ def marks(wall, cpu, steps=20):
 
 
 def test_a_slow_kernel_is_no_stall():
-    slow = host_parts.summarize_parts([marks({"graph": 1e-3, "id": 50e-3}, {"graph": 1e-3})])
+    slow = host_parts.summarize_parts([marks({"call": 1e-3, "wait": 50e-3}, {"call": 1e-3})])
     assert slow["stalls"] == []
-    assert slow["parts_ms"]["id"] == {"p50": 50.0, "p90": 50.0, "p99": 50.0}
+    assert slow["parts_ms"]["wait"] == {"p50": 50.0, "p90": 50.0, "p99": 50.0}
 
 
 def test_a_slow_host_is_no_stall():
-    assert host_parts.summarize_parts([marks({"graph": 9e-3, "id": 1e-3}, {"graph": 9e-3})])["stalls"] == []
+    assert host_parts.summarize_parts([marks({"call": 9e-3, "wait": 1e-3}, {"call": 9e-3})])["stalls"] == []
 
 
 def test_the_part_that_waits_most_is_named_first():
-    found = host_parts.summarize_parts([marks({"follow": 3e-3, "head": 1e-3, "id": 1e-3}, {"head": 0.2e-3})])
-    assert [one["part"] for one in found["stalls"]] == ["follow", "head"]
+    found = host_parts.summarize_parts([marks({"codec": 3e-3, "head": 1e-3, "wait": 1e-3}, {"head": 0.2e-3})])
+    assert [one["part"] for one in found["stalls"]] == ["codec", "head"]
     assert found["stalls"][0]["ms"] == pytest.approx(3.0)
 
 
 def test_a_rare_wait_is_no_stall_but_a_part_of_the_steps_is():
     once, often = (
         host_parts.find_stalls(
-            {part: [3e-3 if part == "follow" and i < count else 1e-3 for i in range(100)] for part in PARTS},
+            {part: [3e-3 if part == "codec" and i < count else 1e-3 for i in range(100)] for part in PARTS},
             {part: [1e-3] * 100 for part in PARTS},
         )
         for count in (5, 20)
     )
     assert once == []
-    assert [(one["part"], one["share"]) for one in often] == [("follow", 0.2)]
+    assert [(one["part"], one["share"]) for one in often] == [("codec", 0.2)]
 
 
-def test_what_no_part_holds_is_the_rest():
-    steps = marks({"graph": 1e-3, "rest": 4e-3}, {"graph": 1e-3})
-    found = host_parts.summarize_parts([[{**mark, "rest": 0.0} for mark in steps]])
-    assert found["parts_ms"]["rest"]["p50"] == pytest.approx(4.0)
+def test_what_no_part_holds_is_the_loops():
+    steps = marks({"call": 1e-3, "loop": 4e-3}, {"call": 1e-3})
+    found = host_parts.summarize_parts([[{**mark, "loop": 0.0} for mark in steps]])
+    assert found["parts_ms"]["loop"]["p50"] == pytest.approx(4.0)
     assert found["step_ms"]["p50"] == pytest.approx(5.0)
 
 

@@ -15,7 +15,7 @@ from support.torch_folders import save
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
+from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402

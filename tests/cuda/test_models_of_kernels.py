@@ -15,8 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder  # noqa: E402
-from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402

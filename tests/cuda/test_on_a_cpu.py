@@ -133,7 +133,7 @@ def test_a_folder_in_16_bits_emits_what_mlx_emits_in_float32(dtype, tmp_path):
     mx = pytest.importorskip("mlx.core")
     from mlx.utils import tree_map
 
-    from mlx_zip.bench.engines.torch_steps import generate_greedily
+    from mlx_zip.bench.engines.cuda_engines import generate_greedily
     from mlx_zip.cuda.model import open_model
     from support.mlx_greedy import greedy
     from support.tiny import base_ids, tiny_model

@@ -17,7 +17,7 @@ pytest.importorskip("mlx.core")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
+from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.bench.gpu import kernel_launches  # noqa: E402
 from mlx_zip.codec import Codebook  # noqa: E402
 from mlx_zip.cuda import model as model_module  # noqa: E402

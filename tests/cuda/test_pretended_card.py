@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("mlx.core")
 
-from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
+from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402

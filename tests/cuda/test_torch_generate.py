@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 import mlx_zip  # noqa: E402
-from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
+from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import math
 
-from mlx_zip.bench.papers.zip2zip.ablation_results import (
+from mlx_zip.bench.papers.zip2zip.ablation_tables import (
     ENCODERS,
     PAPER_ENCODERS,
     PAPER_SIZES,
     PAPER_TEXTS,
     AblationResults,
-)
-from mlx_zip.bench.papers.zip2zip.ablation_tables import (
     best_and_worst_table,
     conditions_table,
     longer_training_table,

@@ -15,8 +15,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import save_config, save_model
 
 from mlx_zip.bench.papers.zip2zip import ablations
-from mlx_zip.bench.papers.zip2zip.ablation_results import AblationResults
-from mlx_zip.bench.papers.zip2zip.ablation_tables import conditions_table
+from mlx_zip.bench.papers.zip2zip.ablation_tables import AblationResults, conditions_table
 from mlx_zip.bench.papers.zip2zip.ablations import LINES, Setting, settings_from_flags
 from mlx_zip.bench.records import read_lines
 from mlx_zip.engine.mlx.generate import load

@@ -337,7 +337,7 @@ def test_a_command_that_fails_ends_the_recipe(again):
     recipe, _ = again
     shutil.rmtree(recipe.out / "runs/zip/model")
     failing = replace(recipe, call=lambda *_: 2)
-    with pytest.raises(TrainingError, match="mlx_zip train ended with status 2"):
+    with pytest.raises(TrainingError, match="exit status 2 of: mlx_zip train "):
         run_stages(failing)
 
 

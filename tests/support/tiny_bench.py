@@ -1,4 +1,4 @@
-"""Shared by the tests of bench generate, report, compare and profile: tiny models in both forms, made-up records."""
+"""Shared by the tests of bench generate, report and profile: tiny models in both forms, made-up records."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_zip.bench.papers.hbpe.baseline_patches import byte_entropies, entropy_patches, number_patches, space_patches
+from mlx_zip.bench.papers.hbpe.patches import byte_entropies, entropy_patches, number_patches, space_patches
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel
 from mlx_zip.training.checkpoints import list_checkpoints

@@ -28,7 +28,7 @@ import numpy as np
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.recording import print_record
-from mlx_zip.bench.tokens import read_domains
+from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import count_window_bits, cut_windows, ratio_standard_error
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     for name, corpus in train.items():
         words = count_words(models.base.front, [document.text for document in corpus.documents])
         whole = models.score(models.folder, test[name].documents)
-        texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": text_names(test[name].files)}}
+        texts = {"train_bytes": corpus.n_bytes, "test": corpus_record(test[name])}
         models.print_record(name, models.make_record(whole, whole) | texts)
         for share in args.shares:
             for method in args.methods:
@@ -107,10 +107,6 @@ def run(args: argparse.Namespace) -> int:
                     name, models.adapt_and_score(words, share, method, test[name].documents, whole) | texts
                 )
     return 0
-
-
-def text_names(files: Sequence[str]) -> list[str]:
-    return [Path(file).name for file in files]
 
 
 @dataclass(frozen=True)

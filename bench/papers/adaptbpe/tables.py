@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.records import (
     Cell,
+    Record,
     Records,
     column_table,
     machines_table,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Line = dict[str, Any]
 TEXTS = {
     "pubmedqa": "PubMedQA",
     "mbpp": "MBPP code",
@@ -34,12 +34,12 @@ TEXTS = {
 METHODS = {"first-k": "first-k", "top-k": "top-k", "adapt": "adapted"}
 
 
-def group_adapted_models(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
+def group_adapted_models(lines: Sequence[Record]) -> dict[tuple[str, float], dict[float, dict[str, Record]]]:
     """Groups lines of `bench adapt_model` as result[text, file bytes of the whole model][share of merges][method].
 
     A whole model's line has share 1 and method "whole list", and precedes the lines of its adapted models.
     """
-    found: dict[tuple[str, float], dict[float, dict[str, Line]]] = {}
+    found: dict[tuple[str, float], dict[float, dict[str, Record]]] = {}
     key = ("", 0.0)
     for line in lines:
         if line["method"] == "whole list":
@@ -58,7 +58,7 @@ CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
 UTILITY, ENCODING = "utility", "encoding"  # values of a line's field `what`
 
 
-def lines_measuring(what: str) -> Callable[[Sequence[Line]], Iterator[Line]]:
+def lines_measuring(what: str) -> Callable[[Sequence[Record]], Iterator[Record]]:
     return lambda lines: (line for line in lines if line["what"] == what)
 
 
@@ -107,11 +107,11 @@ def _bits_table(records: Records) -> str:
     return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows)
 
 
-def _shares_below_1(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
+def _shares_below_1(shares: dict[float, dict[str, Record]]) -> list[tuple[float, dict[str, Record]]]:
     return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
 
 
-def _bits_cell(line: Line | None) -> str:
+def _bits_cell(line: Record | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
@@ -145,7 +145,7 @@ def split_token_bits_table(records: Records) -> str:
     return table(header, rows)
 
 
-def split_token_cells(line: Line) -> list[str]:
+def split_token_cells(line: Record) -> list[str]:
     where, n_bytes = line["where"], line["test"]["bytes"]
     before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
     return [
@@ -163,7 +163,7 @@ def _step_columns() -> Iterator[tuple[str, Cell]]:
         yield "of the bound", f"{{of_bound[{clock}]:.2f}}"
 
 
-def _model_and_ids(line: Line) -> str:
+def _model_and_ids(line: Record) -> str:
     name, precision = line["model"]["name"], line["model"]["precision"]
     return f"`{name}`, {PRECISIONS.get(precision, precision)}, {line['vocab_size']:,} to {line['kept']:,}"
 

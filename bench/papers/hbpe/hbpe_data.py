@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PlainModel
+from mlx_zip.text.documents import read_corpus
 from mlx_zip.training.patch_training import PatchCorpus, Uint32s, cut_windows
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, learn_tokenizer, read_tokens, text_to_ids, tokens_by_id
 
-from .baseline_patches import byte_entropies, entropy_patches, number_patches, space_patches
-from .patches import text_to_ids_function
+from .patches import byte_entropies, entropy_patches, number_patches, space_patches, text_to_ids_function
 
 BYTE_END = 256
 ENTROPY_SAMPLE = 1 << 17  # minimum bytes of training documents for choosing the entropy threshold
@@ -51,7 +48,7 @@ class PatchTrainingData:
         tokens, encode = self._first_stage()
         self.tokens = [*tokens, b""]  # the last token marks the end of a document
         self.ids = self._cut_windows(
-            [[encode(document.decode()) for document in part] for part in self._train_and_test_documents()],
+            [[encode(document.decode()) for document in part] for part in (self.train, self.test)],
             len(tokens),
             self.context,
         )
@@ -70,7 +67,7 @@ class PatchTrainingData:
         if kind == "bytes":
             length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])
             ids = self._cut_windows(
-                [[list(document) for document in part] for part in self._train_and_test_documents()], BYTE_END, length
+                [[list(document) for document in part] for part in (self.train, self.test)], BYTE_END, length
             )
             return PatchCorpus(ids[0], sizes), PatchCorpus(ids[1], sizes), None
         if kind in ("space", "entropy"):
@@ -83,7 +80,7 @@ class PatchTrainingData:
 
         A window holds about as many bytes as a window of first-stage tokens.
         """
-        pieces = [[cut(document) for document in part] for part in self._train_and_test_documents()]
+        pieces = [[cut(document) for document in part] for part in (self.train, self.test)]
         # The empty patch marks the end of a document; to get its id, it is added as a document after each part.
         ids, table = number_patches([document for part in pieces for document in (*part, [b""])])
         first = len(self.train)
@@ -115,9 +112,6 @@ class PatchTrainingData:
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
         return tokens_by_id(tokenizer), text_to_ids(tokenizer)
 
-    def _train_and_test_documents(self) -> tuple[Documents, Documents]:
-        return self.train, self.test
-
     def _cut_windows(self, parts: Sequence[Any], end: int, length: int) -> tuple[Uint32s, Uint32s]:
         """Returns training and test windows of `length` ids, [W, length]; the id `end` follows each document.
 
@@ -138,18 +132,5 @@ class PatchTrainingData:
 
 
 def read_documents(path: str, separator: str | None, limit: int | None = None) -> Documents:
-    """Reads a UTF-8 file (.gz is unpacked) and returns the bytes of each document.
-
-    separator: the line that ends a document; None: the file is one document. limit: most bytes to read; None: all.
-    Raises `MlxZipError` if the file cannot be read or holds no text.
-    """
-    try:
-        stored = Path(path).read_bytes()
-        text = (gzip.decompress(stored) if path.endswith(".gz") else stored)[:limit].decode("utf-8", "ignore")
-    except (OSError, EOFError, zlib.error) as error:
-        raise MlxZipError(f"{path} cannot be read: {error}") from error
-    parts = [text] if separator is None else ("\n" + text).split(f"\n{separator}\n")
-    documents = [part.strip("\n").encode("utf-8") for part in parts if part.strip()]
-    if not documents:
-        raise MlxZipError(f"{path} holds no text")
-    return documents
+    """Returns the bytes of each document of a text file. Arguments and errors: see `read_corpus`."""
+    return [document.text.encode() for document in read_corpus([path], separator, limit).documents]

@@ -53,8 +53,13 @@ RECIPES: dict[str, dict[str, Any]] = {  # comparison in the paper -> its flags a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench hbpe_model` to a parser."""
     add = parser.add_argument
-    add("--train", required=True, metavar="FILE", help="UTF-8 text to train on, plain or .gz")
-    add("--test", required=True, metavar="FILE", help="held-out UTF-8 text to measure bits per byte on, plain or .gz")
+    add("--train", required=True, metavar="FILE", help="text to train on: .txt or .jsonl, also .gz")
+    add(
+        "--test",
+        required=True,
+        metavar="FILE",
+        help="held-out text to measure bits per byte on, of the same kinds",
+    )
     add("--separator", help="line that ends a document of --train and --test (default: each file is one document)")
     add(
         "--recipe",

@@ -3,27 +3,34 @@
 Times are processor times of one thread, for the C library's calls and the Python around them, after the tokens have
 been read. The tokenizer may be any that `mlx_zip vocab hbpe learn` accepts. With a text, the record has the FLOPs of
 the paper's small model with patches of this size, and the length of patches cut at blanks.
+
+Patches over bytes are baselines: cut at blanks, or where the next byte is hard to predict. Source: arXiv 2510.15517
+§3.2, which uses published code for both kinds. Here every patch ends with the end mark, so that one model can read
+patches of every kind; the published code has no end mark.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import print_record, summarize_samples
-from mlx_zip.errors import MlxZipError
+from mlx_zip.models.patches.patch_model import PlainModel
+from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, transformer_flops, words_of
-from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
+from mlx_zip.vocab.hbpe.patch_merges import Merges, learn_merges, tokens_too_long
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, text_encoder
-
-from .baseline_patches import space_patches
 
 SIZES = (4, 6, 8, 10, 12, 16)
 CONTEXT_BYTES = 8192  # length of the text whose FLOPs the paper counts
@@ -40,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer whose ids are grouped into patches, of any kind that `mlx_zip vocab hbpe learn` reads, for "
         "example vocab.bpe",
     )
-    parser.add_argument("--text", help="UTF-8 text file to encode into patches (default: no text is encoded)")
+    parser.add_argument("--text", help="text to encode into patches: .txt, also .gz (default: no text is encoded)")
     parser.add_argument(
         "--sizes",
         nargs="+",
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
     check_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
-    text = None if args.text is None else read_text(args.text)
+    text = None if args.text is None else read_corpus([args.text]).documents[0].text
     ids = None if text is None else np.array(text_to_ids_function(args.tokenizer)(text), np.uint32)
     for size in args.sizes:
         line = measure_patch_size(tokens, size, args.trials)
@@ -131,14 +138,6 @@ def text_to_ids_function(path: str) -> Callable[[str], Sequence[int]]:
     return text_encoder(path)
 
 
-def read_text(path: str) -> str:
-    """Reads the UTF-8 file of --text. Raises `MlxZipError` if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MlxZipError(f"--text {path} cannot be read: {error}") from error
-
-
 def summarize_call_ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
     return summarize_samples([1e3 * seconds for seconds in call_seconds(trials, call)])
 
@@ -152,3 +151,57 @@ def call_seconds(trials: int, call: Callable[[], Any]) -> list[float]:
         call()
         out.append(time.process_time() - begun)
     return out
+
+
+# ---- patches over bytes, as baselines
+
+_WORD = re.compile(rb" ?[^\s]+|\s")
+_LONGEST = 6  # maximum bytes of a patch, as in the paper
+_WINDOWS_PER_CALL = 16  # windows per model call
+
+
+def space_patches(data: bytes) -> list[bytes]:
+    """Cuts bytes into patches: each word with the blank before it, and each other white-space byte.
+
+    A word of more than `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
+    """
+    return [piece for word in _WORD.findall(data) for piece in _cut_long_patch(word)]
+
+
+def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes]:
+    """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
+
+    entropies [n]: entropy of a model's prediction of each byte from the preceding bytes. A stretch of more than
+    `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
+    """
+    starts = np.flatnonzero(np.asarray(entropies) > threshold)
+    cuts = sorted({0, *starts.tolist(), len(data)})
+    return [piece for a, b in pairwise(cuts) for piece in _cut_long_patch(data[a:b])]
+
+
+def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
+    """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
+
+    window: number of bytes that the model reads at a time; predictions do not use the bytes before the window.
+    """
+    filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
+    out = []
+    for at in range(0, len(filled), _WINDOWS_PER_CALL):
+        logits = model(mx.array(filled[at : at + _WINDOWS_PER_CALL]))
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        out.append(np.array(-(mx.exp(logs) * logs).sum(axis=-1)).reshape(-1))
+    return np.concatenate(out)[: len(data)] if out else np.zeros(0, np.float32)
+
+
+def number_patches(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
+    """Numbers distinct patches in order of appearance; returns (ids of each document, table of the patches).
+
+    documents: the patches of each document, each of at most `longest` bytes. The table has no merges.
+    """
+    known: dict[bytes, int] = {}
+    ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
+    return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
+
+
+def _cut_long_patch(data: bytes) -> list[bytes]:
+    return [data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from mlx_zip.bench.plots import Curve, Panel, line_charts
-from mlx_zip.bench.records import Cell, Columns, column_table, machines_table, make_column_table
+from mlx_zip.bench.records import Cell, Columns, Record, Records, machines_table, make_column_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,16 +28,13 @@ TABLE2_FERTILITY = {"plain": "1.51", "patches": "1.51", "bytes": "4.5", "space":
 TABLE3 = {"patches": "1.20", "space": "1.24", "entropy": "1.27"}  # bits per byte
 TABLE3_PATCHES = {"patches": "3.62", "space": "3.06", "entropy": "1.66"}  # bytes per patch
 
-Line = dict[str, Any]
+
+def lines_of_recipe(lines: Sequence[Record], recipe: str) -> list[Record]:
+    return [line for line in lines if line["recipe"] == recipe]
 
 
-def recorded_models(records: Any, recipe: str | None) -> list[Line]:
-    """Returns the lines of `bench hbpe_model` that were recorded with `recipe`; None: without --recipe."""
-    return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
-
-
-def models_table(records: Any, recipe: str, columns: Columns) -> str:
-    return column_table(recorded_models(records, recipe), columns)
+def models_table(recipe: str, columns: Columns) -> Callable[[Records], str]:
+    return make_column_table(MODELS, columns, partial(lines_of_recipe, recipe=recipe))
 
 
 def gflops_cell(name: str) -> Cell:
@@ -47,15 +45,15 @@ def paper_cell(figures: Mapping[str, str]) -> Cell:
     return lambda line: figures.get(line["model"], "")
 
 
-def gpt2_lines(lines: Sequence[Line]) -> list[Line]:
+def gpt2_lines(lines: Sequence[Record]) -> list[Record]:
     return [line for line in lines if line["tokenizer"] == GPT2]
 
 
-def lines_with_text(lines: Sequence[Line]) -> list[Line]:
+def lines_with_text(lines: Sequence[Record]) -> list[Record]:
     return [line for line in lines if "bytes_per_patch_space" in line]
 
 
-def _model_label(line: Line) -> str:
+def _model_label(line: Record) -> str:
     local = line["config"].get("local")
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
@@ -125,12 +123,12 @@ SIZE_COLUMNS: Columns = (  # models over patches by patch size, which the paper 
 )
 
 
-def bits_per_byte_figure(records: Any) -> Figure:
+def bits_per_byte_figure(records: Records) -> Figure:
     """Returns a figure of held-out bits per byte, a curve per kind of model, in three panels.
 
     The panels' x axes are text read, training FLOPs and processor seconds.
     """
-    found = recorded_models(records, "table2")
+    found = lines_of_recipe(records.lines(MODELS), "table2")
     over = {
         "text read, MB": lambda line, point: point["train_bytes"] / 1e6,
         "FLOPs of training, 10^12": lambda line, point: _training_flops(line, point) / 1e12,
@@ -139,23 +137,23 @@ def bits_per_byte_figure(records: Any) -> Figure:
     return line_charts([Panel(label, "bits per byte", bits_per_byte_curves(found, x)) for label, x in over.items()])
 
 
-def bits_per_byte_curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
+def bits_per_byte_curves(lines: Sequence[Record], x: Callable[[Record, Record], float]) -> list[Curve]:
     return [
         Curve(_model_label(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
         for line in lines
     ]
 
 
-def _training_flops(line: Line, point: Line) -> float:
+def _training_flops(line: Record, point: Record) -> float:
     """Returns the FLOPs of training up to a point of a curve; a backward pass counts as two forward passes."""
     return 3 * line["forward_flops_per_byte"] * point["train_bytes"]
 
 
 TABLES = {
     "hbpe-codec": make_column_table(CODEC, CODEC_COLUMNS, gpt2_lines),
-    "hbpe-kinds": lambda records: models_table(records, "table2", KIND_COLUMNS),
-    "hbpe-chinese": lambda records: models_table(records, "table3", CHINESE_COLUMNS),
-    "hbpe-sizes": lambda records: models_table(records, "figure7", SIZE_COLUMNS),
+    "hbpe-kinds": models_table("table2", KIND_COLUMNS),
+    "hbpe-chinese": models_table("table3", CHINESE_COLUMNS),
+    "hbpe-sizes": models_table("figure7", SIZE_COLUMNS),
     "hbpe-cuts": make_column_table(CODEC, TEXT_COLUMNS, lines_with_text),
     "hbpe-flops": make_column_table(CODEC, FLOPS_COLUMNS, gpt2_lines),
     "hbpe-machines": lambda records: machines_table(records, (CODEC, MODELS)),

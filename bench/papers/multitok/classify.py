@@ -10,7 +10,6 @@ from the paper's set-up (section IV) are described in `.labelled` and `.classifi
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import print_record
+from mlx_zip.bench.records import Record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
@@ -28,7 +28,6 @@ from mlx_zip.vocab.multitok import Tokens, Words
 from .classifier import RATE, train_classifier
 from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_labelled
 
-Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
 _KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that the record includes
 
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         encoded = encode_texts(setting, units, *pieces)
         took = time.process_time() - begun
         for seed in args.seeds:
-            line: Line = {
+            line: Record = {
                 "bench": "classify",
                 "setting": text,
                 "seed": seed,
@@ -99,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
                 "per_word": round(len(encoded.train.ids) / train.words, 4),
                 "encode_processor_s": round(took, 2),
                 **train_classifier(encoded, answers, len(classes), seed, args),
-                "load_average": round(os.getloadavg()[0], 1),
             }
             print_record(line, "mlx")
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)

@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.recording import load_before_bench, print_record
-from mlx_zip.bench.tokens import read_domains
+from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
@@ -177,11 +177,6 @@ def base_ids_per_id(
 
 def held_out_record(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
     return {"text": corpus_record(corpus), "ids": sum(map(len, windows)), "empty": base_ids_per_id(params, windows)}
-
-
-def corpus_record(corpus: Any) -> dict[str, Any]:
-    record = corpus.record()
-    return {**record, "files": [Path(name).name for name in record["files"]]}
 
 
 def tokenize_documents(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:

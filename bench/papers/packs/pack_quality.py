@@ -7,14 +7,13 @@ the canonical ids, each predicted only from the preceding ids, so that they are 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
-from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import BitsResult, compare_bits, cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
     for line in quality_records(args):
-        print(json.dumps(line), flush=True)
+        print_record(line, "mlx")
     return 0
 
 
@@ -97,7 +96,6 @@ def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "pack": file,
             "entries": entries,
             **quality_measures(bits, control, empty),
-            **environment_fields("mlx"),
         }
 
 

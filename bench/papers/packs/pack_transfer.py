@@ -9,14 +9,13 @@ own continuations.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from mlx_zip.arguments import add_separator_flag, check_at_least
-from mlx_zip.bench.recording import environment_fields
+from mlx_zip.bench.recording import print_record
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec
 from mlx_zip.errors import MlxZipError
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
     for line in transfer_records(args):
-        print(json.dumps(line), flush=True)
+        print_record(line, "mlx")
     return 0
 
 
@@ -152,7 +151,7 @@ def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         line |= measure_writing(model, tokenizer, opened, pack, args)
         rates = ", ".join(f"{name} {line[name]['base_tokens_per_step']:.3f}" for name in TEMPERATURES)
         print(f"{curve} {line['entries']}: {bits.bits_per_byte:.4f} bits/byte; {rates}", file=sys.stderr)
-        yield {**fixed, **line, **environment_fields("mlx")}
+        yield {**fixed, **line}
 
 
 def split_at_half_of_bytes(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:

@@ -25,8 +25,7 @@ from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import read_lines, write_whole
 from mlx_zip.errors import MlxZipError
 
-from .ablation_results import ENCODERS, AblationResults
-from .ablation_tables import tables_7_and_8
+from .ablation_tables import ENCODERS, AblationResults, tables_7_and_8
 
 LINES = "ablations.jsonl"
 POINTS = 100  # most points in a training curve

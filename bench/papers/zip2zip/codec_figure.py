@@ -18,9 +18,9 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.recording import load_before_bench, print_record, summarize_samples
-from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     if args.text is None or args.tokenizer is None:
         raise MlxZipError("codec_latency needs --text and --tokenizer")
-    corpus = read_domains([f"text={name}" for name in args.text])["text"]
+    corpus = read_corpus(args.text)
     text = "\n".join(document.text for document in corpus.documents).encode("utf-8")
     sizes = [size for size in SIZES if size <= len(text)]
     if not sizes:
@@ -104,10 +104,11 @@ def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str,
 
 
 def latency_figure(lines: Sequence[dict[str, Any]]) -> Figure:
-    """Returns a figure with two panels: the latencies, and what each codec adds, from the lines of one tokenizer.
+    """Returns a figure with two panels: the latencies, and what each codec adds, of the first line's tokenizer.
 
     Points are medians; bars reach from minimum to maximum.
     """
+    lines = [line for line in lines if line["data"] == lines[0]["data"]]
     figure = new_figure()
     latency_panel, added_panel = figure.subplots(1, 2)
     for i, (name, label) in enumerate(CURVES.items()):

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.records import Cell, Records, column_table, make_column_table, median_and_range, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, make_column_table, median_and_range, table
 from mlx_zip.errors import MlxZipError
 
-from .ablation_results import PAPER_RATES
-from .codec_figure import added_latency_percent
+from .ablation_tables import PAPER_RATES
+from .codec_figure import added_latency_percent, latency_figure
 from .flops import PAPER_RATE, TABLE_9, TRAINED, flops_line
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # as in the paper (§3.1, table 7), except the codebook size
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class RecordedCounts:
     Raises `MlxZipError` if two lines have the same tokenizer and text, or a text's content differs between lines.
     """
 
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self.lines: dict[tuple[str, str], Line] = {}
+    def __init__(self, lines: Sequence[Record]) -> None:
+        self.lines: dict[tuple[str, str], Record] = {}
         texts: dict[str, str] = {}
         for line in lines:
             if line["bench"] != "tokens" or line["disabled"] != "none":
@@ -253,7 +255,7 @@ def codebook_sizes_table(counts: RecordedCounts, tokenizer: str) -> str:
     return table(["text", *(f"{_window_label(window)}, {size:,} slots" for window in windows for size in sizes)], rows)
 
 
-def _codebook_sizes(line: Line) -> list[int]:
+def _codebook_sizes(line: Record) -> list[int]:
     return sorted({row[line["columns"].index("codebook_size")] for row in line["counts"]})
 
 
@@ -286,7 +288,7 @@ _FLOPS: tuple[tuple[str, Cell], ...] = (
 )
 
 
-def flops_table(lines: Sequence[Line]) -> str:
+def flops_table(lines: Sequence[Record]) -> str:
     """Returns table 9: the hyper-encoder's FLOPs in training relative to the decoder's, by model.
 
     The FLOPs are counted as in the paper, and by the rows that are encoded per id.
@@ -362,4 +364,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "flops": lambda _: flops_table([flops_line(shape, PAPER_RATE, 2.0) for shape in (*TABLE_9, *TRAINED)]),
     "flops-mixture": table_from_records(mixture_flops_table),
     "codec-latency": make_column_table("codec-figure4", LATENCY),
+}
+PICTURES: dict[str, Callable[[Records], Figure]] = {
+    "docs/reports/compression-figure4.svg": lambda records: latency_figure(records.lines("codec-figure4"))
 }

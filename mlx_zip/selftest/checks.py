@@ -1,17 +1,36 @@
-"""Compares the codec and converted models with the recorded results of the published packages."""
+"""The selftest's checks, and those of the codec and of models against recorded results of the published packages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import CodecError
-from mlx_zip.selftest.check import Check, run_check
+from mlx_zip.errors import CodecError, MlxZipError
 
+PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "numpy")  # libraries whose versions are reported
 ROWS_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check's result. name: what was checked. passed: None for a measurement. figure: the result as text."""
+
+    name: str
+    passed: bool | None
+    figure: str
+
+
+def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+    """Runs one check and returns its result; an error of the library, device or files counts as a failed check."""
+    try:
+        passed, figure = check()
+    except (MlxZipError, OSError, RuntimeError, ValueError) as error:
+        passed, figure = False, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return Check(name, passed, figure)
 
 
 # ---- codec
