@@ -11,7 +11,7 @@ from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, any_role
 from support.http_server import post, read_all, serving, until
 
-LONG = "Once upon a time there was a boat. " * 30_000  # a megabyte
+LONG = "Once upon a time there was a boat. " * 10_000  # six pieces
 USER, HI = [{"role": "user", "content": LONG}], [{"role": "user", "content": "Hi"}]
 ANTHROPIC = {"model": "stories", "max_tokens": 5}
 ASKED = {
