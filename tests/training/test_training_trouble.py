@@ -103,7 +103,7 @@ def test_another_codec_is_refused(half_done, tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(half_done, tmp_path):
     other = options(tmp_path / "other")
-    train(other, settings(seed=3), quiet=True)
+    train(other, settings(iters=4, seed=3), quiet=True)
     last = list_checkpoints(half_done.out)[-1][1]
     shutil.rmtree(last)
     shutil.copytree(list_checkpoints(other.out)[-1][1], last)
