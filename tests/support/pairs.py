@@ -9,21 +9,25 @@ from typing import Any
 import pytest
 
 
-def quick_pairs(axes: Mapping[str, Iterable[Any] | Mapping[str, Any]]) -> pytest.MarkDecorator:
+def quick_pairs(
+    axes: Mapping[str, Iterable[Any] | Mapping[str, Any]], quick: Iterable[tuple[int, ...]] = ()
+) -> pytest.MarkDecorator:
     """Returns a `parametrize` of all combinations; every two values of two axes meet in a quick one, the rest is slow.
 
     axes: the values of an argument, or of several whose names are joined by commas, as in a `parametrize`; in a map
-    they have names. The first axis comes first in a test's name.
+    they have names. The first axis comes first in a test's name, which is the one that a `parametrize` for each axis
+    gives. quick: the quick combinations in place of those, each by the numbers of its values.
     """
     values = {name: list(of.values() if isinstance(of, Mapping) else of) for name, of in axes.items()}
     ids = {name: list(of) if isinstance(of, Mapping) else _ids(name, values[name]) for name, of in axes.items()}
     cells = list(product(*(range(len(one)) for one in values.values())))
-    quick = _covering(cells)
+    chosen = set(quick) or _covering(cells)
+    assert chosen <= set(cells), f"no combinations: {chosen - set(cells)}"
     params = [
         pytest.param(
             *(part for (name, of), i in zip(values.items(), cell, strict=True) for part in _parts(name, of[i])),
             id="-".join(of[i] for of, i in zip(ids.values(), cell, strict=True)),
-            marks=() if cell in quick else pytest.mark.slow,
+            marks=() if cell in chosen else pytest.mark.slow,
         )
         for cell in cells
     ]

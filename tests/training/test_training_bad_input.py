@@ -276,8 +276,8 @@ def test_a_checkpoint_whose_counts_cannot_be_is_named(changes, copied):
     ("file", "change"),
     [
         ("trained", lambda value: value * mx.nan),
-        ("trained", lambda value: value.astype(mx.float16)),
-        ("trained", lambda value: value.astype(mx.int32)),
+        pytest.param("trained", lambda value: value.astype(mx.float16), marks=pytest.mark.slow),
+        pytest.param("trained", lambda value: value.astype(mx.int32), marks=pytest.mark.slow),
         ("optimizer", lambda value: value.astype(mx.float32)),
     ],
 )

@@ -13,6 +13,7 @@ from mlx_zip import ConfigError, load
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.training.run import train
 from support.checkpoints import edit_json, write_json
+from support.slow_cases import slow_but
 from support.tiny_training import (
     PLAIN,
     losses,
@@ -24,7 +25,7 @@ from support.tiny_training import (
 from support.trained import assert_saved_as_trained, scratch
 
 
-@pytest.mark.parametrize("kind", ["lora", "full", "encoders"])
+@pytest.mark.parametrize("kind", slow_but(["lora", "full", "encoders"], "lora", "full"))
 def test_a_plain_model_becomes_zip_capable_and_its_folder_gives_what_was_trained(kind, tmp_path, in_memory):
     run = options(tmp_path / "run")
     train(run, settings(fine_tune_type=kind, lora_dropout=0.1 if kind == "lora" else 0.0), quiet=True)
@@ -70,14 +71,14 @@ def test_a_trained_model_can_be_trained_further(tmp_path, in_memory):
 
 def test_a_zip_model_from_scratch_learns_and_loads(tmp_path, in_memory):
     run = scratch(tmp_path)
-    train(run, settings(fine_tune_type="full", optimizer="muon", iters=10), quiet=True)
+    train(run, settings(fine_tune_type="full", optimizer="muon", iters=7), quiet=True)
     assert losses(run.out)[-1][1] < losses(run.out)[0][1]
     assert_saved_as_trained(run.out, in_memory)
 
 
 def test_a_plain_model_from_scratch_learns_and_loads(tmp_path, in_memory):
     run = scratch(tmp_path, codec=PLAIN)
-    train(run, settings(fine_tune_type="full", iters=10), quiet=True)
+    train(run, settings(fine_tune_type="full", iters=7), quiet=True)
     assert losses(run.out)[-1][1] < losses(run.out)[0][1]
     model, _ = load(run.out / "model")
     assert not has_hypertokens(model)

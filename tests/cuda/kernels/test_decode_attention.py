@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import attention  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
+from support.pairs import quick_pairs  # noqa: E402
 from support.slow_cases import slow_but  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
@@ -43,11 +44,8 @@ def check(guard, dtype, lengths, heads, kv_heads, width, places=150, **more):
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-CELLS = [(*heads, dtype) for heads in HEADS for dtype in DTYPES]
-QUICK = [*CELLS[:3], CELLS[3], CELLS[7], CELLS[11]]  # each type with one head, and each number of heads
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "dtype"), slow_but(CELLS, *QUICK))
+# quick: each number of heads and each type
+@quick_pairs({"heads, kv_heads, width": HEADS, "dtype": DTYPES}, quick=[(0, 0), (1, 1), (2, 2), (3, 0)])
 def test_rows_of_all_lengths_agree_with_float64(guard, heads, kv_heads, width, dtype):
     check(guard, dtype, [0, 1, 15, 16, 17, 48, 49, 149, 150], heads, kv_heads, width)
 
