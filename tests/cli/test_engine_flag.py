@@ -13,7 +13,6 @@ from mlx_zip.cli import command_parser, engine_choice, main
 from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine
 from mlx_zip.errors import EngineError, GenerationError
 from support.serving import MISSING
-from support.slow_cases import slow_but
 
 needs_torch = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 WITHOUT_MLX = ("mlx", "mlx_lm")
@@ -80,7 +79,7 @@ def test_without_mlx_the_other_engine_is_taken_and_named(said_here):
     assert got.stderr == "engine: torch, because MLX is not installed\n"
 
 
-@pytest.mark.parametrize("command", slow_but([SHORT, ("serve",)], SHORT))
+@pytest.mark.parametrize("command", [SHORT, pytest.param(("serve",), marks=pytest.mark.slow)])
 def test_without_both_the_message_names_all_ways_to_go_on(command):
     done = run(*command, missing=(*WITHOUT_MLX, *WITHOUT_TORCH))
     assert done.returncode == 2

@@ -153,7 +153,7 @@ def test_logits_follow_the_settings_in_a_file(tmp_path, name):
     assert_close(our_logits(out, prompt(model)), by_decoder(model, prompt(model)))
 
 
-@pytest.mark.parametrize("architecture", sorted(READABLE.keys() - {"llama"}))
+@pytest.mark.parametrize("architecture", slow_but(sorted(READABLE.keys() - {"llama"}), "gemma3", "phi3"))
 def test_logits_of_packed_files_of_each_family_equal_those_of_transformers_reader(tmp_path, architecture):
     model = written(tmp_path / "model.gguf", architecture, "Q4_1", **READABLE[architecture])
     out = convert(tmp_path / "model.gguf", tmp_path / "out", dtype="float32")

@@ -196,14 +196,14 @@ def test_an_answer_by_a_schema_is_valid_and_the_same_with_drafts(both, predicted
 
 def test_a_client_that_leaves_in_the_middle_of_a_draft_ends_its_request_and_harms_no_later_one(both):
     served, engine = both[0], both[0].core.engine
-    story = text_of(asked(both[1], max_tokens=200))
+    story = text_of(asked(both[1], max_tokens=120))
     before = engine.figures()
-    body = {"messages": USER, "max_tokens": 200, "temperature": 0, "stream": True, "prediction": prediction(story)}
+    body = {"messages": USER, "max_tokens": 120, "temperature": 0, "stream": True, "prediction": prediction(story)}
     connection = served.raw(post("/v1/chat/completions", body))
     assert until(lambda: engine.figures().accepted > before.accepted)
     connection.close()
     assert until(lambda: not engine.figures().running)
-    again = asked(served, max_tokens=200, prediction=prediction(story))
+    again = asked(served, max_tokens=120, prediction=prediction(story))
     assert text_of(again) == story
 
 
