@@ -267,6 +267,7 @@ def test_a_terminal_that_closes_ends_the_chat(tmp_path):
         assert terminal.ended() == 143
 
 
+@pytest.mark.slow
 def test_the_terminal_is_left_as_it_was(tmp_path):
     with chat(tmp_path) as terminal:
         leave(terminal)

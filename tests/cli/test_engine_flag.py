@@ -13,7 +13,6 @@ from mlx_zip.cli import command_parser, engine_choice, main
 from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine
 from mlx_zip.errors import EngineError, GenerationError
 from support.serving import MISSING
-from support.slow_cases import slow_but
 
 needs_torch = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 WITHOUT_MLX = ("mlx", "mlx_lm")
@@ -35,6 +34,19 @@ def run(*args, missing=(), device="cpu", typed="", **environment):
     )
     assert "Traceback" not in done.stderr
     return done
+
+
+@pytest.fixture
+def told_here(capsys, monkeypatch):
+    """Gives a function that runs a command in this process, which must refuse it -> the one line that says why."""
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "cpu")
+
+    def told(*words):
+        assert main(list(words)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return told
 
 
 @pytest.fixture
@@ -67,14 +79,14 @@ def test_without_mlx_the_other_engine_is_taken_and_named(said_here):
     assert got.stderr == "engine: torch, because MLX is not installed\n"
 
 
-def test_without_both_the_message_names_all_ways_to_go_on():
-    for command in (SHORT, ("serve",)):
-        done = run(*command, missing=(*WITHOUT_MLX, *WITHOUT_TORCH))
-        assert done.returncode == 2
-        (line,) = done.stderr.splitlines()
-        assert "MLX is not installed" in line
-        assert "--engine cuda" in line
-        assert "--engine torch" in line
+@pytest.mark.parametrize("command", [SHORT, pytest.param(("serve",), marks=pytest.mark.slow)])
+def test_without_both_the_message_names_all_ways_to_go_on(command):
+    done = run(*command, missing=(*WITHOUT_MLX, *WITHOUT_TORCH))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "MLX is not installed" in line
+    assert "--engine cuda" in line
+    assert "--engine torch" in line
 
 
 @pytest.mark.parametrize(("engine", "libraries"), [("cuda", "torch, triton"), ("torch", "torch")])
@@ -161,29 +173,23 @@ def test_a_plain_model_refuses_a_pack_that_it_cannot_use(tmp_path, said_here, co
         ("generate", "--row-cache"),
     ],
 )
-@pytest.mark.parametrize("engine", slow_but(["torch", "cuda"], "cuda"))
-def test_flags_that_only_mlx_has_are_refused(command, flag, engine):
-    done = run(command, "--engine", engine, flag, "x")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+@pytest.mark.parametrize("engine", ["torch", "cuda"])
+def test_flags_that_only_mlx_has_are_refused(command, flag, engine, told_here):
+    line = told_here(command, "--engine", engine, flag, "x")
     assert f"{flag} cannot be used with --engine {engine}" in line
 
 
-@pytest.mark.parametrize("command", slow_but(["generate", "chat", "serve"], "generate"))
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 @pytest.mark.parametrize("flag", ["--kv-bits", "--kv-group-size", "--quantized-kv-start"])
-def test_flags_of_quantized_kv_caches_are_refused_each_alone(command, flag):
-    done = run(command, "--engine", "cuda", flag, "8")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_flags_of_quantized_kv_caches_are_refused_each_alone(command, flag, told_here):
+    line = told_here(command, "--engine", "cuda", flag, "8")
     assert f"{flag} cannot be used with --engine cuda: its KV caches are not quantized" in line
 
 
 @pytest.mark.parametrize("command", [SHORT, ("serve",), ("app", "--no-open", "--no-history")])
-def test_mlx_launch_is_told_that_one_machine_is_all(command):
-    done = run(*command, "--engine", "cuda", MLX_RANK="0")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "--engine cuda runs on one machine" in line
+def test_mlx_launch_is_told_that_one_machine_is_all(command, told_here, monkeypatch):
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert "--engine cuda runs on one machine" in told_here(*command, "--engine", "cuda")
 
 
 def test_kept_conversations_are_listed_and_deleted_without_mlx(tmp_path):

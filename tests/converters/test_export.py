@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from support.checkpoints import (
 from support.converting import assert_same_tensors, config_of, convert, digests
 from support.exporting import export
 from support.places import GOLDEN_MODELS
+from support.slow_cases import slow_but
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 MODULES = {Q: (WIDTH, HEADS * HEAD_DIM, 4), DOWN: (INNER, WIDTH, 4)}
@@ -52,29 +54,34 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 # ---- there and back
 
 
-@pytest.mark.parametrize(
-    ("kind", "encoder"),
-    [
-        ("transformer", {}),
-        ("transformer", {"tie_encoders": True, "position_encoding": "learnable", "num_hidden_layers": 2}),
-        ("res_latent_attn", {"hidden_size": 16, "model_hidden_size": WIDTH, "causal": True, "residual": False}),
-    ],
-    ids=["transformer", "tied with positions", "projected"],
-)
-@pytest.mark.parametrize(
-    "base",
-    [
-        {"model_type": "llama", "tie_word_embeddings": True},
-        {"model_type": "phi3", "num_key_value_heads": 4, "head_dim": None},
-        {"model_type": "qwen2", "head_dim": None},
-        {"model_type": "qwen3"},
-    ],
-    ids=lambda base: base["model_type"],
-)
-def test_converting_what_was_exported_gives_the_model_again(
-    kind: str, encoder: dict[str, Any], base: dict[str, Any], tmp_path: Path
-) -> None:
-    arrays = write_checkpoint(tmp_path / "src", kind, encoder, **base)
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformer": ("transformer", {}),
+    "tied with positions": (
+        "transformer",
+        {"tie_encoders": True, "position_encoding": "learnable", "num_hidden_layers": 2},
+    ),
+    "projected": (
+        "res_latent_attn",
+        {"hidden_size": 16, "model_hidden_size": WIDTH, "causal": True, "residual": False},
+    ),
+}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "phi3": {"num_key_value_heads": 4, "head_dim": None},
+    "qwen2": {"head_dim": None},
+    "qwen3": {},
+}
+QUICK = [  # each encoder and each family; a family's tensors are converted alike whatever the encoder is
+    ("transformer", "llama"),
+    ("tied with positions", "phi3"),
+    ("projected", "qwen2"),
+    ("transformer", "qwen3"),
+]
+
+
+@pytest.mark.parametrize(("encoder", "family"), slow_but(product(ENCODERS, BASES), *QUICK))
+def test_converting_what_was_exported_gives_the_model_again(encoder: str, family: str, tmp_path: Path) -> None:
+    arrays = write_checkpoint(tmp_path / "src", *ENCODERS[encoder], model_type=family, **BASES[family])
     edit_json(tmp_path / "src" / "zip2zip_config.json", position_mode="base_token_end")
     first = convert(tmp_path / "src", tmp_path / "first")
     second = convert(export(first, tmp_path / "exported"), tmp_path / "second")

@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_zip.converters.export import export
 from support import upstream
 from support.published import LEAST_MARGIN, LOGITS_TOLERANCE, LONGROPE, NARROW, STEPS, greedy, load, worst
+from support.slow_cases import slow_but
 from support.upstream import Checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.*:FutureWarning")  # peft's own
@@ -50,7 +51,7 @@ class Exported(upstream.Published):
             self.model.base_model.get_input_embeddings().register_forward_hook(lambda _, __, out: out * scale)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=slow_but(CASES, "gemma2", "phi3", "llama with an adapter"))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Any, Exported]:
     """Our model of a random checkpoint, and its export loaded by the package."""
     made, home = CASES[request.param], tmp_path_factory.mktemp("exported")

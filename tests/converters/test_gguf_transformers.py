@@ -27,6 +27,7 @@ from support import gguf_files as files
 from support import gguf_vocabularies as vocabularies
 from support.converting import convert, loaded
 from support.gguf_files import TYPES, tiny
+from support.slow_cases import slow_but
 
 TOLERANCE = 1e-3
 READABLE: dict[str, dict[str, Any]] = {  # sizes that transformers' reader assumes, because it does not take them
@@ -136,7 +137,7 @@ def test_logits_of_each_family_equal_those_of_transformers_reader(tmp_path, arch
     assert_close(our_logits(out, prompt(model)), by_reader(tmp_path / "model.gguf", prompt(model)))
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", slow_but(TYPES, "F16", "Q4_0", "Q8_0", "Q4_K"))
 def test_logits_of_each_tensor_type_equal_those_of_transformers_reader(tmp_path, kind):
     model = written(tmp_path / "model.gguf", "llama", kind, width=256)
     out = convert(tmp_path / "model.gguf", tmp_path / "out", dtype="float32")
@@ -152,7 +153,7 @@ def test_logits_follow_the_settings_in_a_file(tmp_path, name):
     assert_close(our_logits(out, prompt(model)), by_decoder(model, prompt(model)))
 
 
-@pytest.mark.parametrize("architecture", sorted(READABLE.keys() - {"llama"}))
+@pytest.mark.parametrize("architecture", slow_but(sorted(READABLE.keys() - {"llama"}), "gemma3", "phi3"))
 def test_logits_of_packed_files_of_each_family_equal_those_of_transformers_reader(tmp_path, architecture):
     model = written(tmp_path / "model.gguf", architecture, "Q4_1", **READABLE[architecture])
     out = convert(tmp_path / "model.gguf", tmp_path / "out", dtype="float32")

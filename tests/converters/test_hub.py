@@ -204,6 +204,7 @@ def split_checkpoint(folder: Path) -> None:
     edit_json(folder / "zip" / "zip2zip_config.json", base_model_name_or_path="meta/base")
 
 
+@pytest.mark.slow
 def test_the_command_downloads_converts_and_uploads(server: StandIn, tmp_path: Path) -> None:
     split_checkpoint(tmp_path)
     write_adapter(tmp_path / "zip", LORA)

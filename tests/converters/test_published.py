@@ -35,6 +35,7 @@ from support.published import (
     load,
     worst,
 )
+from support.slow_cases import slow_but
 from support.upstream import Checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.*:FutureWarning")  # peft's own
@@ -161,7 +162,24 @@ class Pair:
         return np.array([[7] * n + ids for n, ids in pads])
 
 
-@pytest.fixture(scope="module", params=CASES)
+QUICK = [  # every family, encoder and setting, and every way to store a checkpoint
+    "transformer, untied, learnable, S=5, mistral with a window",
+    "transformer, default width of the MLP, S=4, qwen2",
+    "transformer, tied with a stray output encoder, qwen3",
+    "transformer, base token positions, codebook full",
+    "res_latent, bidirectional, residual, base token positions",
+    "res_latent, causal, no residual, projected, tied, phi3",
+    "res_latent, bidirectional, no residual, one layer, S=2, mistral",
+    "boundary below the rows, pad = eos, base token positions",
+    "encoders under their other file name",
+    "meta.pt turns causal on and residual off",
+    "partial override, tied words",
+    "self-contained in shards, phi3 with LongRoPE, base token positions",
+    "adapter wins over a partial override",
+]
+
+
+@pytest.fixture(scope="module", params=slow_but(CASES, *QUICK))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     made = CASES[request.param]
     folder = upstream.write_checkpoint(tmp_path_factory.mktemp("published"), made)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support import tiny
+from support.slow_cases import slow_but
 from support.tiny import VOCAB, base_ids, tiny_model
 from support.torch_folders import save
 
@@ -47,10 +48,15 @@ CASES = {
 }
 WAYS = [(name, True) for name in CASES]  # True: a card's way, by the references of kernels; False: a CPU's own
 WAYS += [(name, False) for name in ("llama", "longrope base positions", "tied")]
+QUICK = [("longrope base positions", True), ("evictions", True), ("llama", False), ("tied", False)]
 PROMPTS = [base_ids(length, seed) for seed, length in enumerate((9, 22, 14, 30, 5))]
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]} {'references' if way[1] else 'cpu'}")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS],
+    ids=lambda way: f"{way[0]} {'references' if way[1] else 'cpu'}",
+)
 def model(request, tmp_path_factory):
     family, changes = CASES[request.param[0]]
     folder = save(tiny_model(family, "res_latent_attn", **changes), tmp_path_factory.mktemp("m") / "m")
@@ -78,7 +84,7 @@ def step(batch: Batch) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", slow_but([1, 2, 3, 5], 2, 5))
 def test_sequences_together_emit_what_each_emits_alone(model, alone, count):
     batch = Batch(model, 5, CAPACITY)
     for prompt in PROMPTS[:count]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from support.pairs import quick_pairs
+from support.slow_cases import slow_but
 from support.tiny import FAMILIES, LONGROPE, VOCAB
 from support.torch_folders import LLAMA3, make_model, pack, random_ids, save
 
@@ -105,7 +108,6 @@ def then_steps(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 WAYS = [whole, in_chunks, then_steps]
-both = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
 
 
 def check(model: Any, folder: Path, way: Callable[[Sequence[int]], list[Sequence[int]]], kernels: bool) -> None:
@@ -114,19 +116,25 @@ def check(model: Any, folder: Path, way: Callable[[Sequence[int]], list[Sequence
     np.testing.assert_allclose(found, expected(model, way(IDS)), atol=2e-4, rtol=2e-4)
 
 
-@both
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+CELLS = [(case, way, kernels) for case in CASES for way in WAYS for kernels in (False, True)]
+QUICK = [(case, WAYS[(i + kernels) % 3], kernels) for i, case in enumerate(CASES) for kernels in (False, True)]
+
+
+@pytest.mark.parametrize(("case", "way", "kernels"), slow_but(CELLS, *QUICK))
 def test_a_decoder_agrees_with_mlx(case, way, kernels, tmp_path):
     family, changes = CASES[case]
     model = make_model(family, **changes)
     check(model, save(model, tmp_path / "model", shards=2), way, kernels)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma")])
-@pytest.mark.parametrize("bits", [4, 8])
-@both
+@quick_pairs(
+    {
+        "kernels": {"cpu": False, "references": True},
+        "bits": [4, 8],
+        "family": [name for name in FAMILIES if not name.startswith("gemma")],
+        "way": WAYS,
+    }
+)
 def test_a_decoder_packed_by_mlx_agrees_with_mlx(kernels, bits, family, way, tmp_path):
     model = make_model(family, intermediate_size=96)
     own = {"layers.1.mlp.down_proj": False, "layers.0.self_attn.o_proj": {"bits": 8, "group_size": 32}}
@@ -134,12 +142,20 @@ def test_a_decoder_packed_by_mlx_agrees_with_mlx(kernels, bits, family, way, tmp
     check(model, save(model, tmp_path / "model", quantization=record), way, kernels)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["stories", "stories-base"])
-def test_a_bundled_model_agrees_with_mlx(name, way):
+@cache
+def bundled(name: str) -> Any:
+    """MLX's model, loaded once: what a sequence owns is in its cache."""
     from mlx_zip.models.loading import load
 
-    model = load(name)[0]
+    return load(name)[0]
+
+
+BUNDLED = [(name, way) for name in ("stories", "stories-base") for way in WAYS]
+
+
+@pytest.mark.parametrize(("name", "way"), slow_but(BUNDLED, ("stories", then_steps), ("stories-base", in_chunks)))
+def test_a_bundled_model_agrees_with_mlx(name, way):
+    model = bundled(name)
     ids = random_ids(len(IDS), below=2048)
     reader = Reader(read_folder(name, "cpu"))
     found = np.concatenate([reader(chunk) for chunk in way(ids)])
@@ -155,14 +171,13 @@ def of_bundled(model: Any, chunks: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kernels"), [("bfloat16", True), ("float16", True), ("bfloat16", False)], ids=lambda value: str(value)
-)
-def test_a_bundled_model_in_half_the_precision_is_near_mlx_s_float32(dtype, kernels):
-    from mlx_zip.models.loading import load
+HALVES = [("bfloat16", True), ("float16", True), ("bfloat16", False)]
 
+
+@pytest.mark.parametrize(("dtype", "kernels"), slow_but(HALVES, *HALVES[1:]), ids=str)
+def test_a_bundled_model_in_half_the_precision_is_near_mlx_s_float32(dtype, kernels):
     ids = random_ids(len(IDS), below=2048)
-    exact = of_bundled(load("stories")[0], then_steps(ids))
+    exact = of_bundled(bundled("stories"), then_steps(ids))
     reader = Reader(read_folder("stories", "cpu", dtype, kernels=kernels))
     found = np.concatenate([reader(chunk) for chunk in then_steps(ids)])
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)

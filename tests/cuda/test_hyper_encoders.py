@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.pairs import quick_pairs
 from support.tiny import MERGE, PAD, VOCAB, tiny_config
 from support.torch_folders import pack, save
 
@@ -68,18 +69,23 @@ def check(model: Model, folder: Any, kernels: bool) -> None:
     assert ours.fingerprint == model.fingerprint
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
-@pytest.mark.parametrize("words", [False, True], ids=["own head", "tied head"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", ENCODERS)
+KERNELS = {"cpu": False, "references": True}
+
+
+@quick_pairs(
+    {
+        "name": list(ENCODERS),
+        "tied": {"untied": False, "tied": True},
+        "words": {"own head": False, "tied head": True},
+        "kernels": KERNELS,
+    }
+)
 def test_rows_equal_mlx_s(name, tied, words, kernels, tmp_path):
     model = model_with(name, tied, words)
     check(model, save(model, tmp_path / "model"), kernels)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", ENCODERS)
+@quick_pairs({"name": list(ENCODERS), "bits": [4, 8], "kernels": KERNELS})
 def test_rows_of_packed_weights_equal_mlx_s(name, bits, kernels, tmp_path):
     model = model_with(name, tied=False)
     record = pack(model, bits, 32, {"pos_embed": False})

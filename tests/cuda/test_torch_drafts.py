@@ -43,14 +43,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 WAYS = {"cpu": False, "references": True}  # a CPU's own decoder; a card's way, by the references of kernels
 PROMPTS = [tiny.base_ids(length, seed) for seed, length in enumerate((9, 30, 22, 14, 40, 5, 18, 27))]
 ASKED: list[dict[str, Any]] = [
-    {},
-    {"sampling": {"temp": 0.8, "seed": 3}, "top_logprobs": 2},
+    {"max_tokens": 24},
+    {"sampling": {"temp": 0.8, "seed": 3}, "top_logprobs": 2, "max_tokens": 24},
     {"sampling": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 2.0}}, "max_tokens": 11},
     {"sampling": {"temp": 1.1, "top_k": 9, "min_p": 0.02, "top_p": 0.9, "seed": 4}, "max_tokens": 17},
-    {"max_tokens": 35, "top_logprobs": 3},
-    {"sampling": {"temp": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.05, "seed": 5}},
+    {"max_tokens": 22, "top_logprobs": 3},
+    {"sampling": {"temp": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.05, "seed": 5}, "max_tokens": 24},
     {"max_tokens": 3},
-    {"max_tokens": 60},
+    {"max_tokens": 40},
 ]
 
 
@@ -354,7 +354,7 @@ def test_bodies_begin_before_their_ids_are_read_where_no_draft_is_expected(opene
     assert {False, True} == set(waits)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", slow_but([False, True], True))
 def test_auto_proposes_by_what_passes_cost_to_requests_alone_and_in_company(opened, oracle, monkeypatch, ahead):
     model, prompts = opened("plain"), PROMPTS[:2]
     with engine(model) as made:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.mlx_greedy import greedy
+from support.pairs import quick_pairs
 from support.places import GOLDEN_MODELS
 from support.tiny import base_ids, tiny_model
 from support.torch_folders import pack, save
@@ -65,14 +66,14 @@ def stories():
 def test_a_batch_that_is_given_again_captures_nothing_again(tmp_path, captures):
     model = open_model(save(tiny_model(position_mode="base_token_end"), tmp_path), "cpu")
     batch, prompts = Batch(model, 1, 200), [base_ids(30, seed) for seed in range(3)]
-    expected = [ours(model, prompt, 40) for prompt in prompts]
+    expected = [ours(model, prompt, 20) for prompt in prompts]
     captures.clear()
     model.store.clear()
-    assert ours(model, prompts[0], 40, batch=batch) == expected[0]
+    assert ours(model, prompts[0], 20, batch=batch) == expected[0]
     assert {key[0] for key in captures} == {"head", "body", "encode", "install"}
     captures.clear()
     next(generate_greedily(model, prompts[1], 40, batch=batch))  # given up in the middle of a step
-    assert [ours(model, prompt, 40, batch=batch) for prompt in prompts] == expected
+    assert [ours(model, prompt, 20, batch=batch) for prompt in prompts] == expected
     assert captures == []
 
 
@@ -90,17 +91,17 @@ def test_a_batch_with_a_sequence_or_of_another_model_is_refused(tmp_path):
 def test_the_bundled_model_emits_the_ids_that_mlx_emits(stories, name):
     mlx, tokenizer, model = stories
     prompt = [*tokenizer.encode(PROMPTS[name])]
-    assert ours(model, prompt, 50) == greedy(mlx, prompt, 50)
+    assert ours(model, prompt, 30) == greedy(mlx, prompt, 30)
 
 
 def test_the_bundled_model_emits_them_in_a_chat_with_rows_that_are_warm(stories):
     mlx, tokenizer, model = stories
     messages = [{"role": "user", "content": PROMPTS["story"]}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    expected = greedy(mlx, prompt, 30)
+    expected = greedy(mlx, prompt, 20)
     model.store.clear()
     for _ in range(2):
-        assert ours(model, prompt, 30) == expected
+        assert ours(model, prompt, 20) == expected
 
 
 def test_the_bundled_model_begins_without_its_pack_where_a_request_says_so(stories):
@@ -130,8 +131,10 @@ def golden(request, tmp_path_factory):
     return open_model(folder, "cpu", "float32"), expected
 
 
-@pytest.mark.parametrize("index", range(3))
-@pytest.mark.parametrize("chunk", [3, 512])
+CHUNKS = [(chunk, index) for chunk in (3, 512) for index in range(3)]
+
+
+@pytest.mark.parametrize(("chunk", "index"), slow_but(CHUNKS, (3, 0), (512, 1), (3, 2)))
 def test_golden_prompts_give_the_published_ids(golden, index, chunk):
     model, expected = golden
     prompt = expected["prompts"][index]
@@ -144,27 +147,34 @@ def test_golden_prompts_give_the_published_ids(golden, index, chunk):
 # ---- tiny models
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+KERNELS = {"cpu": False, "references": True}
+
+
+@quick_pairs(
+    {
+        "family": ["llama", "mistral", "phi3", "qwen2", "qwen3"],
+        "mode": ["compressed", "base_token_end"],
+        "kernels": KERNELS,
+    }
+)
 def test_tiny_models_emit_the_ids_that_mlx_emits(family, mode, kernels, tmp_path):
     mlx = tiny_model(family, ENCODER, position_mode=mode)
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu", kernels=kernels), base_ids(20)
-    assert ours(model, prompt, 50) == greedy(mlx, prompt, 50)
+    assert ours(model, prompt, 35) == greedy(mlx, prompt, 35)
 
 
 @pytest.mark.parametrize("changes", [{"tie_encoders": True}, {"canonical": True}, {"start": [[5, 6], [7, 8, 9]]}])
 def test_settings_of_the_checkpoint_are_obeyed(changes, tmp_path):
     mlx = tiny_model(encoder=ENCODER, **changes)
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(40)
-    assert ours(model, prompt, 60) == greedy(mlx, prompt, 60)
+    assert ours(model, prompt, 35) == greedy(mlx, prompt, 35)
 
 
 @pytest.mark.parametrize("policy", ["lru", "use-count"])
 def test_entries_are_evicted_as_in_mlx(policy, tmp_path):
     mlx = tiny_model(encoder=ENCODER, compression={**SIZES, "policy": policy})
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(60)
-    assert ours(model, prompt, 60, chunk=16) == greedy(mlx, prompt, 60, chunk=16)
+    assert ours(model, prompt, 35, chunk=16) == greedy(mlx, prompt, 35, chunk=16)
 
 
 def test_start_entries_stay_where_others_are_evicted_and_longrope_reads_the_log_again(tmp_path):
@@ -227,22 +237,21 @@ def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_pa
 EIGHT = {"bits": 8, "group_size": 32}
 
 
-@pytest.mark.parametrize(
-    ("bits", "own"),
-    [
-        (8, {}),
-        (4, {"embed_tokens": EIGHT, "lm_head": EIGHT}),
-        (8, {"embed_tokens": {**EIGHT, "bits": 4}, "lm_head": False}),
-    ],
-    ids=["8 bits", "4 bits, embedding and head 8", "8 bits, embedding 4, head dense"],
-)
-@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
-def test_a_packed_model_emits_the_ids_that_mlx_emits(bits, own, kernels, tmp_path):
-    mlx = tiny_model(encoder=ENCODER)
+PACKED = {
+    "8 bits": (8, {}),
+    "4 bits, embedding and head 8": (4, {"embed_tokens": EIGHT, "lm_head": EIGHT}),
+    "8 bits, embedding 4, head dense": (8, {"embed_tokens": {**EIGHT, "bits": 4}, "lm_head": False}),
+}
+CELLS = [(name, kernels) for kernels in (False, True) for name in PACKED]
+
+
+@pytest.mark.parametrize(("name", "kernels"), slow_but(CELLS, CELLS[0], CELLS[4], CELLS[5]))
+def test_a_packed_model_emits_the_ids_that_mlx_emits(name, kernels, tmp_path):
+    mlx, (bits, own) = tiny_model(encoder=ENCODER), PACKED[name]
     record = pack(mlx, bits, 32, {"pos_embed": False, **own})
     folder, prompt = save(mlx, tmp_path / "m", quantization=record), base_ids(30)
     model = open_model(folder, "cpu", kernels=kernels)
-    assert ours(model, prompt, 40) == greedy(mlx, prompt, 40)
+    assert ours(model, prompt, 25) == greedy(mlx, prompt, 25)
 
 
 # ---- packs

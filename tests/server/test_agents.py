@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 
@@ -173,18 +174,31 @@ SENT = {
 }
 
 
-@pytest.fixture
-def served():
+@contextmanager
+def serving_tools():
     engine = FakeEngine(Script(text="Well."), vocab=with_tools())
     engine.info = EngineInfo("stories", len(engine.tokenizer), 100_000, 2, 64, "0123456789abcdef0123")
     with serving(engine) as server:
         yield server
 
 
+@pytest.fixture
+def served():
+    with serving_tools() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A server for tests that only ask; it remembers which tools it has named in its log."""
+    with serving_tools() as server:
+        yield server
+
+
 @pytest.mark.parametrize("name", SENT)
-def test_what_agents_send_is_answered(served, name):
+def test_what_agents_send_is_answered(shared, name):
     path, body = SENT[name]
-    answer = served.ask("POST", path, body)
+    answer = shared.ask("POST", path, body)
     assert answer.status == 200, answer.body
     ends = ("response.completed", "end_turn", '"finish_reason":"stop"')
     assert any(end in answer.body.decode() for end in ends)

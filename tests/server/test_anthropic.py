@@ -17,12 +17,6 @@ ASKED = {"model": "stories", "max_tokens": 50, "messages": [USER]}
 ADD = {"name": "add", "input_schema": {"type": "object"}}
 
 
-@pytest.fixture
-def served():
-    with serving(FakeEngine()) as server:
-        yield server
-
-
 def client(served, key="none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0)
 

@@ -16,12 +16,6 @@ from support.tool_templates import with_tools
 TEXT = "Once upon a time there was a boat."
 
 
-@pytest.fixture
-def served():
-    with serving(FakeEngine()) as server:
-        yield server
-
-
 def client(served) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
 

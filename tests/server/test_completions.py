@@ -18,12 +18,6 @@ from support.http_server import events, serving
 TEXT = "Once upon a time there was a boat."
 
 
-@pytest.fixture
-def served():
-    with serving(FakeEngine()) as server:
-        yield server
-
-
 def ask(served, prompt="A story:", **fields):
     return served.ask("POST", "/v1/completions", {"model": "stories", "prompt": prompt, **fields})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, Script
 from support.http_server import events, post, read_all, serving, until
+from support.slow_cases import slow_but
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Tell me a story."}]
@@ -22,8 +24,11 @@ def body(**fields):
     return {"messages": USER, "max_tokens": 1500, **fields}
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {}, {"n": 3}, {"n": 3, "stream": True}])
-@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+CASES = list(product([PATH, "/v1/completions"], [{"stream": True}, {}, {"n": 3}, {"n": 3, "stream": True}]))
+QUICK = (CASES[0], CASES[2], CASES[5], CASES[7])  # every two of a path, a number of answers and a way to send them
+
+
+@pytest.mark.parametrize(("path", "fields"), slow_but(CASES, *QUICK))
 def test_a_client_that_leaves_ends_the_engines_request(path, fields):
     engine = FakeEngine(ENDLESS)
     asked = {"prompt": "A story", "max_tokens": 1500} if path == "/v1/completions" else body()
@@ -36,8 +41,15 @@ def test_a_client_that_leaves_ends_the_engines_request(path, fields):
         assert until(lambda: all(ticket.cancelled.is_set() for ticket in engine.told.tickets))
 
 
-@pytest.mark.parametrize("more", [b"\r\n", post(PATH, body())], ids=["a line break", "a request"])
-@pytest.mark.parametrize("fields", [{"stream": True}, {}])
+REQUEST = post(PATH, body())
+MORE = list(product([{"stream": True}, {}], [b"\r\n", REQUEST]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    slow_but(MORE, ({"stream": True}, b"\r\n"), ({}, REQUEST)),
+    ids=lambda value: {b"\r\n": "a line break", REQUEST: "a request"}[value] if isinstance(value, bytes) else None,
+)
 def test_a_client_that_has_sent_more_and_leaves_ends_the_engines_request(fields, more):
     engine = FakeEngine(ENDLESS)
     with serving(engine) as served:

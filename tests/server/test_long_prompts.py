@@ -11,7 +11,7 @@ from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, any_role
 from support.http_server import post, read_all, serving, until
 
-LONG = "Once upon a time there was a boat. " * 30_000  # a megabyte
+LONG = "Once upon a time there was a boat. " * 10_000  # six pieces
 USER, HI = [{"role": "user", "content": LONG}], [{"role": "user", "content": "Hi"}]
 ANTHROPIC = {"model": "stories", "max_tokens": 5}
 ASKED = {
@@ -68,27 +68,32 @@ def refused(answer):
     assert "tokens > 6000 maximum" in error["message"]
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_a_prompt_of_too_many_bytes_is_never_given_to_the_tokenizer(path):
-    engine, tokenizer = made(6000)
+@pytest.fixture(scope="module")
+def bounded():
+    """A server that takes 6000 tokens, for tests of what it refuses."""
+    engine, _ = made(6000)
     with serving(engine) as served:
-        refused(served.ask("POST", path, ASKED[path]))
-    assert tokenizer.long == 0
+        yield served
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_prompt_of_too_many_bytes_is_never_given_to_the_tokenizer(path, bounded):
+    refused(bounded.ask("POST", path, ASKED[path]))
+    engine = bounded.core.engine
+    assert engine.tokenizer.long == 0
     assert engine.told.tickets == []
 
 
 @pytest.mark.parametrize("path", [path for path in ASKED if path != "/v1/completions"])  # which may have many prompts
-def test_a_body_that_is_too_large_for_its_prompt_is_refused_before_it_is_sent(path):
-    engine, _ = made(6000)
+def test_a_body_that_is_too_large_for_its_prompt_is_refused_before_it_is_sent(path, bounded):
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with serving(engine) as served:
-        with served.raw(f"{head}Content-Length: 3000000\r\n\r\n".encode()) as connection:
-            answer = b""
-            while b"tokens > 6000 maximum" not in answer and (more := connection.recv(10_000)):
-                answer += more
-        assert b"tokens > 6000 maximum" in answer
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        refused(served.ask("POST", path, {"stop": "x" * 3_000_000}))
+    with bounded.raw(f"{head}Content-Length: 3000000\r\n\r\n".encode()) as connection:
+        answer = b""
+        while b"tokens > 6000 maximum" not in answer and (more := connection.recv(10_000)):
+            answer += more
+    assert b"tokens > 6000 maximum" in answer
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    refused(bounded.ask("POST", path, {"stop": "x" * 3_000_000}))
 
 
 def test_a_large_body_that_may_be_within_its_bound_is_read():

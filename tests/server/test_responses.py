@@ -17,12 +17,6 @@ TEXT = "Once upon a time there was a boat."
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
 
 
-@pytest.fixture
-def served():
-    with serving(FakeEngine()) as server:
-        yield server
-
-
 def client(served) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
 

@@ -1,6 +1,7 @@
 """Drafts through the server: OpenAI's predictions, what usage says of them, and answers that they do not change."""
 
 import json
+from itertools import product
 
 import openai
 import pytest
@@ -10,6 +11,7 @@ from mlx_zip.server.options import Options
 from support import http_server
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, post, serving, until
+from support.slow_cases import slow_but
 
 STORY = "Once upon a time there was a boat."
 USER = [{"role": "user", "content": "Tell me a story."}]
@@ -172,8 +174,15 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("predicted", ['{"who": "a dog", "what": "ran to the park"}', "{{}} no JSON at all", ""])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 11}])
+VALID, INVALID, SAMPLED = (
+    '{"who": "a dog", "what": "ran to the park"}',
+    "{{}} no JSON at all",
+    {"temperature": 1.0, "seed": 11},
+)
+CASES = list(product([VALID, INVALID, ""], [{}, SAMPLED]))
+
+
+@pytest.mark.parametrize(("predicted", "sampling"), slow_but(CASES, (VALID, SAMPLED), (INVALID, {}), ("", SAMPLED)))
 def test_an_answer_by_a_schema_is_valid_and_the_same_with_drafts(both, predicted, sampling):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     fields = {"response_format": form, "max_tokens": 60, **sampling}
@@ -187,14 +196,14 @@ def test_an_answer_by_a_schema_is_valid_and_the_same_with_drafts(both, predicted
 
 def test_a_client_that_leaves_in_the_middle_of_a_draft_ends_its_request_and_harms_no_later_one(both):
     served, engine = both[0], both[0].core.engine
-    story = text_of(asked(both[1], max_tokens=200))
+    story = text_of(asked(both[1], max_tokens=120))
     before = engine.figures()
-    body = {"messages": USER, "max_tokens": 200, "temperature": 0, "stream": True, "prediction": prediction(story)}
+    body = {"messages": USER, "max_tokens": 120, "temperature": 0, "stream": True, "prediction": prediction(story)}
     connection = served.raw(post("/v1/chat/completions", body))
     assert until(lambda: engine.figures().accepted > before.accepted)
     connection.close()
     assert until(lambda: not engine.figures().running)
-    again = asked(served, max_tokens=200, prediction=prediction(story))
+    again = asked(served, max_tokens=120, prediction=prediction(story))
     assert text_of(again) == story
 
 

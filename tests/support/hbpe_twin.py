@@ -42,6 +42,8 @@ def encode(pairs: Sequence[Pair], token: bytes, patch_size: int | None) -> list[
 
 def replace(symbols: list[int], pair: Pair, symbol: int) -> list[int]:
     """Returns the symbols with each occurrence of `pair` replaced by `symbol`, from left to right."""
+    if pair[0] not in symbols or pair[1] not in symbols:  # nearly always so, and quickly seen
+        return symbols
     out, at = [], 0
     while at < len(symbols):
         merged = tuple(symbols[at : at + 2]) == pair

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -131,6 +133,19 @@ def run_tuning(run, model=None, pack=None, **changes):
     return tune_pack(pack or Pack(WORDS), model, texts(), texts(samples=8, seed=1), options, run, quiet=True)
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """(the folder of a finished run of two steps, what came of it)"""
+    run = tmp_path_factory.mktemp("tuned") / "run"
+    return run, run_tuning(run, iters=2)
+
+
+@pytest.fixture
+def finished(two_steps, tmp_path):
+    """The same with a folder that a test may change."""
+    return Path(shutil.copytree(two_steps[0], tmp_path / "run")), two_steps[1]
+
+
 @pytest.mark.slow
 def test_rows_become_better_and_the_model_stays(tmp_path):
     model = model_of()
@@ -185,16 +200,14 @@ def test_windows_longer_than_the_models_context_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("change", ["model", "pack", "settings"])
-def test_anothers_run_is_refused(change, tmp_path):
-    run_tuning(tmp_path / "run", iters=2)
-    options = {
-        "model": {"model": tiny_model(seed=1)},
-        "pack": {"pack": Pack(WORDS, "ab" * 32)},
-        "settings": {"learning_rate": 1e-3},
-    }[change]
-    with pytest.raises(TrainingError, match="holds another run"):
-        run_tuning(tmp_path / "run", **{"iters": 2, **options})
+def test_anothers_run_is_refused(finished):
+    for other in (
+        {"model": tiny_model(seed=1)},
+        {"pack": Pack(WORDS, "ab" * 32)},
+        {"learning_rate": 1e-3},
+    ):
+        with pytest.raises(TrainingError, match="holds another run"):
+            run_tuning(finished[0], **{"iters": 2, **other})
 
 
 @pytest.mark.slow
@@ -208,22 +221,22 @@ def test_tuning_a_tuned_pack_goes_on_from_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("log", slow_but([None, "", '{"step": 0, "val_bits_per_byte": "x"}'], ""))
-def test_what_the_rows_were_worth_before_is_right_also_where_the_log_is_lost(tmp_path, log):
-    first = run_tuning(tmp_path / "run", iters=2)
-    path = tmp_path / "run" / "metrics.jsonl"
+def test_what_the_rows_were_worth_before_is_right_also_where_the_log_is_lost(finished, log):
+    run, first = finished
+    path = run / "metrics.jsonl"
     path.unlink() if log is None else path.write_text(log)
-    again = run_tuning(tmp_path / "run", iters=2)
+    again = run_tuning(run, iters=2)
     assert again.before == pytest.approx(first.before, abs=1e-9)
     assert (again.after, again.rows.fingerprint) == (first.after, first.rows.fingerprint)
 
 
 @pytest.mark.parametrize(("name", "error"), [("train.json", TrainingError), ("metrics.jsonl", DataError)])
-def test_a_pipe_in_a_runs_folder_is_an_error_and_not_waited_for(tmp_path, name, error):
-    run_tuning(tmp_path / "run", iters=1)
-    (tmp_path / "run" / name).unlink()
-    os.mkfifo(tmp_path / "run" / name)
+def test_a_pipe_in_a_runs_folder_is_an_error_and_not_waited_for(finished, name, error):
+    run, _ = finished
+    (run / name).unlink()
+    os.mkfifo(run / name)
     with pytest.raises(error, match=name):
-        run_tuning(tmp_path / "run", iters=1)
+        run_tuning(run, iters=2)
 
 
 def test_a_batch_that_cannot_be_filled_is_told_before_there_is_a_run(tmp_path):

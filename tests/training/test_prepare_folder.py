@@ -31,7 +31,7 @@ def test_the_folder_does_not_depend_on_the_number_of_workers(tmp_path, data):
 @pytest.mark.parametrize("stage", ["make", "write_json"])
 def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path, data, monkeypatch, stage):
     write_entries(tmp_path / "pack.json", entries_of(*PACK), 3)
-    options = {"shard_samples": 4, "limit": 60, "pack": tmp_path / "pack.json", "start_draw": 2}
+    options = {"shard_samples": 4, "limit": 40, "pack": tmp_path / "pack.json", "start_draw": 2}
     prepared(tmp_path / "whole", data, **options)
     place = sharding.ShardMaker if stage == "make" else sharding
     real, calls = getattr(place, stage), []
@@ -98,7 +98,8 @@ def test_an_out_that_cannot_be_a_folder_is_one_clear_line(tmp_path, data):
 
 
 def test_a_full_disk_leaves_the_finished_shards_and_the_run_can_go_on(tmp_path, data, monkeypatch):
-    prepared(tmp_path / "whole", data, shard_samples=4)
+    options = {"shard_samples": 4, "limit": 40}
+    prepared(tmp_path / "whole", data, **options)
     real, calls = np.save, []
 
     def save(file, *args, **kwargs):
@@ -109,16 +110,18 @@ def test_a_full_disk_leaves_the_finished_shards_and_the_run_can_go_on(tmp_path, 
 
     monkeypatch.setattr(np, "save", save)
     with pytest.raises(DataError, match="No space left on device; the shards written so far stay"):
-        prepared(tmp_path / "out", data, shard_samples=4)
+        prepared(tmp_path / "out", data, **options)
     assert not [name for name in tree(tmp_path / "out") if "partial" in name]
     monkeypatch.setattr(np, "save", real)
-    prepared(tmp_path / "out", data, shard_samples=4)
+    prepared(tmp_path / "out", data, **options)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("limit", [1, 5, 17])
-def test_a_limit_keeps_the_first_samples_exactly(tmp_path, data, limit):
-    whole = prepared(tmp_path / "whole", data, shard_samples=4)
-    cut = prepared(tmp_path / "cut", data, shard_samples=4, limit=limit)
-    assert expanded(cut) == expanded(whole)[:limit]
-    assert cut.index["totals"]["base_ids"] == sum(map(len, expanded(cut)))
+def test_a_limit_keeps_the_first_samples_exactly(tmp_path):
+    data = texts(tmp_path / "data.jsonl", stories(15))
+    whole = expanded(prepared(tmp_path / "whole", data, shard_samples=4))
+    assert len(whole) > 20
+    for limit in (1, 5, 17):
+        cut = prepared(tmp_path / str(limit), data, shard_samples=4, limit=limit)
+        assert expanded(cut) == whole[:limit]
+        assert cut.index["totals"]["base_ids"] == sum(map(len, expanded(cut)))

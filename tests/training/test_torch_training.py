@@ -239,28 +239,39 @@ def test_what_one_trainer_saved_the_other_goes_on_from(first, tmp_path, monkeypa
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+ELEVEN = settings(iters=11, lora_dropout=0.2, save_every=3)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of eleven steps that nothing stopped."""
+    run = options(tmp_path_factory.mktemp("whole") / "run", engine="torch")
+    train(run, ELEVEN, quiet=True)
+    return run
+
+
 @pytest.mark.parametrize("step", slow_but(range(1, 11), 5))
-def test_a_run_that_was_stopped_at_any_point_ends_with_the_same_bits(step, tmp_path, monkeypatch):
-    chosen = settings(iters=11, lora_dropout=0.2, save_every=3)
-    whole, broken = (options(tmp_path / name, engine="torch") for name in ("whole", "broken"))
-    train(whole, chosen, quiet=True)
+def test_a_run_that_was_stopped_at_any_point_ends_with_the_same_bits(step, whole, tmp_path, monkeypatch):
+    broken = options(tmp_path / "broken", engine="torch")
     with monkeypatch.context() as patch:
         crash_after(patch, step)
         with pytest.raises(RuntimeError, match="crashed"):
-            train(broken, chosen, quiet=True)
-    train(broken, chosen, quiet=True)
+            train(broken, ELEVEN, quiet=True)
+    train(broken, ELEVEN, quiet=True)
     assert losses(broken.out) == losses(whole.out)
     mine, other = (arrays_of_folder(one.out / "model") for one in (whole, broken))
     assert all(np.array_equal(mine[name], other[name]) for name in mine)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+CELLS = [(kind, dtype) for kind in ("lora", "full") for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), slow_but(CELLS, ("lora", "float32"), ("full", "bfloat16")))
 def test_activations_can_be_computed_again_for_the_same_result(kind, dtype, tmp_path):
     runs = []
     for again in (False, True):
         chosen = options(tmp_path / f"again-{again}", engine="torch")
-        train(chosen, settings(grad_checkpoint=again, fine_tune_type=kind, dtype=dtype), quiet=True)
+        train(chosen, settings(iters=3, grad_checkpoint=again, fine_tune_type=kind, dtype=dtype), quiet=True)
         runs.append(losses(chosen.out))
     assert runs[1] == [pytest.approx(line, rel=1e-5) for line in runs[0]]
 

@@ -37,7 +37,7 @@ from support.trained import logits, scratch
 )
 def test_an_adapter_folder_is_read_back_onto_its_base(changes, tmp_path, in_memory):
     run = options(tmp_path / "run", save="adapter")
-    train(run, settings(**changes), quiet=True)
+    train(run, settings(iters=2, **changes), quiet=True)
     assert not (run.out / "model").exists()
     section = json.loads((run.out / "adapter" / "zip2zip_config.json").read_text())
     assert section["format_version"] == 1
@@ -59,7 +59,7 @@ def test_an_adapter_folder_keeps_the_pack_of_its_data_and_canonical_decoding(tmp
 
 def test_an_adapter_folder_holds_no_tensor_of_the_base(tmp_path):
     run = options(tmp_path / "run", save="adapter", save_dtype="bfloat16")
-    train(run, settings(lora_layers=1), quiet=True)
+    train(run, settings(iters=2, lora_layers=1), quiet=True)
     adapter: Any = mx.load(str(run.out / "adapter" / "adapter_model.safetensors"))
     encoders: Any = mx.load(str(run.out / "adapter" / "zip2zip_encoders.safetensors"))
     assert adapter
@@ -74,7 +74,7 @@ def test_an_adapter_folder_holds_no_tensor_of_the_base(tmp_path):
 def test_a_plain_models_adapter_has_nothing_of_zip2zip(tmp_path):
     write_shards(tmp_path / "data", PLAIN)
     run = options(tmp_path / "run", save="adapter")
-    train(run, settings(), quiet=True)
+    train(run, settings(iters=1), quiet=True)
     assert sorted(path.name for path in (run.out / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

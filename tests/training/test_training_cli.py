@@ -57,9 +57,9 @@ def test_the_settings_are_read_without_mlx():
 
 
 def test_a_run_prints_the_folder_it_leaves_and_nothing_else(tmp_path, capsys):
-    assert main(flags(tmp_path / "run")) == 0
+    assert main(flags(tmp_path / "run", "--iters", "1")) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run' / 'model'}\n"
-    assert main(flags(tmp_path / "other", "--save", "adapter")) == 0
+    assert main(flags(tmp_path / "other", "--save", "adapter", "--iters", "1")) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'other' / 'adapter'}\n"
     assert set(SAVES) == {"model", "adapter"}
 

@@ -18,14 +18,22 @@ from support.slow_cases import slow_but
 from support.tiny_training import losses, options, settings
 
 
-def first_leg(tmp_path):
-    leg = options(tmp_path / "first")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run of 4 steps, next to its model and data."""
+    leg = options(tmp_path_factory.mktemp("legs") / "first")
     train(leg, settings(iters=4), quiet=True)
-    return leg
+    return leg.out.parent
 
 
-def test_a_second_leg_begins_with_the_weights_of_the_first_and_a_new_optimizer(tmp_path):
-    first = first_leg(tmp_path)
+@pytest.fixture
+def first(trained, tmp_path):
+    """A leg that may be deleted, in the test's folder, with its model and data."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return options(tmp_path / "first")
+
+
+def test_a_second_leg_begins_with_the_weights_of_the_first_and_a_new_optimizer(first, tmp_path):
     second = options(tmp_path / "second", init_from=first.out)
     train(second, settings(iters=1, learning_rate=1e-9, min_learning_rate=0.0), quiet=True)
     before = mx.load(str(list_checkpoints(first.out)[-1][1] / "trained.safetensors"))
@@ -38,22 +46,20 @@ def test_a_second_leg_begins_with_the_weights_of_the_first_and_a_new_optimizer(t
     assert losses(second.out)[0][1] != losses(begun.out)[0][1]
 
 
-def test_a_leg_is_another_run_when_it_begins_with_other_weights(tmp_path):
-    first = first_leg(tmp_path)
-    train(options(tmp_path / "second", init_from=first.out), settings(iters=2), quiet=True)
+def test_a_leg_is_another_run_when_it_begins_with_other_weights(first, tmp_path):
+    train(options(tmp_path / "second", init_from=first.out), settings(iters=1), quiet=True)
     with pytest.raises(TrainingError, match="holds another run"):
-        train(options(tmp_path / "second"), settings(iters=2), quiet=True)
+        train(options(tmp_path / "second"), settings(iters=1), quiet=True)
 
 
 @pytest.mark.parametrize("engine", slow_but(["mlx", "torch"], "mlx"))
-def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, tmp_path):
+def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, first, tmp_path):
     if engine == "torch":
         pytest.importorskip("torch", reason="PyTorch is not installed")
-    first = first_leg(tmp_path)
     whole = options(tmp_path / "whole", init_from=first.out, engine=engine)
     train(whole, settings(iters=4), quiet=True)
     cut = options(tmp_path / "cut", init_from=first.out, engine=engine)
-    train(cut, settings(iters=4), quiet=True)
+    shutil.copytree(whole.out, cut.out)
     for _, folder in list_checkpoints(cut.out)[-1:]:
         (folder / "state.json").rename(folder / "gone")  # as after a crash that left step 2 only
         folder.rename(folder.with_name(".lost"))
@@ -62,8 +68,7 @@ def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, t
 
 
 @pytest.mark.slow
-def test_a_leg_with_a_checkpoint_goes_on_without_the_leg_before(tmp_path, monkeypatch):
-    first = first_leg(tmp_path)
+def test_a_leg_with_a_checkpoint_goes_on_without_the_leg_before(first, tmp_path, monkeypatch):
     whole, cut = (options(tmp_path / name, init_from=first.out) for name in ("whole", "cut"))
     train(whole, settings(iters=4), quiet=True)
     with monkeypatch.context() as patch:
@@ -77,8 +82,7 @@ def test_a_leg_with_a_checkpoint_goes_on_without_the_leg_before(tmp_path, monkey
         train(options(tmp_path / "cut"), settings(iters=4), quiet=True)
 
 
-def test_a_leg_without_a_checkpoint_still_needs_the_leg_before(tmp_path, monkeypatch):
-    first = first_leg(tmp_path)
+def test_a_leg_without_a_checkpoint_still_needs_the_leg_before(first, tmp_path, monkeypatch):
     cut = options(tmp_path / "cut", init_from=first.out)
     with monkeypatch.context() as patch:
         crash_after(patch, 1)
@@ -90,8 +94,7 @@ def test_a_leg_without_a_checkpoint_still_needs_the_leg_before(tmp_path, monkeyp
         train(cut, settings(iters=4), quiet=True)
 
 
-def test_a_run_without_a_checkpoint_or_of_other_weights_is_refused_and_nothing_is_written(tmp_path):
-    first = first_leg(tmp_path)
+def test_a_run_without_a_checkpoint_or_of_other_weights_is_refused_and_nothing_is_written(first, tmp_path):
     with pytest.raises(TrainingError, match="no checkpoint"):
         train(options(tmp_path / "second", init_from=tmp_path / "nowhere"), settings(), quiet=True)
     with pytest.raises(TrainingError, match=r"trained other weights, for example model\."):
@@ -102,8 +105,7 @@ def test_a_run_without_a_checkpoint_or_of_other_weights_is_refused_and_nothing_i
     assert not any((tmp_path / name / "checkpoints").exists() for name in ("second", "third", "fourth"))
 
 
-def test_the_command_names_the_leg_before(tmp_path, capsys):
-    first = first_leg(tmp_path)
+def test_the_command_names_the_leg_before(first, tmp_path, capsys):
     words = (
         f"train --model {tmp_path / 'plain'} --data {tmp_path / 'data'} --out {tmp_path / 'second'} --iters 1".split()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ FAMILIES = ["llama", "gemma2", "phi3"]
 MODES = ["compressed", "base_token_end"]
 
 
-def samples_for(model: Any, lengths: tuple[int, ...] = (26, 50, 33, 9)) -> list[Sample]:
+def samples_for(model: Any, lengths: tuple[int, ...] = (22, 40, 19, 9)) -> list[Sample]:
     """Samples of different lengths; some begin with a codebook of their own, some positions do not count."""
     params = model.config.codec_params
     made = []
@@ -101,16 +102,18 @@ def test_the_loss_equals_the_reference_for_every_encoder(encoder, tie_encoders, 
     assert_like_the_reference(model, samples_for(model), availability)
 
 
-@pytest.mark.parametrize("availability", ["causal", "legacy"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama"))
+CELLS = list(product(FAMILIES, MODES, ["causal", "legacy"]))
+QUICK = [("llama", "compressed", "legacy"), ("llama", "base_token_end", "causal")]  # and every encoder, with the rest
+
+
+@pytest.mark.parametrize(("family", "mode", "availability"), slow_but(CELLS, *QUICK))
 def test_the_loss_equals_the_reference_for_every_family_and_position_mode(family, mode, availability):
     model = tiny_model(family, "transformer", position_mode=mode)
-    lengths = (26, 30, 21, 9) if family == "phi3" else (26, 50, 33, 9)  # within LongRoPE's original context
+    lengths = (26, 30, 21, 9) if family == "phi3" else (22, 40, 19, 9)  # within LongRoPE's original context
     assert_like_the_reference(model, samples_for(model, lengths), availability)
 
 
-@pytest.mark.parametrize("tie_encoders", [False, True])
+@pytest.mark.parametrize("tie_encoders", slow_but([False, True], True))
 @pytest.mark.parametrize("encoder", slow_but(["transformer", "res_latent_attn"], "transformer"))
 def test_the_loss_equals_the_reference_with_tied_embeddings(encoder, tie_encoders):
     model = random_model(tiny_config("gemma2", encoder), tie_encoders=tie_encoders)
@@ -118,10 +121,10 @@ def test_the_loss_equals_the_reference_with_tied_embeddings(encoder, tie_encoder
     assert_like_the_reference(model, samples_for(model), "causal")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, "base_token_end"))
 def test_longrope_uses_its_long_factors_for_samples_that_leave_the_original_context(mode):
     model = tiny_model("phi3", position_mode=mode)
-    samples = samples_for(model, (90, 75))
+    samples = samples_for(model, (90, 20))
     short = sums(model, samples)["nats"]
     assert abs(sums(model, samples, long=True)["nats"] - short) > 1e-2
     assert_like_the_reference(model, samples, "causal", long=True)
@@ -192,7 +195,7 @@ def test_padding_changes_nothing():
 def test_positions_that_do_not_count_are_left_out():
     model = tiny_model()
     params = model.config.codec_params
-    ids = base_ids(40, seed=3)
+    ids = base_ids(24, seed=3)
     whole, none = make_sample(params, ids), make_sample(params, ids)
     none.mask[:] = False
     assert sums(model, [none]) == {"nats": 0.0, "count": 0.0}
@@ -242,8 +245,10 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
     assert Trainer.needs_long_factors(trainer, batch) == cache[-1].long_rope
 
 
-@pytest.mark.parametrize("most", [0.5, 0.05])
-@pytest.mark.parametrize("start", [None, START])
+CANONICAL = [(start, most) for start in (None, START) for most in (0.5, 0.05)]
+
+
+@pytest.mark.parametrize(("start", "most"), slow_but(CANONICAL, (None, 0.05), (START, 0.5)))
 def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(start, most, monkeypatch):
     monkeypatch.setattr("mlx_zip.engine.sampling.canonical.MAX_EXCLUDED_SHARE", most)
     base = random_model(tiny_config("llama", "res_latent_attn"))

@@ -165,24 +165,23 @@ def _padded() -> tuple[Any, Any]:
     return rows, np.array([len(entry) for entry in START])
 
 
-@pytest.mark.parametrize("quantize", [False, True])
-def test_an_adapters_rows_come_back_with_its_model(tmp_path, quantize):
+def test_an_adapters_rows_come_back_with_its_model(tmp_path):
     write_data(tmp_path)
     write_plain(tmp_path / "plain", hidden_size=32, intermediate_size=64)
     for name, save in (("whole", "model"), ("apart", "adapter")):
         train(options(tmp_path / name, save=save), settings(iters=3, pack_rows=True), quiet=True)
-    adapter = tmp_path / "apart" / "adapter"
-    given = {"quantize": True, "q_group_size": 32} if quantize else {}
-    folder = convert(adapter, tmp_path / "back", **given)
-    model, _ = load(folder)
-    back, whole = load_pack(folder / "pack.npz"), load_pack(tmp_path / "whole" / "model" / "pack.npz")
-    assert back.entries == whole.entries
-    assert back.tokenizer == whole.tokenizer
-    assert back.rows is not None
+    whole = load_pack(tmp_path / "whole" / "model" / "pack.npz")
     assert whole.rows is not None
-    assert back.rows.model == model.fingerprint
-    np.testing.assert_array_equal(back.rows.input, whole.rows.input)
-    np.testing.assert_array_equal(back.rows.output, whole.rows.output)
+    for name, given in (("back", {}), ("small", {"quantize": True, "q_group_size": 32})):
+        folder = convert(tmp_path / "apart" / "adapter", tmp_path / name, **given)
+        model, _ = load(folder)
+        back = load_pack(folder / "pack.npz")
+        assert back.entries == whole.entries
+        assert back.tokenizer == whole.tokenizer
+        assert back.rows is not None
+        assert back.rows.model == model.fingerprint
+        np.testing.assert_array_equal(back.rows.input, whole.rows.input)
+        np.testing.assert_array_equal(back.rows.output, whole.rows.output)
 
 
 def test_rows_that_do_not_fit_the_adapter_are_refused_by_name(tmp_path):

@@ -44,7 +44,7 @@ def test_lora_on_a_quantized_base_leaves_what_was_trained(tmp_path, in_memory):
     mlx_convert(str(tmp_path / "float"), str(tmp_path / "plain"), quantize=True, q_group_size=32, q_bits=4)
     assert saved_config(tmp_path / "plain")["quantization"]["bits"] == 4
     run = options(tmp_path / "run", encoder=WIDE, adapted_bits="none")
-    train(run, settings(lora_layers=1), quiet=True)
+    train(run, settings(iters=2, lora_layers=1), quiet=True)
     assert "scales" in in_memory["model"].model.embed_tokens
     assert_saved_as_trained(run.out, in_memory, atol=1e-4)
     saved: Any = mx.load(str(run.out / "model" / "model.safetensors"))
@@ -72,7 +72,7 @@ def layer_bits(folder: Path) -> dict[str, int]:
 def test_layers_that_had_adapters_are_quantized_again_on_a_quantized_base(bits, found, atol, tmp_path, in_memory):
     quantized_plain(tmp_path)
     run = options(tmp_path / "run", encoder=WIDE, **({} if bits is None else {"adapted_bits": bits}))
-    train(run, settings(lora_layers=1), quiet=True)
+    train(run, settings(iters=2, lora_layers=1), quiet=True)
     assert_saved_as_trained(run.out, in_memory, atol=atol)
     bits_of = layer_bits(run.out / "model")
     assert {bits_of[name] for name in bits_of if name.startswith("model.layers.1.")} == {found}

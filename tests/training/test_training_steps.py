@@ -125,7 +125,7 @@ def test_a_compiled_step_gives_the_same_losses(tmp_path):
     np.testing.assert_allclose(three_steps(tmp_path, lora_layers=1, compile="on"), plain, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", slow_but(["lora", "full"], "full"))
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(kind, tmp_path):
     machine, batch = stepper(tmp_path, dtype="bfloat16", fine_tune_type=kind)
     seen = []

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
+from support.slow_cases import slow_but
 from support.tiny_training import (
     CODEC,
     losses,
@@ -103,7 +105,7 @@ def test_another_codec_is_refused(half_done, tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(half_done, tmp_path):
     other = options(tmp_path / "other")
-    train(other, settings(seed=3), quiet=True)
+    train(other, settings(iters=4, seed=3), quiet=True)
     last = list_checkpoints(half_done.out)[-1][1]
     shutil.rmtree(last)
     shutil.copytree(list_checkpoints(other.out)[-1][1], last)
@@ -111,8 +113,14 @@ def test_a_checkpoint_of_another_run_is_refused(half_done, tmp_path):
         train(half_done, settings(), quiet=True)
 
 
-@pytest.mark.parametrize("file", ["trained.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("harm", ["cut", "empty", "gone", "other", "nothing", "pipe"])
+FILES, HARM = (
+    ["trained.safetensors", "optimizer.safetensors", "state.json"],
+    ["cut", "empty", "gone", "other", "nothing", "pipe"],
+)
+QUICK = [(FILES[(i + 2) % 3], harm) for i, harm in enumerate(HARM)]  # each harm, and each file harmed in two ways
+
+
+@pytest.mark.parametrize(("file", "harm"), slow_but(product(FILES, HARM), *QUICK))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(file, harm, half_done):
     last = list_checkpoints(half_done.out)[-1][1]
     damage(last / file, harm)
@@ -233,7 +241,7 @@ def no_file_larger_than(size: int) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("size", [100, 9000])
+@pytest.mark.parametrize("size", slow_but([100, 9000], 9000))
 def test_when_nothing_more_can_be_written_the_last_checkpoint_stays_good(size, half_done):
     kept = [path for _, path in list_checkpoints(half_done.out)]
     with no_file_larger_than(size), pytest.raises(TrainingError, match="cannot write"):

@@ -1,8 +1,12 @@
-"""Fixtures of the tests of AdaptBPE."""
+"""Fixtures of the tests of AdaptBPE, and how many examples the quick tests draw."""
 
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
+from hypothesis.errors import InvalidArgument
 
 from support.adaptbpe_cases import read_fixture, write_head, write_tokenizer
 
@@ -20,3 +24,12 @@ def write(tmp_path):
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     return write_head(tmp_path_factory.mktemp("head"))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Draws fewer examples where the slow tests are left out: a run of all tests draws Hypothesis's hundred."""
+    if config.option.markexpr == "not slow":
+        here = {item.function for item in items if item.path.is_relative_to(Path(__file__).parent)}
+        for function in filter(is_hypothesis_test, here):
+            with suppress(InvalidArgument):  # those with settings of their own keep them
+                settings(max_examples=25)(function)

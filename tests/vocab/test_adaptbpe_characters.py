@@ -20,11 +20,13 @@ from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.plain import lawful_json, make_exact, tokenizer_json
 from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import seeds
+from support.slow_cases import slow_but
 
 FILE = bundled_model_folder("stories-base") / "tokenizer.json"
 STORY = "Tom’s cat sat — on the café’s red mat. “Hi,” said the cat, “I am 12 years old!”\n\nThe dog… ran away.<s>日本 ò"
 TEXTS = st.text("abehst ▁.é“”—‘…日€\nò1", max_size=30) | st.text(max_size=30) | st.just(STORY)
 MERGES = 300
+METHODS = ["adapt", "top-k"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def words(base):
     return count_words(base.front, texts)
 
 
-@pytest.fixture(scope="module", params=["adapt", "top-k"])
+@pytest.fixture(scope="module", params=METHODS)
 def vocabulary(base, words, request):
     return adapt_vocabulary(base, words, MERGES, method=request.param)
 
@@ -132,6 +134,7 @@ def test_the_bundled_model_becomes_a_smaller_one_with_the_same_logits_bit_for_bi
     assert mx.array_equal(got, expected[:, mx.array(vocabulary.ids)]).item()
 
 
+@pytest.mark.parametrize("vocabulary", slow_but(METHODS, "adapt"), indirect=True)
 def test_the_bundled_hypertokens_go_on_after_the_new_ids(vocabulary, tmp_path):
     vocabulary.save(tmp_path / "adapted.json")
     convert(bundled_model_folder("stories"), tmp_path / "adapted.json", tmp_path / "smaller", progress=False)

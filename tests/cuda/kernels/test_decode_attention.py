@@ -7,10 +7,13 @@ pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import attention  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
+from support.pairs import quick_pairs  # noqa: E402
+from support.slow_cases import slow_but  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
 HEADS = [(1, 1, 33), (4, 2, 8), (6, 2, 24), (3, 3, 96)]  # H, K, E
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +44,13 @@ def check(guard, dtype, lengths, heads, kv_heads, width, places=150, **more):
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
-def test_rows_of_all_lengths_agree_with_float64(guard, dtype, heads, kv_heads, width):
+# quick: each number of heads and each type
+@quick_pairs({"heads, kv_heads, width": HEADS, "dtype": DTYPES}, quick=[(0, 0), (1, 1), (2, 2), (3, 0)])
+def test_rows_of_all_lengths_agree_with_float64(guard, heads, kv_heads, width, dtype):
     check(guard, dtype, [0, 1, 15, 16, 17, 48, 49, 149, 150], heads, kv_heads, width)
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 40, 200])
+@pytest.mark.parametrize("window", slow_but([1, 5, 16, 40, 200], 1, 16, 40))
 def test_only_the_last_keys_within_a_window_are_seen(guard, window):
     check(guard, torch.float32, [0, 1, 4, 5, 6, 16, 41, 97, 150], 4, 2, 8, window=window)
 

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import encoder  # noqa: E402
+from support.pairs import quick_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
@@ -33,9 +34,7 @@ def test_entry_rows_of_a_packed_matrix_are_unpacked(guard, close, random_packed,
     close(got, encoder.reference_embed_entries(entries, exact, places.double()).nan_to_num(0.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", encoder.MASKS)
-@pytest.mark.parametrize(("length", "heads", "each"), [(1, 1, 1), (5, 3, 7), (16, 2, 32)])
+@quick_pairs({"length, heads, each": [(1, 1, 1), (5, 3, 7), (16, 2, 32)], "mask": encoder.MASKS, "dtype": DTYPES})
 def test_attention_sees_what_its_mask_says(guard, close, dtype, mask, length, heads, each):
     qkv = guard(torch.randn(3, length, 3 * heads * each).to(dtype))
     lengths = guard(torch.tensor([1, (length + 1) // 2, length]))

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from mlx_zip.cuda.kernels.head import joint_head, reference_joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
 from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
+from support.pairs import quick_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
@@ -36,19 +37,23 @@ def compare(x, base, rows, installed, boundary, exact_base):
             assert got.logits is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("batch", "height", "boundary", "capacity", "width"), SHAPES)
-def test_a_dense_head_is_that_of_float64(guard, dtype, batch, height, boundary, capacity, width):
+EACH_ONCE = [(0, 0), (1, 1), (2, 0)]  # each size and each of two types
+
+
+@quick_pairs(
+    {"batch, height, boundary, capacity, width": SHAPES, "dtype": [torch.float32, torch.bfloat16]}, quick=EACH_ONCE
+)
+def test_a_dense_head_is_that_of_float64(guard, batch, height, boundary, capacity, width, dtype):
     x, rows, installed = inputs(guard, dtype, batch, height, capacity, width)
     base = guard(torch.randn(height, width).to(dtype))
     compare(x, base, rows, installed, boundary, base.double())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(
-    ("height", "boundary", "capacity", "width"), [(5, 5, 0, 32), (40, 33, 18, 96), (19, 17, 3, 608)]
+@quick_pairs(
+    {"height, boundary, capacity, width": [(5, 5, 0, 32), (40, 33, 18, 96), (19, 17, 3, 608)], "bits": [4, 8]},
+    quick=EACH_ONCE,
 )
-def test_a_packed_head_is_that_of_its_matrix_in_float64(guard, bits, height, boundary, capacity, width):
+def test_a_packed_head_is_that_of_its_matrix_in_float64(guard, height, boundary, capacity, width, bits):
     x, rows, installed = inputs(guard, torch.float32, 2, height, capacity, width)
     words = guard(torch.randint(-(2**31), 2**31, (height, width * bits // 32)).to(torch.int32))
     scales, biases = (guard(torch.randn(height, width // 32)) / 2**bits for _ in range(2))

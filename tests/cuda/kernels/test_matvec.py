@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from mlx_zip.cuda.kernels.activations import normalize_rms  # noqa: E402
 from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, as_dense  # noqa: E402
+from support.pairs import quick_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
@@ -81,11 +82,15 @@ def check(x, weight, more, loose):
     assert (error <= bound).all(), (error / bound).max()
 
 
-@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
-@pytest.mark.parametrize("all_of_it", [False, True], ids=["alone", "norm bias residual"])
-@pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@quick_pairs(
+    {
+        "rows, width": SHAPES,
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "batch": [1, 3, 16],
+        "all_of_it": {"alone": False, "norm bias residual": True},
+        "gate": {"plain": False, "gate": True},
+    }
+)
 def test_a_dense_product_is_that_of_float64(guard, rows, width, dtype, batch, all_of_it, gate):
     rows = 2 * rows if gate else rows
     weight = guard((torch.randn(rows, width) / width**0.5).to(dtype))
@@ -93,11 +98,15 @@ def test_a_dense_product_is_that_of_float64(guard, rows, width, dtype, batch, al
     check(x, weight, more, loose=batch > 1)
 
 
-@pytest.mark.parametrize("all_of_it", [False, True], ids=["alone", "norm bias residual gate"])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "width", "group"), [(2, 32, 32), (6, 1152, 64), (34, 384, 128)])
+@quick_pairs(
+    {
+        "rows, width, group": [(2, 32, 32), (6, 1152, 64), (34, 384, 128)],
+        "dtype": [torch.float32, torch.bfloat16],
+        "bits": [4, 8],
+        "batch": [1, 2],
+        "all_of_it": {"alone": False, "norm bias residual gate": True},
+    }
+)
 def test_a_packed_product_is_that_of_float64(guard, rows, width, group, dtype, bits, batch, all_of_it):
     weight = random_packed(guard, rows, width, bits, group, dtype)
     x, more = arguments(guard, dtype, batch, weight, all_of_it, all_of_it)

@@ -19,13 +19,14 @@ from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_a
 from mlx_zip.cuda.kernels.triton import attention as attention_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import matvec as matvec_triton  # noqa: E402
+from support.slow_cases import slow_but  # noqa: E402
 
 HEAD_WIDTHS = (64, 80, 96, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}  # for sums of many products
 
 
-@pytest.fixture(params=range(5))
+@pytest.fixture(params=slow_but(range(5), 0, 1, 2))
 def draw(request) -> random.Random:
     """Draws the sizes of one case; the numbers themselves follow from the same seed."""
     torch.manual_seed(request.param)

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
+from support.pairs import quick_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
@@ -19,10 +20,14 @@ def double(rotation: Rotation) -> Rotation:
     return Rotation(*parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "half"), SHAPES)
-@pytest.mark.parametrize("is_normed", [False, True])
-@pytest.mark.parametrize("which", [None, [1, 0]])
+@quick_pairs(
+    {
+        "which": [None, [1, 0]],
+        "is_normed": [False, True],
+        "heads, kv_heads, width, half": SHAPES,
+        "dtype": [torch.float32, torch.bfloat16],
+    }
+)
 def test_queries_are_rotated_and_keys_and_values_reach_their_slots_only(
     guard, close, dtype, heads, kv_heads, width, half, is_normed, which
 ):
