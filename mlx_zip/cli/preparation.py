@@ -122,9 +122,9 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "--columns",
         nargs="+",
         default=[],
-        metavar="KEY=NAME",
-        help="where a field of the records has another name, as KEY=NAME ...: text=content reads the text from "
-        "content; fields: text, messages, prompt, completion, tools (default: these names)",
+        metavar="FIELD=COLUMN",
+        help="columns whose names differ from those of the fields text, messages, prompt, completion and tools: "
+        "text=content reads the text from the column content (default: each column has its field's name)",
     )
     add(
         "--subset",

@@ -226,10 +226,10 @@ def _read_config(path: str | None) -> dict[str, Any]:
     if unknown := sorted(map(str, values.keys() - known)):
         hint = suggest_nearest(unknown[0], known)
         raise TrainingError(f"--config {path}: unknown {', '.join(unknown)}" + (f"; {hint}" if hint else ""))
-    return {name: _check_value(path, name, value) for name, value in values.items() if value is not None}
+    return {name: _convert_value(path, name, value) for name, value in values.items() if value is not None}
 
 
-def _check_value(path: str, name: str, value: Any) -> Any:
+def _convert_value(path: str, name: str, value: Any) -> Any:
     """Returns one value of the YAML file at `path`. Raises `TrainingError` if its type is not that of the flag.
 
     YAML reads 3e-4, which has no decimal point, as text, and `on` as true: both are corrected.

@@ -8,24 +8,16 @@ host knows the chosen ids of all requests, so that one call of the body can read
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
-import torch
+from collections.abc import Sequence
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.cuda.batch import RowHandles
-from mlx_zip.cuda.kernels.head import HeadOutput
-from mlx_zip.cuda.sampling import exclude_ids
-from mlx_zip.cuda.transfers import Download, to_device
+from mlx_zip.cuda.choosing import RowChooser
 from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Chosen, Request, propose_together
-from mlx_zip.engine.searching import Search, search
 from mlx_zip.errors import MlxZipError, PromptTooLongError
 
 log = logging.getLogger(__name__)
@@ -44,7 +36,7 @@ class CudaGroup:
         self._row_handles, self._batch, self._pad_id = row_handles, row_handles.batch, pad_id
         self._chosen: list[Request] = []  # requests whose chosen ids the codebooks have not read yet
         self._ids: list[int] = []  # the chosen ids, by row
-        self._chooser: _RowChooser | None = None
+        self._chooser: RowChooser | None = None
         self._must_wait = False  # whether `finish` chooses the next ids, because a request has a constraint
         self._waits = False  # whether the body has to wait for the ids, because drafts may follow them
         self._clock = PassClock()
@@ -199,7 +191,7 @@ class CudaGroup:
         """
         plain = all(request.takes_best_id for request in self.requests)
         self._chooser = (
-            None if plain else _RowChooser({request.cache.row: request for request in self.requests}, self._pad_id)
+            None if plain else RowChooser({request.cache.row: request for request in self.requests}, self._pad_id)
         )
         self._row_handles.rows_locked, self._must_wait = True, False
         self._chosen = list(self.requests)
@@ -266,104 +258,3 @@ class CudaReading:
         self._read_count = end
         self.request.send(Progress(end, len(self._ids)))
         return end - begin, self._group.take_in(self.request) if end == len(self._ids) else None
-
-
-# ---- the next id of each row: penalties, constraints, samplers and log-probabilities
-
-
-class _RowChooser:
-    """Chooses an id for each row from the head's output, and holds the log-probabilities that requests asked for.
-
-    requests: by row; a row without a request gets the best id. pad_id: an id that canonical decoding never excludes. If
-    choosing for one row raises, that row gets an arbitrary id, and the exception becomes its request's `error`.
-    """
-
-    def __init__(self, requests: Mapping[int, Request], pad_id: int) -> None:
-        self._requests, self._pad_id = requests, pad_id
-        self._top_logprobs: dict[int, _TopLogprobs] = {}
-
-    def __call__(self, head: HeadOutput) -> torch.Tensor:
-        """Returns ids [B] int64 for the output of a head, which must have logits."""
-        assert head.logits is not None
-        ids, searches = head.best.clone(), dict[int, _ConstraintSearch]()
-        for row, request in self._requests.items():
-            if request.error is not None or request.takes_best_id:
-                continue
-            try:
-                self._choose_row(row, request, head, ids, searches)
-            except Exception as error:
-                request.error = error
-        search(list(searches.values()))
-        for row, one in searches.items():
-            if one.token is not None:
-                ids[row] = one.token
-                self._record_logprobs(row, self._requests[row], one.logits, ids)
-        return ids
-
-    def _choose_row(
-        self, row: int, request: Request, head: HeadOutput, ids: torch.Tensor, searches: dict[int, _ConstraintSearch]
-    ) -> None:
-        """Chooses the id of one row, or begins the search for it if the request has a constraint."""
-        assert head.logits is not None
-        logits, excluded = head.logits[row : row + 1].float(), []
-        for penalty in request.penalties:
-            logits = penalty(logits)
-        if request.canonical is not None:
-            excluded = request.canonical.excluded()
-        if request.submission.constraint is not None:
-            searches[row] = _ConstraintSearch(request, logits, excluded, self._pad_id)
-            return
-        logits = _forbid_excluded(logits, excluded, self._pad_id)
-        ids[row] = request.draws(logits.log_softmax(1))[0]
-        self._record_logprobs(row, request, logits, ids)
-
-    def _record_logprobs(self, row: int, request: Request, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        if (top := request.submission.top_logprobs) is not None:
-            self._top_logprobs[row] = _TopLogprobs(logits.log_softmax(1), ids[row : row + 1], top)
-
-    def chosen(self, row: int, id_: int) -> Chosen:
-        """Returns the chosen id `id_` of a row, with log-probabilities if its request asked for them."""
-        found = self._top_logprobs.get(row)
-        return Chosen(id_) if found is None else found.wait(id_)
-
-
-class _TopLogprobs:
-    """Copies the log-probabilities of one row's best ids to the host, in the background.
-
-    logprobs [1, W]; id_ [1]: the chosen id. top: number of best ids.
-    """
-
-    def __init__(self, logprobs: torch.Tensor, id_: torch.Tensor, top: int) -> None:
-        values, ids = logprobs.topk(top, dim=1)
-        own = logprobs.gather(1, id_[None])
-        packed = torch.cat([own.double(), values.double(), ids.double()], 1)[0]
-        self._top, self._download = top, Download(len(packed), packed.device, packed.dtype)
-        self._download.start(packed)
-
-    def wait(self, id_: int) -> Chosen:
-        """Waits for the copy. Returns the chosen id and the best ids, each with its log-probability."""
-        own, *rest = self._download.wait(1 + 2 * self._top)
-        pairs = zip(map(int, rest[self._top :]), rest[: self._top], strict=True)
-        return Chosen(id_, own, [pair for pair in pairs if pair[1] > -math.inf])
-
-
-class _ConstraintSearch(Search):
-    """The search for one row's next id in logits [1, W]. pad_id: an id that canonical decoding never excludes."""
-
-    def __init__(self, request: Request, logits: torch.Tensor, excluded: list[int], pad_id: int) -> None:
-        super().__init__(request, logits, excluded)
-        self._pad_id = pad_id
-
-    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _forbid_excluded(self.close(self.logits, open_), excluded, self._pad_id)
-        return logits, self.request.draws.draw_scores(logits.log_softmax(1))
-
-    def close(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
-        return logits.masked_fill(to_device(~open_, logits.device)[None], -torch.inf)
-
-    def on_host(self, scores: Any) -> np.ndarray:
-        return scores[0].to("cpu", copy=True).numpy()
-
-
-def _forbid_excluded(logits: torch.Tensor, excluded: list[int], pad_id: int) -> torch.Tensor:
-    return exclude_ids(logits, logits.logsumexp(1), [excluded], pad_id) if excluded else logits

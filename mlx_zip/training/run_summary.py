@@ -68,13 +68,13 @@ def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
         _quality_lines(log, bits) if bits else ["no validation data: how the model does on other text is not known"]
     )
     lines += [
-        f"hint: {hint}" for hint in hints(bits, passes, done, new_encoders=has_hypertokens(trainer.trainee.model))
+        f"hint: {hint}" for hint in hint_lines(bits, passes, done, new_encoders=has_hypertokens(trainer.trainee.model))
     ]
     return lines + _next_commands(options, done)
 
 
 def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
-    """Returns lines of text: the last validation, and the gap to the model before training. bits: see `hints`."""
+    """Returns lines of text: the last validation, and the gap to the model before training. bits: see `hint_lines`."""
     last = next(line for line in reversed(log) if "val_bits_per_byte" in line)
     base = next((line["base_bits_per_byte"] for line in log if "base_bits_per_byte" in line), None)
     lines = [f"held-out text: {bits[-1]:.4f} bits per byte"]
@@ -86,7 +86,7 @@ def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
     return lines if base is None else [*lines, _FAIR_COMPARISON]
 
 
-def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
+def hint_lines(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
     """Returns advice on more steps or more data.
 
     bits: bits per byte of each validation, in order. passes: number of passes over the data. done: the run's progress.

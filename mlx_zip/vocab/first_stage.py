@@ -138,7 +138,7 @@ class TokenizerFile:
     def merges(self) -> list[Any]:
         """Returns the merges of a merge list or a tokenizer.json as the file spells them, lowest rank first."""
         if self.kind == "merges":
-            return _merge_lines(self.path, self.data)
+            return _lines_with_merges(self.path, self.data)
         found = self.model.get("merges")
         if not isinstance(found, list) or "vocab" not in self.model:
             raise DataError(f"{self.path}: is no tokenizer.json of a BPE model")
@@ -305,7 +305,7 @@ def name_without_gz(path: Path) -> str:
     return path.name.removesuffix(".gz")
 
 
-def _merge_lines(path: Path, data: bytes) -> list[str]:
+def _lines_with_merges(path: Path, data: bytes) -> list[str]:
     """Returns the lines of a merge list that are merges. Raises `DataError` naming the file if it is not UTF-8."""
     try:
         return [line for line in data.decode("utf-8").split("\n") if line and not line.startswith("#version")]

@@ -10,10 +10,10 @@ from mlx_zip.codec import Codebook, compress
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.packs.learner import learn_pack
 from mlx_zip.packs.pack import Pack, save_pack
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
-from mlx_zip.vocab.learner import learn_pack
 from support import tiny_bench, tiny_text
 from support.places import GOLDEN_MODELS
 

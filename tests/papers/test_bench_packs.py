@@ -9,8 +9,8 @@ from mlx_zip.bench.papers.packs import pack_compression
 from mlx_zip.bench.papers.packs.pack_compression import BaseIdBpe
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
+from mlx_zip.packs.learner import learn_pack
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.learner import learn_pack
 from support import tiny_bench
 from support.prepared import tokenizer_folder
 

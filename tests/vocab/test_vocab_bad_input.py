@@ -12,12 +12,12 @@ import pytest
 from mlx_zip import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import read_entries
+from mlx_zip.packs.learner import learn_pack
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.vocab.adaptbpe.adapted import _digest, adapt_vocabulary, count_words, read_adapted
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.first_stage import open_tokenizer
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
-from mlx_zip.vocab.learner import learn_pack
 from mlx_zip.vocab.multitok import Dictionary
 from support.command_line import runner
 

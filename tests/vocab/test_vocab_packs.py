@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mlx_zip import Codebook, CodecParams, compress
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.packs.entries import read_entries, write_entries
+from mlx_zip.packs.learner import learn_pack
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
-from mlx_zip.vocab.learner import learn_pack
 
 PARAMS = CodecParams(500, 64, 4, disabled_ids=(0, 7))
 ENTRIES = ((5, 6), (7, 8, 9, 10), (6, 5, 5))

@@ -27,10 +27,10 @@ from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
+from mlx_zip.packs.learner import learn_pack
 from mlx_zip.packs.phrases import pack_of_phrases
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
-from mlx_zip.vocab.learner import learn_pack
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 
 SIZES, GROWTH = (256, 1024, 4096), 2048  # entries of a pack; most entries that a codebook adds to its pack

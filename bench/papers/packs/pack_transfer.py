@@ -21,13 +21,13 @@ from mlx_zip.engine.mlx.scoring import codec
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import RateSettings, count_canonical_steps, measure_rates
+from mlx_zip.packs.learner import WINDOW, learn_pack
 from mlx_zip.packs.pack import Pack, merge_packs
 from mlx_zip.text.conversations import Prompt, document_openings
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.learner import WINDOW, learn_pack
 
 from .pack_quality import CONTEXT, Named, add_models, check_packs, quality_measures, read_packs, record_names
 
@@ -175,9 +175,9 @@ def documents_within_limit(documents: Sequence[Document], limit: int | None) -> 
 def packs_of_size(
     size: int, model: Any, tokenizer: Any, known: Sequence[Document], given: Sequence[Named], window: int
 ) -> list[Named]:
-    """Returns a pack of `size` entries learned from `known`, then packs of the best `size` entries of each given pack.
+    """Returns a pack of `size` entries learned from `known`, then each given pack cut to its first `size` entries.
 
-    window: base ids that learning compresses separately.
+    window: learning compresses every `window` base ids separately.
     """
     texts = [encode_with_bytes(tokenizer, document.text)[0] for document in known]
     found = learn_pack(model.config.codec_params, texts, size, window=window)

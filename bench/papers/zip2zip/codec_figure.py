@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line per size of text. Raises `MlxZipError` if a flag or file cannot be used."""
+    """Times the tokenizer alone and with each codec, and prints one JSON line per size of text.
+
+    Raises `MlxZipError` if a flag or file cannot be used.
+    """
     check_at_least(args, 1, "trials")
     load_before_bench()
     for line in measure_figure(args):

@@ -67,10 +67,10 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.packs.learner import WINDOW, learn_pack, measure_pack
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
     from mlx_zip.training.prepare.plan import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-    from mlx_zip.vocab.learner import WINDOW, learn_pack, measure_pack
 
     args.window = WINDOW if args.window is None else args.window
     check_at_least(args, 1, "size", "window", "most_ids")

@@ -83,7 +83,7 @@ def _take_qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
 
 
 def _join_for_device(folder: Folder, *parts: Linear) -> Linear:
-    """Returns one product with the rows of all `parts`, prepared for a CPU if the folder runs without kernels."""
+    """Returns one linear layer with the rows of all `parts`, in order; without kernels it is prepared for a CPU."""
     whole = join_by_rows(parts)
     return whole if folder.kernels else whole.prepared_for_cpu(folder.dtype)
 

@@ -149,7 +149,7 @@ class Group:
             mx.eval(self._choice.y)
 
     def settle(self) -> list[Request]:
-        """Removes and returns the requests that have ended or failed; each then owns a cache."""
+        """Removes and returns the requests that have ended or failed. Each takes its row of the cache with it."""
         leaving = [request for request in self.requests if not request.takes_next_step]
         stay = [row for row, request in enumerate(self.requests) if request not in leaving]
         begun = self._begun is not None

@@ -56,11 +56,11 @@ from mlx_zip.server.openai.choices import (
     DONE_FRAME,
     Choice,
     CompletionFields,
+    checked_template_options,
     choice_ends,
     completion_head,
     gather_choices,
     logprobs_json,
-    template_options,
     total_counts,
     total_usage,
 )
@@ -363,7 +363,8 @@ class ChatBody(CompletionFields):
             sampling=self.sampling(choice),
             stop=self.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            template_options=thinking_options(self.reasoning_effort) | template_options(self.chat_template_kwargs),
+            template_options=thinking_options(self.reasoning_effort)
+            | checked_template_options(self.chat_template_kwargs),
             pack=self.chosen_pack,
             show=self.mlx_zip.tokens,
             prediction="" if self.prediction is None else self.prediction.text,

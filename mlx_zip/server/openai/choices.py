@@ -134,7 +134,7 @@ class CompletionFields(Body):
             raise BodyError(f"{wrong[0]} is no base id of this model, which has {width}", "logit_bias")
 
 
-def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments in chat_template_kwargs. Raises `BodyError` if a request must not set one of them."""
     if taken := sorted(given.keys() & _RESERVED_OPTIONS):
         raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")

@@ -134,7 +134,7 @@ class _SwapCorpus:
         self.left_out = {pair: n + i for i, pair in enumerate(self.parts[n:])}
         self.virtual: set[int] = set()  # tokens
         self.sign = -1 if tie == "high" else 1
-        self.ranks = self._addable_pairs if counting == "overlapping" else self._addable_pairs_that_merge
+        self.ranks = self._addable_ranks if counting == "overlapping" else self._addable_ranks_that_merge
         self.counts, self.pairs = [0] * (BYTES + len(merges)), [0] * len(merges)
         self.with_token: defaultdict[int, set[int]] = defaultdict(set)
         self.with_pair: defaultdict[int, set[int]] = defaultdict(set)
@@ -211,12 +211,12 @@ class _SwapCorpus:
             self.pairs[rank] -= weight
         return ranks
 
-    def _addable_pairs(self, word: list[int]) -> list[int]:
+    def _addable_ranks(self, word: list[int]) -> list[int]:
         """Returns the ranks of the merges outside the vocabulary that join neighbours in a word, once per position."""
         return [rank for rank in map(self.left_out.get, pairwise(word)) if rank is not None]
 
-    def _addable_pairs_that_merge(self, word: list[int]) -> list[int]:
-        """Like `_addable_pairs`, but for x x x with equal tokens counts one pair, because only one can be merged."""
+    def _addable_ranks_that_merge(self, word: list[int]) -> list[int]:
+        """Like `_addable_ranks`, but for x x x with equal tokens counts one pair, because only one can be merged."""
         ranks, taken = [], -1  # taken: index of the second token of the last pair of equal tokens; -1: none
         for at, pair in enumerate(pairwise(word)):
             rank = self.left_out.get(pair)

@@ -145,9 +145,9 @@ class Schedule:
 
     @classmethod
     def replay(cls, n_merges: int, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Schedule:
-        """Returns a schedule that applies the first n merges and then repeats the swaps in order.
+        """Returns a schedule for `n_merges` merges: it applies the first n, then makes the swaps one after another.
 
-        Swap i splits the tokens of merge virtual[i] and applies merge promoted[i].
+        Swap i splits the tokens that merge virtual[i] made, then applies merge promoted[i].
         """
         times, at = cls.plain(n_merges, n), n + 2 * np.arange(len(virtual))
         times.split_at[list(virtual)] = at
