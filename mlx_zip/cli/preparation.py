@@ -223,11 +223,11 @@ def _check_data_set_flags(args: argparse.Namespace) -> None:
 
 
 def parse_column(text: str) -> tuple[str, str]:
-    """Returns key and name of a value of --columns. Raises `DataError` unless it has the form KEY=NAME."""
-    key, equals, name = text.partition("=")
-    if not (key and equals and name):
-        raise DataError(f"--columns {text!r} is not of the form KEY=NAME")
-    return key, name
+    """Returns field and column of a value of --columns. Raises `DataError` unless it has the form FIELD=COLUMN."""
+    field, equals, column = text.partition("=")
+    if not (field and equals and column):
+        raise DataError(f"--columns {text!r} is not of the form FIELD=COLUMN")
+    return field, column
 
 
 def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:

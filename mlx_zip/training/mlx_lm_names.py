@@ -40,7 +40,7 @@ _COLUMN_NAMES = (
     "tools_feature",
 )
 _REFUSED |= dict.fromkeys(
-    _COLUMN_NAMES, "columns are named when data are prepared: `mlx_zip prepare --columns KEY=NAME`"
+    _COLUMN_NAMES, "columns are named when data are prepared: `mlx_zip prepare --columns FIELD=COLUMN`"
 )
 _OPTIMIZER_OPTIONS = {  # fixed options of mlx_zip's optimizers; an optimizer_config may only repeat these values
     "adamw": {"betas": [0.9, 0.95], "eps": 1e-8, "bias_correction": True},

@@ -179,4 +179,4 @@ def test_ids_that_are_none_are_refused(run, learn, folder, ids, told):
 
 def test_a_column_without_a_name_is_refused(run):
     status, out, err = run(*LEARN, "--columns", "text")
-    assert (status, out, err) == (2, "", "error: --columns 'text' is not of the form KEY=NAME\n")
+    assert (status, out, err) == (2, "", "error: --columns 'text' is not of the form FIELD=COLUMN\n")

@@ -124,8 +124,8 @@ def _add_shared_flags(add: Any, texts: str) -> None:
         "--columns",
         nargs="+",
         default=[],
-        metavar="KEY=NAME",
-        help="column of .jsonl records that holds the text, as text=NAME (default: text)",
+        metavar="FIELD=COLUMN",
+        help="column of .jsonl records that holds the text, as text=COLUMN (default: text)",
     )
     add_limit_bytes_flag(add, texts)
     add_plot_flag(add, "bytes per token of the adapted and the base tokenizer")
