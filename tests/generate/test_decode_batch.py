@@ -71,7 +71,7 @@ def test_ids_are_those_of_each_prompt_alone(family, mode, ahead):
     assert requests.cache[-1].second_bodies <= (together_from_the_start + joins if ahead else 0)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", slow_but([True, False], True))
 @pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 def test_at_longropes_switch_each_context_is_read_again_in_chunks(mode, ahead, monkeypatch):
     model, columns, run = tiny.tiny_model("phi3", position_mode=mode), [], Model.run_layers

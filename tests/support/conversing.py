@@ -43,7 +43,7 @@ def message(role, content):
     return {"role": role, "content": content}
 
 
-def answer(kind, messages, cache, max_tokens=40, **options):
+def answer(kind, messages, cache, max_tokens=24, **options):
     """(text, last response) of the next answer."""
     responses = list(stream_generate(*loaded(kind), messages, max_tokens, prompt_cache=cache, **options))
     return "".join(r.text for r in responses), responses[-1]
