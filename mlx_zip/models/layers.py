@@ -168,7 +168,7 @@ def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config
 def _longrope_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns LongRoPE's `Rope`, which has two sets of factors, short and long, with one factor per wavelength."""
     short, long, magnitude = longrope_rule(parameters, config, dims)
-    return Rope(dims, waves * mx.array(short, mx.float32), waves * mx.array(long, mx.float32), magnitude)
+    return Rope(dims, waves * mx.array([*short], mx.float32), waves * mx.array([*long], mx.float32), magnitude)
 
 
 _ROPE_BUILDERS = {

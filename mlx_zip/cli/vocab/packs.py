@@ -40,6 +40,7 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--held-out",
         nargs="+",
+        default=[],
         metavar="NAME",
         help="texts to measure the finished pack on; nothing is learned from them",
     )
@@ -76,7 +77,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     check_at_least(args, 1, "size", "window", "most_ids")
     args.out = writable_path("--out", args.out, "a pack", SUFFIX)
     plot, options = checked_plot_path(args.plot, [args.out]), _learn_options(args)
-    held_out_texts = () if args.held_out is None else (make_similar_source(args.held_out, options.sources[0]),)
+    held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
     plan, tokenizer, _ = make_plan(options, pads=False)
     texts = _read_base_ids(args, options.sources, tokenizer)
     held_out = _read_base_ids(args, held_out_texts, tokenizer) if held_out_texts else []
