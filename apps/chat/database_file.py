@@ -220,9 +220,11 @@ def _check_kind(db: sqlite3.Connection, path: Path) -> None:
     tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise ForeignError("it is the database of another program")
-    if (version := schema_version(db)) not in (0, VERSION):
-        raise StoreError(f"{path}: it has version {version}, of another mlx_zip; this one knows {VERSION}")
-    if tables and not (version and tables >= TABLES):
+    version = schema_version(db)
+    if version > 0 and version != VERSION:
+        cure = "update mlx_zip" if version > VERSION else "move the file away, and a new one is made"
+        raise StoreError(f"{path}: its tables have version {version}, this mlx_zip reads {VERSION}: {cure}")
+    if tables and (version < 1 or not tables >= TABLES):
         raise ForeignError("it is damaged: tables are missing")
 
 

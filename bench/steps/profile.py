@@ -43,7 +43,7 @@ from mlx_zip.progress import ProgressBar
 from .launches import PROMPT, count_step_launches
 from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer, step_seconds
 
-SCHEMA = 2
+SCHEMA = 3
 SIZES = ("512+128",)
 AHEAD = {"on": True, "off": False, "auto": None}  # --ahead: what `RunOptions.ahead` takes
 CLOCKS = ("host_us", "cpu_us", "apart_us")

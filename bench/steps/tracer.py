@@ -190,5 +190,5 @@ def step_seconds(marks: Sequence[Seconds]) -> Iterator[tuple[dict[str, float], d
     for before, after in pairwise(marks):
         wall, cpu = ({part: after[part + end] - before[part + end] for part in PARTS} for end in ("", CPU))
         for found, clock in ((wall, "at"), (cpu, "at" + CPU)):
-            found["loop"] += max(0.0, after[clock] - before[clock] - sum(found.values()))
+            found["loop"] += after[clock] - before[clock] - sum(found.values())
         yield wall, cpu

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
     from mlx_zip.models.rows.row_folder import purge_row_folder
 
-    folder = chosen_folder(args.folder)
+    folder = folder_of_flag(args.folder)
     if folder is None:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
     with errors_as(GenerationError, str(folder)):
@@ -79,10 +79,10 @@ def open_store(args: argparse.Namespace) -> Any:
     """Returns the `RowStore` set by flags; it keeps rows in memory, and on disk if --row-cache names a folder."""
     from mlx_zip.models.rows.row_store import FOLDER_BYTES, RowStore
 
-    return RowStore(chosen_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
+    return RowStore(folder_of_flag(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
 
 
-def chosen_folder(given: str | None, variable: str = ENVIRONMENT) -> Path | None:
+def folder_of_flag(given: str | None, variable: str = ENVIRONMENT) -> Path | None:
     """Returns the folder to keep files in, None for "off". given: a flag's value, None for that of `variable`."""
     from mlx_zip.files import expand_home
 

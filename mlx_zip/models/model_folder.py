@@ -89,7 +89,7 @@ class ModelArgs:
 
     @property
     def decoder_config(self) -> dict[str, Any]:
-        """The base model's config: this config with the base model's `model_type`. Raises `ConfigError` likewise."""
+        """The base model's config, with its own `model_type`. Raises `ConfigError` if the section is missing."""
         return {**self.config, "model_type": self._section.get("base_model_type")}
 
     @property

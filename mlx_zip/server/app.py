@@ -24,7 +24,7 @@ from mlx_zip.server import sessions
 from mlx_zip.server.anthropic import messages
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, as_request_error, dialect_of, json_bytes
-from mlx_zip.server.http import ClientGone, json_response
+from mlx_zip.server.http import ClientGone, check_model, json_response
 from mlx_zip.server.metrics import Metrics, RequestCounter
 from mlx_zip.server.openai import chat, completions, responses
 from mlx_zip.server.options import Options
@@ -93,7 +93,7 @@ def _general_routes(core: Core) -> list[Route]:
 
     async def one_model(request: Request) -> Response:
         """Describes the model that is served."""
-        core.check_model(request.path_params["name"])
+        check_model(core, request.path_params["name"])
         return json_response(model)
 
     async def health(request: Request) -> Response:

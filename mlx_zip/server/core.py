@@ -34,7 +34,6 @@ from mlx_zip.server.answers.constraint import make_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
-from mlx_zip.server.errors import RequestError
 from mlx_zip.server.options import Options
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_size
 from mlx_zip.text.prompts import Chat, check_unicode, encode_prompt
@@ -181,12 +180,6 @@ class Core:
         """
         if prompts:
             await self.run_in_thread(self._texts.check_request_size, size, prompts)
-
-    def check_model(self, name: str) -> None:
-        """Raises `RequestError` with status 404 unless `name` is the served model or "default_model", as in mlx-lm."""
-        if name not in (self.model, "default_model"):
-            message = f"there is no model {name!r}; this server has {self.model!r} alone"
-            raise RequestError(404, message, "model_not_found", "model")
 
     def answer_max_tokens(self, given: int | None, tools: bool = False) -> int:
         """Returns the maximum number of base tokens of an answer; -1: the rest of the context.

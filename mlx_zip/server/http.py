@@ -30,6 +30,13 @@ class ClientGone(Exception):
     """The client closed the connection before the answer was ready."""
 
 
+def check_model(core: Core, name: str) -> None:
+    """Raises `RequestError` with status 404 unless `name` is the served model or "default_model", as in mlx-lm."""
+    if name not in (core.model, "default_model"):
+        message = f"there is no model {name!r}; this server has {core.model!r} alone"
+        raise RequestError(404, message, "model_not_found", "model")
+
+
 async def read_body(request: Request, core: Core, kind: type[Kind], most: int | None = None) -> Kind:
     """Returns a request's body as an instance of `kind`. most: maximum bytes, None for `max_body_bytes` of the options.
 

@@ -22,7 +22,7 @@ def vendor_json(done: Done, counts: Counts | None = None) -> dict[str, Any]:
 
     counts: counts of all answers of the response together, None for those of `done`.
     """
-    return _figures_json(counts or done.counts) | vendor_notes(done)
+    return _figures_json(done.counts if counts is None else counts) | vendor_notes(done)
 
 
 def _figures_json(counts: Counts) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def train_patch_model(
     """
     _check_trainable(model, corpus, settings)
     job = _PatchTrainer(model, corpus, settings, run)
-    if not quiet:
+    if not quiet and sys.stderr is not None:
         print(*job.header(), sep="\n", file=sys.stderr)
     stopped = train_to_step(job, settings, asked, quiet, until)
     if stopped and job.progress.step < settings.iters:

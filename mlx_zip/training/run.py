@@ -93,7 +93,7 @@ def _train_and_save(
     steps = choose_stepper(options.engine, start.config)
     kind = HeadTrainer if settings.draft_head else Trainer
     trainer = kind(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
-    if not quiet:
+    if not quiet and sys.stderr is not None:
         trained = "a draft head" if settings.draft_head else settings.fine_tune_type
         what = f"{options.model or options.scratch} ({trained})"
         print(*header_lines(trainer, what), sep="\n", file=sys.stderr)

@@ -55,7 +55,7 @@ def run_command(call: RunModule, module: str, words: Sequence[str | Path | int |
         raise KeyboardInterrupt
     if status:
         shown = shlex.join([module, *arguments])
-        raise TrainingError(f"exit status {status} of: {shown}; run the same again to go on from its last step")
+        raise TrainingError(f"exit status {status} of: {shown}; start the recipe again to go on from there")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ A smaller plain model is faster too, and also needs more bits per byte. `docs/re
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from mlx_zip.files import atomic_folder
 
@@ -16,9 +17,7 @@ from .settings import SMALLER
 
 FOLDER = "smaller"  # folder in `out`: a folder for each smaller model, which holds its training runs
 SHARED = ("texts", "tokenizer", "prepared")  # what all models of a recipe have in common
-
-
-BITS = "figures/bits-smaller.json"
+BITS = "figures/bits-smaller.json"  # measured bits per byte
 
 
 def make_smaller(recipe: Recipe) -> None:
@@ -38,7 +37,7 @@ def train_smaller(recipe: Recipe) -> None:
         out.mkdir(parents=True, exist_ok=True)
         for shared in SHARED:
             if not (out / shared).exists():
-                (out / shared).symlink_to(recipe.out / shared)
+                (out / shared).symlink_to(Path("../..", shared))
         one = replace(recipe, out=out, settings=replace(recipe.settings, model={**recipe.settings.model, **shape}))
         for run, train in (("base-short", base.train_base), ("base", base.train_chat), ("control", base.train_control)):
             if not (out / base.model_path(run) / "config.json").exists():

@@ -39,6 +39,7 @@ def test_a_step_is_split_into_parts_that_add_up(capsys):
     for way, kind in (("mlx-zip traced", "host_us"), ("mlx-zip apart", "apart_us")):
         parts = sum(found["parts"][part][kind]["mean"] for part in PARTS)
         assert parts == pytest.approx(found["steps"][way]["mean"], rel=1e-3)
+        assert found["parts"]["loop"][kind]["mean"] > 0  # no time is counted in two parts
     for part in ("wait", "call", "codec", "embedding", "blocks", "head", "sampling", "enqueue", "text", "response"):
         assert found["parts"][part]["host_us"]["mean"] > 0
     assert len(found["steps"]["mlx-zip"]["samples"]) == len(found["ratio"]["samples"]) == 2

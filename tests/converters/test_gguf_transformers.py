@@ -137,7 +137,7 @@ def test_logits_of_each_family_equal_those_of_transformers_reader(tmp_path, arch
     assert_close(our_logits(out, prompt(model)), by_reader(tmp_path / "model.gguf", prompt(model)))
 
 
-@pytest.mark.parametrize("kind", slow_but(TYPES, "F16", "Q4_0", "Q8_0", "Q4_K"))
+@pytest.mark.parametrize("kind", slow_but(TYPES, "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K"))
 def test_logits_of_each_tensor_type_equal_those_of_transformers_reader(tmp_path, kind):
     model = written(tmp_path / "model.gguf", "llama", kind, width=256)
     out = convert(tmp_path / "model.gguf", tmp_path / "out", dtype="float32")

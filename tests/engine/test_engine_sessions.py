@@ -118,8 +118,8 @@ def test_a_purge_forgets_the_sessions_of_requests_under_way_too(kind):
     with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
         first = ask(engine, tiny.base_ids(30), max_tokens=20)[1].wait()
         again = [*tiny.base_ids(30), *first.base_ids, 5]
-        _, running = ask(engine, again, max_tokens=250)
-        _, fresh = ask(engine, tiny.base_ids(20, 9), max_tokens=250)
+        _, running = ask(engine, again, max_tokens=400)
+        _, fresh = ask(engine, tiny.base_ids(20, 9), max_tokens=400)
         while not (running.emitted and fresh.emitted):
             time.sleep(0.001)
         engine.purge_sessions()

@@ -14,7 +14,7 @@ from support import tiny
 from support.fake_engine import FakeEngine, Script
 from support.serving import WAIT_S, Watch, ask, tiny_engine
 
-SLOW = Script(text="one two three four five six seven eight nine ten", delay_s=0.04)
+SLOW = Script(text="one two three four five six seven eight nine ten", delay_s=0.1)
 
 
 def fake(name, script=SLOW):

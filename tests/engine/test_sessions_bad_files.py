@@ -258,6 +258,13 @@ def test_a_session_whose_positions_were_set_otherwise_is_refused(tmp_path, engin
     assert reopened(kind, tmp_path / "same", {"max_new_thing": 3}).load(tmp_path / "x")
 
 
+def test_a_session_that_does_not_say_how_positions_were_set_is_refused(tmp_path, both):
+    (file, _), kind = both
+    header, data = header_of(file)
+    del header["__metadata__"]["0.positions"]
+    refused(tmp_path / "kept", sealed(header, data), "another position mode, rotary setting or attention window", kind)
+
+
 def test_a_cache_of_mlx_lm_is_refused_with_what_to_do(tmp_path):
     cache = keeping.new_cache("plain")
     keeping.read("plain", cache, [3, 4, 5])

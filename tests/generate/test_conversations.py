@@ -149,7 +149,7 @@ def test_the_text_of_a_next_turn_still_continues_a_cache(kind):
 
 
 def test_a_stop_string_ends_the_answer_and_the_next_turn_has_its_text():
-    cache, messages, _ = first_turn("zip2zip", stop="e")
+    cache, messages, _ = first_turn("zip2zip", stop=("e",))
     assert "e" not in messages[1]["content"]
     assert continues_as_fresh("zip2zip", messages, cache)
 

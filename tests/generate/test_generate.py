@@ -20,6 +20,7 @@ from support import tiny
 from support.command_line import WITHOUT_TORCH
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
 from support.places import SHARED
+from support.slow_cases import slow_but
 
 PARAMS = MODEL.config.codec_params
 V = PARAMS.vocab_size
@@ -365,8 +366,10 @@ def test_a_small_story_model_tells_its_story():
 # ---- the package
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["import mlx_zip.engine.mlx.generate", "from mlx_zip import load", "import mlx_zip"])
+FIRST = ["import mlx_zip.engine.mlx.generate", "from mlx_zip import load", "import mlx_zip"]
+
+
+@pytest.mark.parametrize("first", slow_but(FIRST, "import mlx_zip"))
 def test_the_packages_generate_is_the_function_whatever_was_imported_first(first):
     code = f"{WITHOUT_TORCH}{first}\nimport mlx_zip, types\nassert isinstance(mlx_zip.generate, types.FunctionType)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

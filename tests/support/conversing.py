@@ -59,7 +59,7 @@ def first_turn(kind, seed=None, **options):
     made, messages, had = _first_turn(kind, seed, **options)
     cache = copy.deepcopy(made)
     keep_notes(cache, copy.deepcopy(notes_on(made)))
-    return cache, list(messages), had
+    return cache, [dict(one) for one in messages], had
 
 
 @cache
@@ -67,6 +67,7 @@ def _first_turn(kind, seed, **options):
     """What `first_turn` returns, generated once: each test gets a copy of the cache."""
     cache, messages = new_cache(loaded(kind)[0]), [message("user", ASKED)]
     sampling = {} if seed is None else {"seed": seed, "temp": 1.0}
+    options = {name: list(one) if isinstance(one, tuple) else one for name, one in options.items()}
     text, last = answer(kind, messages, cache, **sampling, **options)
     messages += [message("assistant", text), message("user", "And then?")]
     return cache, messages, last.prompt_tokens + last.generation_tokens

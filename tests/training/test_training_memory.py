@@ -33,12 +33,6 @@ class Job:
         self.seen.append("save")
 
 
-class Bar:
-    def __call__(self) -> None: ...
-
-    def report(self, line: str) -> None: ...
-
-
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A machine that recommends 1000 wired bytes; gives the list of limits that were set."""
@@ -56,7 +50,7 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(seen: list[str]) -> None:
-    train_to_step(Job(seen), TrainSettings(iters=2), Bar(), lambda: None)  # type: ignore[arg-type]
+    train_to_step(Job(seen), TrainSettings(iters=2), lambda: None, quiet=True)
 
 
 def test_memory_is_wired_during_a_run_and_as_before_afterwards(mac):

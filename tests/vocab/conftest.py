@@ -28,7 +28,7 @@ def head(tmp_path_factory):
 
 def pytest_collection_modifyitems(config, items):
     """Draws fewer examples where the slow tests are left out: a run of all tests draws Hypothesis's hundred."""
-    if config.option.markexpr == "not slow":
+    if "not slow" in config.option.markexpr:
         here = {item.function for item in items if item.path.is_relative_to(Path(__file__).parent)}
         for function in filter(is_hypothesis_test, here):
             with suppress(InvalidArgument):  # those with settings of their own keep them

@@ -132,5 +132,5 @@ class PatchTrainingData:
 
 
 def read_documents(path: str, separator: str | None, limit: int | None = None) -> Documents:
-    """Returns the bytes of each document of a text file. Arguments and errors: see `read_corpus`."""
-    return [document.text.encode() for document in read_corpus([path], separator, limit).documents]
+    """Returns the bytes of each document of a text file, without empty lines around it; see `read_corpus`."""
+    return [document.text.strip("\n").encode() for document in read_corpus([path], separator, limit).documents]

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
     check_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
-    text = None if args.text is None else read_corpus([args.text]).documents[0].text
+    text = None if args.text is None else "\n".join(one.text for one in read_corpus([args.text]).documents)
     ids = None if text is None else np.array(text_to_ids_function(args.tokenizer)(text), np.uint32)
     for size in args.sizes:
         line = measure_patch_size(tokens, size, args.trials)

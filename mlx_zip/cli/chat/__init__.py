@@ -76,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     check_kv_size(args, name)
 
-    from mlx_zip.cli.serving.opening import open_flagged_engine, request_pack
+    from mlx_zip.cli.serving.opening import open_engine_from_flags, request_pack
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     settings = _make_settings(args)
-    with open_flagged_engine(args, name, chosen) as engine:
+    with open_engine_from_flags(args, name, chosen) as engine:
         if not engine.tokenizer.has_chat_template:
             raise GenerationError(f"{name}: its tokenizer has no chat template; give one with --chat-template")
         add_eos_tokens(engine.tokenizer, args.extra_eos_token)

@@ -26,7 +26,7 @@ from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
     engine_options,
     open_chosen_engine,
-    open_flagged_engine,
+    open_engine_from_flags,
     report_engine_fault,
     server_pack_options,
 )
@@ -114,7 +114,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
     """Opens the model and serves the app; returns the exception that ended the engine's thread, None after a signal."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # for further models, each of which may get another engine
-    with open_flagged_engine(args, name, chosen) as engine:
+    with open_engine_from_flags(args, name, chosen) as engine:
         from mlx_zip.engine.engines import Engines, other_models
 
         rival, open_model = args.race_against, partial(_open_other_model, asked)

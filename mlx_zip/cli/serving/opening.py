@@ -43,7 +43,9 @@ def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, *
 
 
 @contextmanager
-def open_flagged_engine(args: argparse.Namespace, name: str, chosen: Pack | None, group: Any = None) -> Iterator[Any]:
+def open_engine_from_flags(
+    args: argparse.Namespace, name: str, chosen: Pack | None, group: Any = None
+) -> Iterator[Any]:
     """Context manager: yields the engine of the model `name` that the flags in `args` ask for.
 
     chosen: the packs of --pack, or None. group: the machines of this run, None for one. Raises `MlxZipError`.
@@ -115,7 +117,7 @@ def pack_options(
 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None to keep no conversations on disk."""
-    return row_cache.chosen_folder(args.session_cache, SESSIONS)
+    return row_cache.folder_of_flag(args.session_cache, SESSIONS)
 
 
 def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:

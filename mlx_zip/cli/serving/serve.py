@@ -19,7 +19,7 @@ from mlx_zip.cli import engine_choice
 from mlx_zip.cli.generation_flags import check_model_flag, refuse_flags
 from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
-    open_flagged_engine,
+    open_engine_from_flags,
     report_engine_fault,
     server_pack_options,
     session_folder,
@@ -71,7 +71,7 @@ def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> 
     options = _server_options(args, name)
     with (
         _bind_listener(running, args.host, args.port, options["api_key"]) as listener,
-        open_flagged_engine(args, name, chosen, group) as engine,
+        open_engine_from_flags(args, name, chosen, group) as engine,
     ):
         options |= server_pack_options(chosen, is_plain_model(name), engine)
         served = _import_server_module("options").Options(**options)
@@ -87,7 +87,7 @@ def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
-    with open_flagged_engine(args, name, chosen, group) as engine:
+    with open_engine_from_flags(args, name, chosen, group) as engine:
         engine.follow()
     return 0
 

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
-    """Returns the plan (codec and context), the tokenizer, and whether the model is plain. Raises `DataError`."""
+    """Returns the plan, which has the codec, the tokenizer, and whether the model is plain. Raises `DataError`."""
     from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
 
     if not pack.entries:

@@ -305,7 +305,7 @@ def packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: int, n
 # tensor's name, dtype, shape and a few values. These are read from the files, so that the fingerprint does not depend
 # on the dtype that this engine runs in.
 
-_SAMPLES = 64  # as `SAMPLES_PER_TENSOR` there
+_SAMPLES = 64  # `SAMPLES_PER_TENSOR` of mlx_zip.models.rows.fingerprints
 _HEAD = "lm_head."
 _FingerprintFact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
 

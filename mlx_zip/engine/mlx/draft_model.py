@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate, islice, takewhile
 from operator import mul
 from pathlib import Path
-from statistics import median_low
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -207,8 +207,8 @@ class HeadSource:
 
 
 def _median_seconds(times: Sequence[float]) -> float:
-    """Returns the lower median of times, infinite if there are none."""
-    return median_low(times) if times else math.inf
+    """Returns the median of times, infinite if there are none."""
+    return median(times) if times else math.inf
 
 
 class _Reader:

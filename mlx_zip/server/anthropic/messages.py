@@ -19,6 +19,7 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError
 from mlx_zip.server.fields import new_id
 from mlx_zip.server.http import (
+    check_model,
     comment_bytes,
     events_bytes,
     json_response,
@@ -36,7 +37,7 @@ def routes(core: Core) -> list[Route]:
     async def messages(request: Request) -> Response:
         """Answers a conversation."""
         body = await read_body(request, core, MessagesBody)
-        core.check_model(body.model)
+        check_model(core, body.model)
         asked = _MessageRequest(core, body)
         if body.stream:
             response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failure_event)
@@ -48,7 +49,7 @@ def routes(core: Core) -> list[Route]:
     async def count_tokens(request: Request) -> Response:
         """Counts the base tokens of a conversation."""
         body = await read_body(request, core, CountBody)
-        core.check_model(body.model)
+        check_model(core, body.model)
         ids = await run_unless_client_gone(request, core.prompt_ids(turn_of(body)))
         return json_response({"input_tokens": len(ids)}, headers={"request-id": new_id("req")})
 

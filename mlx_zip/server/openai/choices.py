@@ -24,6 +24,7 @@ from mlx_zip.server.fields import (
     as_turn_pack,
     at_most_fields,
 )
+from mlx_zip.server.http import check_model
 from mlx_zip.server.vendor import sum_counts
 
 DONE_FRAME = b"data: [DONE]\n\n"
@@ -126,7 +127,7 @@ class CompletionFields(Body):
 
     def check(self, core: Core) -> None:
         """Raises `RequestError` if the model is unknown, `BodyError` if fields contradict each other or the model."""
-        core.check_model(self.model)
+        check_model(core, self.model)
         if self.stream_options is not None and not self.stream:
             raise BodyError("only a stream can have this field", "stream_options")
         width = core.engine.info.vocab_size

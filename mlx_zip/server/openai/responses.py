@@ -18,6 +18,7 @@ from mlx_zip.server.core import AnswerStop, Core
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import new_id
 from mlx_zip.server.http import (
+    check_model,
     events_bytes,
     json_response,
     read_body,
@@ -94,7 +95,7 @@ def _make_request(
     core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
 ) -> _ResponseRequest:
     """Returns the request made of a body. Raises `RequestError` if it names an unknown model, response or item."""
-    core.check_model(body.model)
+    check_model(core, body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
         stored = store.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")

@@ -99,8 +99,8 @@ class PreparationPlan:
     pool: tuple[Entry, ...] | None = None
 
     @property
-    def start_draw(self) -> int:
-        """Number of entries to draw for each sample, 0 without a pool."""
+    def entries_per_sample(self) -> int:
+        """Number of entries to draw from `pool` for each sample, 0 without a pool."""
         return self.options.start_draw or 0
 
 

@@ -210,7 +210,7 @@ class _Preparation:
                 n = min(left, record["samples"])
                 left -= n
                 if n:
-                    yield self.folder.keep_first_samples(record, n, self.plan.start_draw)
+                    yield self.folder.keep_first_samples(record, n, self.plan.entries_per_sample)
 
     def _make_source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         whole = sum(record["base_ids"] for record in shards)

@@ -100,7 +100,7 @@ class ShardMaker:
         """
         tally = RecordTally()
         encoded_records = self._encode_records(chunk, tally)
-        writer = ShardWriter(self.options.out, chunk.name, self.plan.start_draw)
+        writer = ShardWriter(self.options.out, chunk.name, self.plan.entries_per_sample)
         samples = self._add_samples(writer, encoded_records, chunk.number, tally)
         empty = {"name": chunk.name, "samples": 0, "ids": 0, "base_ids": 0, "bytes": 0}
         record = (writer.close() if samples else empty) | {
@@ -137,7 +137,7 @@ class ShardMaker:
         for window in cut_windows(encoded_records, self.options.context, fill, self.encoder.lead):
             params, rows = plan.params, None
             if plan.pool is not None:
-                rows = rng.choice(len(plan.pool), plan.start_draw, replace=False).astype(np.int32)
+                rows = rng.choice(len(plan.pool), plan.entries_per_sample, replace=False).astype(np.int32)
                 params = replace(params, start=tuple(map(plan.pool.__getitem__, rows.tolist())))
             ids, mask = compress_window(params, window)
             if not mask.any():
