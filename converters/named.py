@@ -72,7 +72,7 @@ def make_named(name: str) -> Path:
 
 def _remove_damaged(out: Path) -> None:
     """Removes the damaged folder, file or link at `out`, if any. Raises `ModelError` if the removal fails."""
-    with errors_as(ModelError, f"{out} is damaged and cannot be removed"):
+    with errors_as(ModelError, f"{out} is damaged and cannot be removed", OSError):
         if out.is_symlink() or out.is_file():
             out.unlink()
         elif out.exists():

@@ -101,14 +101,13 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
 
 @contextmanager
 def errors_as(raised: type[MlxZipError], begin: str, *caught: type[Exception], end: str = "") -> Iterator[None]:
-    """Context manager: turns an error of the classes `caught` (none given: `OSError`) into an error of class `raised`.
+    """Context manager: turns an error of the classes `caught` into an error of class `raised`.
 
     The message is `begin`, a colon, the reason (see `failure_reason`) and `end`.
     """
-    kinds = caught or (OSError,)
     try:
         yield
-    except kinds as error:
+    except caught as error:
         raise raised(f"{begin}: {failure_reason(error)}{end}") from error
 
 

@@ -60,7 +60,7 @@ _U32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
 def is_gguf(path: Path) -> bool:
     """Returns whether a file begins with the magic bytes of GGUF. Raises `ConversionError` if it cannot be read."""
-    with errors_as(ConversionError, f"cannot read {path}"), open(path, "rb") as file:
+    with errors_as(ConversionError, f"cannot read {path}", OSError), open(path, "rb") as file:
         return file.read(4) == MAGIC
 
 

@@ -57,7 +57,8 @@ def print_result(args: argparse.Namespace, result: Any) -> int:
         return result
     record, lines = result
     if args.json:
-        print(json.dumps(record, ensure_ascii=False))
+        text = json.dumps(record, ensure_ascii=False)
+        print(text.encode(errors="backslashreplace").decode())  # a path that is not UTF-8 has lone surrogates
     elif lines:
         print("\n".join(lines))
     return 0

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     folder = folder_of_flag(args.folder)
     if folder is None:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
-    with errors_as(GenerationError, str(folder)):
+    with errors_as(GenerationError, str(folder), OSError):
         if args.action == "purge":
             count, size = purge_row_folder(folder)
             print(f"removed: {_count_and_size(count, size)}")

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.files import expand_home
 
     folder = expand_home(args.folder)
-    with errors_as(GenerationError, str(folder)):
+    with errors_as(GenerationError, str(folder), OSError):
         if args.action == "purge":
             from mlx_zip.engine.sessions.folder import purge_session_folder
 

@@ -163,7 +163,7 @@ def load_trained_weights(run: Path, trainee: nn.Module) -> None:
 def hash_trained_weights(run: Path) -> str:
     """Returns the SHA-256 of the file that `load_trained_weights` reads. Raises `TrainingError` if there is none."""
     path = _find_last_weights(run)
-    with errors_as(TrainingError, f"{path} cannot be read"), path.open("rb") as file:
+    with errors_as(TrainingError, f"{path} cannot be read", OSError), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -237,7 +237,7 @@ def save_head(options: RunOptions, trainee: HeadTrainee) -> None:
     for place in places:
         if (place / DRAFT_HEAD).exists():
             print(f"{place / DRAFT_HEAD} is replaced", file=sys.stderr)
-        with errors_as(TrainingError, f"cannot write {place / DRAFT_HEAD}"):
+        with errors_as(TrainingError, f"cannot write {place / DRAFT_HEAD}", OSError):
             save_draft_head(place / DRAFT_HEAD, trainee.draft_head, trainee.embedding_rows)
     if len(places) == 1:
         print(f"copy {options.out / DRAFT_HEAD} into the model's folder to use it", file=sys.stderr)

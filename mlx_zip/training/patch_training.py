@@ -324,7 +324,7 @@ def fit_patch_model(
     _check_trainable(model, corpus, settings)
     record = _make_run_record(texts, text, options, settings)
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
-    with errors_as(TrainingError, str(out)), lock_run_folder(out, "RUN"):
+    with errors_as(TrainingError, str(out), OSError), lock_run_folder(out, "RUN"):
         remove_unfinished(out)
         with catch_stop_signals() as asked:
             done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)

@@ -80,7 +80,7 @@ def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
 
 def record_more_iters(out: Path, iters: int) -> None:
     """Records that a finished run continues up to `iters` steps. Raises `TrainingError` if writing fails."""
-    with errors_as(TrainingError, f"cannot write {out}"):
+    with errors_as(TrainingError, f"cannot write {out}", OSError):
         write_json(out / RUN_RECORD, {**read_json_object(out / RUN_RECORD, raises=TrainingError), "raised_to": iters})
 
 
@@ -102,13 +102,13 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
         return
     if _list_names(out):
         raise TrainingError(f"{out} is not empty and holds no run; {advice}")
-    with errors_as(TrainingError, f"cannot write {out}"):
+    with errors_as(TrainingError, f"cannot write {out}", OSError):
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})
 
 
 def _remove_unstarted_run(out: Path, flag: str) -> None:
-    with errors_as(TrainingError, f"cannot write {out}"), lock_run_folder(out, flag):
+    with errors_as(TrainingError, f"cannot write {out}", OSError), lock_run_folder(out, flag):
         (out / METRICS_FILE).unlink(missing_ok=True)
         (out / RUN_RECORD).unlink()
 

@@ -34,12 +34,15 @@ class MetricsLog:
         self.path = run / METRICS_FILE
         kept = [line for line in read_metrics(run) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        with errors_as(TrainingError, f"cannot write {self.path}"), atomic_file(self.path) as partial:
+        with errors_as(TrainingError, f"cannot write {self.path}", OSError), atomic_file(self.path) as partial:
             partial.write_text(text, encoding="utf-8")
 
     def add(self, **values: Any) -> None:
         """Appends one line to the file, at once on disk. Raises `TrainingError` if the file cannot be written."""
-        with errors_as(TrainingError, f"cannot write {self.path}"), open(self.path, "a", encoding="utf-8") as file:
+        with (
+            errors_as(TrainingError, f"cannot write {self.path}", OSError),
+            open(self.path, "a", encoding="utf-8") as file,
+        ):
             file.write(json.dumps(values) + "\n")
 
 

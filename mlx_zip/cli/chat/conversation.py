@@ -73,7 +73,7 @@ class Conversation:
         path = _conversation_path(name)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         line = json.dumps({"messages": [*before, *self.messages]}, ensure_ascii=False)
-        with errors_as(DataError, str(path)):
+        with errors_as(DataError, str(path), OSError):
             if path.exists() and path.resolve() not in self.saved:
                 raise DataError(f"{path}: is there already; give another name, or remove it first")
             check_writable(path)
@@ -86,7 +86,7 @@ class Conversation:
     def load(cls, name: str) -> Conversation:
         """Returns the conversation in a .jsonl file. Raises `DataError` unless it holds one valid conversation."""
         path = _conversation_path(name)
-        with errors_as(DataError, str(path)):
+        with errors_as(DataError, str(path), OSError):
             if source_kind(str(path)) != "json":
                 raise DataError(f"{path}: a conversation is read from a {_SUFFIX} file")
             items = list(islice(iter(SourceReader(Source((str(path),)))), 2))

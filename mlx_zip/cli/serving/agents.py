@@ -203,7 +203,7 @@ def _write_settings(path: Path, old: str, new: str) -> str:
     """Writes the text `new` to a file; returns a line that says so. old: the present text. Raises `DataError`."""
     if new == old:
         return f"{path}: unchanged"
-    with errors_as(DataError, f"{path}: cannot be written"):
+    with errors_as(DataError, f"{path}: cannot be written", OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = _back_up(path, old) if old else None
         with atomic_file(path) as partial:

@@ -177,7 +177,7 @@ def _import_app_module(name: str) -> Any:
 
 
 def _open_listener(running: Any, port: int | None) -> Any:
-    with errors_as(GenerationError, f"--port {port}", end="; choose another --port"):
+    with errors_as(GenerationError, f"--port {port}", OSError, end="; choose another --port"):
         return running.open_listener(port)
 
 

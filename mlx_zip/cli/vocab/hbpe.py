@@ -109,7 +109,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     tokens = open_first_stage(args.tokenizer).tokens()
     learned = learn_merges(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
-    with errors_as(DataError, str(out)):
+    with errors_as(DataError, str(out), OSError):
         table.save(out)
     pool = len(tokens_too_long(tokens, args.patch_size))
     record, lines = _describe_table(table, args.show, learned.counts.tolist())

@@ -187,5 +187,9 @@ def ids_writer(path: Path | None) -> Iterator[Callable[[Any], None]]:
     if path is None:
         yield lambda samples: None
         return
-    with errors_as(DataError, str(path)), atomic_file(path) as partial, open(partial, "w", encoding="ascii") as file:
+    with (
+        errors_as(DataError, str(path), OSError),
+        atomic_file(path) as partial,
+        open(partial, "w", encoding="ascii") as file,
+    ):
         yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.lists())

@@ -98,7 +98,7 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         record["pruned"] = {"at_most": pruning.at_most, "mode": pruning.mode, **result.stats()}
     if args.held_out:
         record["held_out"] = _measure_held_out(args, result, texts.tokenizer)
-    with errors_as(DataError, str(out)):
+    with errors_as(DataError, str(out), OSError):
         result.save(out)
     if plot is not None:
         draw_uses(plot, result)

@@ -73,5 +73,5 @@ def _write_figure(path: Path, figure: Any, axis: Any, legend: bool) -> None:
 
     if legend:
         axis.legend()
-    with errors_as(DataError, f"--plot {path}"), atomic_file(path) as partial:
+    with errors_as(DataError, f"--plot {path}", OSError), atomic_file(path) as partial:
         figure.savefig(partial, format=path.suffix[1:], dpi=120)

@@ -250,7 +250,7 @@ def _make_source_record(source: Source) -> dict[str, Any]:
 
 
 def _hash_file(name: str) -> str:
-    with errors_as(DataError, f"{name} cannot be read"), open(name, "rb") as file:
+    with errors_as(DataError, f"{name} cannot be read", OSError), open(name, "rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
 
