@@ -1,4 +1,4 @@
-"""Times a training step, and steps of both training engines, on the same batches.
+"""Times training steps on the same batches: with hypertokens, plain, the encoders alone; and in both engines.
 
 A step with hypertokens is compared with its unavoidable work: a step of the same decoder without hypertokens on as many
 ids, and the encoders' forward and backward pass over the batch's distinct entries. All else is overhead: moving rows

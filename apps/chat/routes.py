@@ -201,7 +201,7 @@ def race_routes(store: Store, models: Models) -> list[Route]:
 
 
 async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the main model's frames (lane "zip"), the second model's (lane "base"), then the figures of both models.
+    """Yields frames of the main model (lane "zip") and of the second model (lane "base"), then the figures of both.
 
     Raises `RequestError`.
     """

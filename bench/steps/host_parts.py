@@ -29,7 +29,7 @@ from mlx_zip.engine.mlx.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
 from .profile import forced_run_ahead
-from .tracer import PARTS, ZIP_HOOKS, Hook, Seconds, Tracer, step_seconds
+from .tracer import PARTS, ZIP_HOOKS, Hook, Seconds, Tracer, seconds_of_parts
 
 DELIVERED = Hook("loop", "mlx_zip.engine.request:Request", "send_emitted")
 BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a stall is longer than this share of a median step and this many seconds
@@ -50,7 +50,7 @@ def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
     runs: the tracer's marks of each run. samples_us: wall time of each part in each step. cpu_us: the thread's
     processor time during that wall time; otherwise the thread waited.
     """
-    steps = [step for marks in runs for step in step_seconds(marks)]
+    steps = [step for marks in runs for step in seconds_of_parts(marks)]
     whole = [sum(wall.values()) for wall, _ in steps]
     wall, cpu = ({part: [step[i][part] for step in steps] for part in PARTS} for i in (0, 1))
     return {

@@ -41,7 +41,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
 from .launches import PROMPT, count_step_launches
-from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer, step_seconds
+from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer, seconds_of_parts
 
 SCHEMA = 3
 SIZES = ("512+128",)
@@ -111,7 +111,7 @@ class StepTimes:
 
     def add(self, run: Run, marks: Sequence[Seconds]) -> None:
         """Adds a run. marks: the tracer's totals at each step; empty for a run without a tracer."""
-        steps = list(step_seconds(marks))
+        steps = list(seconds_of_parts(marks))
         whole = [sum(wall.values()) for wall, _ in steps] if steps else np.diff(run.times).tolist()
         self.whole += whole
         self.medians.append(float(np.median(whole)))

@@ -182,7 +182,7 @@ class Tracer:
         return call
 
 
-def step_seconds(marks: Sequence[Seconds]) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+def seconds_of_parts(marks: Sequence[Seconds]) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
     """Yields (wall seconds, processor seconds) of each part in each step between two marks of a tracer.
 
     The part "loop" is the time of the step that no other part took.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mlx_zip.files import atomic_folder
 from . import packs
 from .base import TRAIN_SETS, model_path
 from .commands import Recipe, as_words
-from .settings import Settings
+from .settings import Flags, Settings
 from .texts import SOURCES
 
 RECORD = "recipe.json"  # file with the settings, in the `out` folder and in the bundle
@@ -27,18 +27,27 @@ def quantize_models(recipe: Recipe) -> None:
     bits = recipe.settings.bits
     with atomic_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
-            flags = {
-                "hf_path": model_path(run),
-                "mlx_path": f"{folder.name}/{name}",
-                "quantize": True,
-                "q_bits": bits,
-                "q_group_size": 64,
-                "dtype": "float32",
-            }
             if name == named.DEFAULT:
+                flags = _quantization_flags(bits, model_path(run), f"{folder.name}/{name}")
                 recipe.run_mlx_zip("convert", {**flags, "encoder_bits": bits, "canonical": True})
             else:
-                recipe.run_module("mlx_lm convert", as_words(flags))
+                quantize_plain_model(recipe, model_path(run), f"{folder.name}/{name}")
+
+
+def quantize_plain_model(recipe: Recipe, model: str, out: str) -> None:
+    """Quantizes a model without hypertokens with mlx-lm. model, out: folders to read and to write, within `out`."""
+    recipe.run_module("mlx_lm convert", as_words(_quantization_flags(recipe.settings.bits, model, out)))
+
+
+def _quantization_flags(bits: int, model: str, out: str) -> Flags:
+    return {
+        "hf_path": model,
+        "mlx_path": out,
+        "quantize": True,
+        "q_bits": bits,
+        "q_group_size": 64,
+        "dtype": "float32",
+    }
 
 
 def tune_pack(recipe: Recipe) -> None:
@@ -101,7 +110,7 @@ def make_model_card(settings: Settings, checked: bool) -> str:
 
 def list_measurements(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the measurements as (NAME, flags): `mlx_zip evaluate` with these flags writes figures/NAME.json."""
-    size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
+    size = evaluation_sizes(settings)
     bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
     every = [model_path(run) for run in ("control", "base", "zip")] + bundled
     for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
@@ -124,12 +133,19 @@ def measure_models(recipe: Recipe) -> None:
     """
     (recipe.out / "figures").mkdir(exist_ok=True)
     for name, flags in list_measurements(recipe.settings):
-        file = f"figures/{name}.json"
-        if (recipe.out / file).exists():
-            continue
-        models = [word for one in flags["model"] for word in ("--model", one)]
-        rest = as_words({key: value for key, value in flags.items() if key != "model"})
-        recipe.run_module("mlx_zip", ["evaluate", *models, *rest, "--out", file])
+        evaluate_models(recipe, f"figures/{name}.json", **flags)
+
+
+def evaluation_sizes(settings: Settings) -> Flags:
+    """Returns the flags of `mlx_zip evaluate` for the context and the batch size."""
+    return {"context": settings.long, "batch_size": settings.measure["batch_size"]}
+
+
+def evaluate_models(recipe: Recipe, file: str, model: Sequence[str], **flags: Any) -> None:
+    """Runs `mlx_zip evaluate` for models and writes `file`, unless it exists. model: folders. flags: further flags."""
+    if not (recipe.out / file).exists():
+        models = [word for one in model for word in ("--model", one)]
+        recipe.run_module("mlx_zip", ["evaluate", *models, *as_words(flags), "--out", file])
 
 
 def install_bundle(recipe: Recipe, place: Path) -> None:

@@ -1,6 +1,7 @@
 """Trains plain models that are smaller than the baseline, on the same texts, to compare the bundled pair with.
 
-A smaller plain model is faster too, and also needs more bits per byte. `docs/reports/stories.md` compares both ways.
+Such a model has fewer operations per step, and is expected to need more bits per byte: hypertokens have to do better
+than that.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from pathlib import Path
 from mlx_zip.files import atomic_folder
 
 from . import base, packs
-from .bundle import QUANTIZED
-from .commands import Recipe, as_words
+from .bundle import QUANTIZED, evaluate_models, evaluation_sizes, quantize_plain_model
+from .commands import Recipe
 from .settings import SMALLER
 
 FOLDER = "smaller"  # folder in `out`: a folder for each smaller model, which holds its training runs
@@ -25,9 +26,8 @@ def make_smaller(recipe: Recipe) -> None:
     train_smaller(recipe)
     quantize_smaller(recipe)
     (recipe.out / BITS).parent.mkdir(exist_ok=True)
-    models = [word for name in SMALLER for word in ("--model", f"{FOLDER}/{QUANTIZED}/{name}")]
-    flags = {"data": "texts/t1.test.jsonl", "context": recipe.settings.long, "out": BITS}
-    recipe.run_module("mlx_zip", ["evaluate", *models, *as_words(flags)])
+    models = [f"{FOLDER}/{QUANTIZED}/{name}" for name in SMALLER]
+    evaluate_models(recipe, BITS, models, data="texts/t1.test.jsonl", **evaluation_sizes(recipe.settings))
 
 
 def train_smaller(recipe: Recipe) -> None:
@@ -50,12 +50,4 @@ def quantize_smaller(recipe: Recipe) -> None:
     with atomic_folder(recipe.out / FOLDER / QUANTIZED) as folder:
         last = packs.list_runs(recipe.settings.packs)[packs.CONTROL][-1]
         for name in SMALLER:
-            flags = {
-                "hf_path": f"{FOLDER}/{name}/{base.model_path(last)}",
-                "mlx_path": f"{FOLDER}/{folder.name}/{name}",
-                "quantize": True,
-                "q_bits": recipe.settings.bits,
-                "q_group_size": 64,
-                "dtype": "float32",
-            }
-            recipe.run_module("mlx_lm convert", as_words(flags))
+            quantize_plain_model(recipe, f"{FOLDER}/{name}/{base.model_path(last)}", f"{FOLDER}/{folder.name}/{name}")

@@ -89,12 +89,14 @@ def test_a_file_whose_checksum_is_right_but_whose_content_is_not_is_refused(save
         {"pruning": {"at_most": 1}, "units": None},
         {"settings": {"window": "3", "first_id": 0, "limit": 50, "unk_id": None}},
     ]
-    for change in changes:
+    wrong = [(change, r"some\.mtok") for change in changes]
+    wrong.append(({"version": 2}, r"some\.mtok: version 2 is not that of a dictionary of words: train it again"))
+    for change, reason in wrong:
         header = {**json.loads(line), **change}
         header.pop("sha256")
         header["sha256"] = _digest(header, body)
         saved.write_bytes(json.dumps(header).encode() + b"\n" + body)
-        with pytest.raises(DataError, match=r"some\.mtok"):
+        with pytest.raises(DataError, match=reason):
             Dictionary.load(saved)
 
 

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer whose ids are grouped into patches, of any kind that `mlx_zip vocab hbpe learn` reads, for "
         "example vocab.bpe",
     )
-    parser.add_argument("--text", help="text to encode into patches: .txt, also .gz (default: no text is encoded)")
+    parser.add_argument(
+        "--text", help="text to encode into patches: .txt or .jsonl, also .gz (default: no text is encoded)"
+    )
     parser.add_argument(
         "--sizes",
         nargs="+",

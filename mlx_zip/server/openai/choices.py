@@ -1,4 +1,4 @@
-"""What chat completions and completions share: fields of requests, and choices, usage and log-probabilities."""
+"""What OpenAI's dialects share: request fields of both kinds of completions; choices, usage and log-probabilities."""
 
 from __future__ import annotations
 

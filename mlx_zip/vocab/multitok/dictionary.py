@@ -377,7 +377,8 @@ def _parse_file(header: dict[str, Any], body: bytes) -> Dictionary:
     words = np.frombuffer(body, "<u4").astype(np.uint32)
     units = units_from_dict(header["units"])
     if header["version"] != _VERSIONS[header["units"]["kind"]]:
-        raise DataError(f"version {header['version']} is not that of a dictionary of {header['units']['kind']}")
+        kind = header["units"]["kind"]
+        raise DataError(f"version {header['version']} is not that of a dictionary of {kind}: train it again")
     given = {name: header["settings"][name] for name in (*_NUMBERS, "unk_id")}
     settings = Settings(units, **given)
     n, with_ids = header["runs"], header["given_ids"]
