@@ -12,6 +12,7 @@ from pathlib import Path
 from mlx_zip import named
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
+from mlx_zip.training.settings import ENGINES
 
 from .bundle import install_bundle
 from .commands import Recipe, run_in_own_process
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --processes must be at least 1, got {args.processes}", file=sys.stderr)
         return 2
     call = partial(run_in_own_process, trainers=args.processes)
-    recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call)
+    recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call, engine=args.engine)
     try:
         run_stages(recipe, args.stage)
         if args.install:
@@ -69,6 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="number of processes that share each training batch (default: 1)",
+    )
+    add(
+        "--engine",
+        choices=ENGINES,
+        default="mlx",
+        help="what computes the training steps, except of the draft head; torch is much faster on a CPU (default: mlx)",
     )
     add("--seed", type=int, help="random seed of texts, weights and training (default: 0)")
     add(

@@ -83,7 +83,7 @@ class Recipe:
 
     data: folder of the stories. out: folder of all results. check: refuse files whose checksums differ from the
     recorded checksums. call: runs a Python module with arguments in a folder and returns the exit status. say: shows a
-    line of progress.
+    line of progress. engine: `--engine` of `mlx_zip train`, except for draft heads, which only MLX trains.
     """
 
     settings: Settings
@@ -92,12 +92,15 @@ class Recipe:
     check: bool = True
     call: RunModule = run_in_own_process
     say: Callable[[str], None] = print_to_stderr
+    engine: str = "mlx"
 
     def run_mlx_zip(self, name: str, flags: Mapping[str, Any]) -> None:
         """Runs the command `mlx_zip NAME FLAGS` and shows the command line.
 
         flags: values by name, see `as_words`. Raises `TrainingError` if the command fails.
         """
+        if name == "train" and self.engine != "mlx" and "draft_head" not in flags:
+            flags = {**flags, "engine": self.engine}
         self.run_module("mlx_zip", [*name.split(), *as_words(flags)])
 
     def run_module(self, module: str, arguments: Sequence[str]) -> None:

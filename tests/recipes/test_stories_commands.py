@@ -55,6 +55,14 @@ def test_training_shares_its_batches_between_processes_and_nothing_else_does(tmp
     assert json.loads((tmp_path / "ran-None").read_text()) == [["prepare"], None]
 
 
+def test_the_engine_is_that_of_training_but_not_of_draft_heads(tmp_path):
+    calls = []
+    recipe = Recipe(TINY, tmp_path, tmp_path, call=lambda *call: calls.append(call[1]) or 0, engine="torch")
+    for name, flags in (("train", {"iters": 1}), ("train", {"draft_head": True}), ("prepare", {})):
+        recipe.run_mlx_zip(name, flags)
+    assert calls == [["train", "--iters", "1", "--engine", "torch"], ["train", "--draft-head"], ["prepare"]]
+
+
 def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):
     (tmp_path / "child.py").write_text(CHILD)
     code = f"{PARENT} sys.exit(run('child', [], Path({str(tmp_path)!r})))"

@@ -254,8 +254,11 @@ def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_two_are_cano
 # ---- smaller plain models
 
 
-def test_a_smaller_model_is_trained_like_the_control_and_measured(made, again, monkeypatch):
-    recipe, _ = again
+@pytest.mark.parametrize("engine", ["mlx", "torch"])
+def test_a_smaller_model_is_trained_like_the_control_and_measured(engine, made, again, monkeypatch):
+    if engine == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    recipe = replace(again[0], engine=engine)
     monkeypatch.setattr(smaller, "SMALLER", {"1m": smaller.SMALLER["1m"]})
     run_stages(recipe, ["smaller"])
     config = json.loads((recipe.out / "smaller/quantized/1m/config.json").read_text())
@@ -265,7 +268,8 @@ def test_a_smaller_model_is_trained_like_the_control_and_measured(made, again, m
         {values(call, "--out")[0]: call for call in of.call.calls if call[0] == "train"} for of in (made[0], recipe)
     )
     assert list(small) == ["runs/base-short", "runs/base", "runs/control", *CONTROL_RUNS]
-    assert small == {run: whole[run] for run in small}
+    chosen = [] if engine == "mlx" else ["--engine", engine]
+    assert small == {run: [*whole[run], *chosen] for run in small}
 
     shutil.rmtree(recipe.out / "smaller/1m/runs/control")
     (recipe.out / smaller.BITS).unlink()

@@ -10,7 +10,7 @@ the same text: 541 MB), at the cost of one more forward pass of the encoders.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -147,50 +147,54 @@ def to_mlx_arrays(batch: Batch) -> dict[str, mx.array]:
 # ---- the optimizer
 
 
-def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
-    """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the other weights.
+class OptimizerPart(NamedTuple):
+    """Weights that one optimizer updates. holds: tells by a weight's name and value whether it belongs to the part.
 
-    Encoders and pack rows get a separate optimizer each if the settings give them a learning rate of their own.
+    kind: one of `OPTIMIZERS`. peak: peak learning rate. A weight belongs to the first part that holds it.
     """
-    rest = _make_single_optimizer(settings, settings.learning_rate)
+
+    holds: Callable[[str, Any], bool]
+    kind: str
+    peak: float
+
+
+def list_optimizer_parts(settings: TrainSettings) -> list[OptimizerPart]:
+    """Returns the parts of a run's optimizer. The last part holds every weight.
+
+    "muon" is Muon for the matrices of blocks and encoders, and AdamW for the other weights. With other optimizers,
+    encoders and pack rows are a part each if the settings give them a learning rate of their own.
+    """
     if settings.optimizer == "muon":
-        muon = optim.Muon(make_schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
-        return optim.MultiOptimizer([muon, rest], [_is_hidden_matrix])
-    if own := _list_own_rates(settings):
-        return optim.MultiOptimizer(
-            [*(_make_single_optimizer(settings, peak) for _, peak in own), rest], [which for which, _ in own]
-        )
-    return rest
+        matrices = OptimizerPart(_is_hidden_matrix, "muon", settings.muon_learning_rate)
+        return [matrices, OptimizerPart(_is_any_weight, "adamw", settings.learning_rate)]
+    own = [(_is_encoder_weight, settings.encoder_learning_rate), (_is_pack_row, settings.pack_learning_rate)]
+    rates = [*((holds, rate) for holds, rate in own if rate), (_is_any_weight, settings.learning_rate)]
+    return [OptimizerPart(holds, settings.optimizer, rate) for holds, rate in rates]
 
 
-def _list_own_rates(settings: TrainSettings) -> list[tuple[Callable[[str, Any], bool], float]]:
-    rates = [(_is_encoder_weight, settings.encoder_learning_rate), (_is_pack_row, settings.pack_learning_rate)]
-    return [(which, peak) for which, peak in rates if peak]
+def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
+    """Returns a run's optimizer: one for each part that `list_optimizer_parts` returns."""
+    parts = list_optimizer_parts(settings)
+    made = [_make_single_optimizer(settings, part) for part in parts]
+    return made[0] if len(made) == 1 else optim.MultiOptimizer(made, [part.holds for part in parts[:-1]])
 
 
-def _make_single_optimizer(settings: TrainSettings, peak: float) -> optim.Optimizer:
-    """Returns one optimizer with peak learning rate `peak`; for "muon", the AdamW for the other weights."""
-    rate, decay = make_schedule(settings, peak), settings.weight_decay
-    if settings.optimizer == "adafactor":  # by default it would choose its own rate
+def _make_single_optimizer(settings: TrainSettings, part: OptimizerPart) -> optim.Optimizer:
+    rate = make_schedule(settings, part.peak)
+    if part.kind == "muon":
+        return optim.Muon(rate, weight_decay=0.0)
+    if part.kind == "adafactor":  # by default it would choose its own rate
         return optim.Adafactor(rate, relative_step=False, scale_parameter=False)
-    if settings.optimizer == "adam":
+    if part.kind == "adam":
         return optim.Adam(rate, bias_correction=True)
-    if settings.optimizer == "sgd":
+    if part.kind == "sgd":
         return optim.SGD(rate)
-    return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
+    return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=settings.weight_decay, bias_correction=True)
 
 
-def optimizer_of_weight(optimizer: optim.Optimizer, settings: TrainSettings, name: str) -> optim.Optimizer:
-    """Returns the optimizer that updates the weight `name`. Do not call this for "muon"."""
-    if not isinstance(optimizer, optim.MultiOptimizer):
-        return optimizer
-    found = (i for i, (which, _) in enumerate(_list_own_rates(settings)) if which(name, None))
-    return optimizer.optimizers[next(found, -1)]
-
-
-def peak_rate_of_weight(settings: TrainSettings, name: str) -> float:
-    """Returns the peak learning rate of the weight `name`."""
-    return next((peak for which, peak in _list_own_rates(settings) if which(name, None)), settings.learning_rate)
+def single_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    """Returns the optimizers of all parts, in the order of `list_optimizer_parts`."""
+    return optimizer.optimizers if isinstance(optimizer, optim.MultiOptimizer) else [optimizer]
 
 
 def make_schedule(settings: TrainSettings, peak: float) -> Any:
@@ -203,6 +207,10 @@ def make_schedule(settings: TrainSettings, peak: float) -> Any:
     return build_schedule({"name": "cosine_decay", "arguments": arguments, "warmup": settings.warmup})
 
 
+def _is_any_weight(path: str, value: Any) -> bool:
+    return True
+
+
 def _is_encoder_weight(path: str, value: Any) -> bool:
     return path.removeprefix("model.").startswith(SIDES)
 
@@ -211,16 +219,17 @@ def _is_pack_row(path: str, value: Any) -> bool:
     return path in ROWS
 
 
-def _is_hidden_matrix(path: str, value: mx.array) -> bool:
-    """Returns whether Muon trains a weight: a matrix other than an embedding or a head. path: the weight's name."""
+def _is_hidden_matrix(path: str, value: Any) -> bool:
+    """Returns whether Muon trains a weight: a matrix other than an embedding or a head.
+
+    path: the weight's name. value: an array or tensor.
+    """
     return value.ndim == 2 and not any(name in path for name in ("embed", "lm_head", "type_head", "decoder"))
 
 
 def last_learning_rate(optimizer: optim.Optimizer) -> float:
     """Returns the last step's learning rate, of the weights without a separate optimizer."""
-    if isinstance(optimizer, optim.MultiOptimizer):
-        optimizer = optimizer.optimizers[-1]
-    rate: Any = optimizer.learning_rate.item()
+    rate: Any = single_optimizers(optimizer)[-1].learning_rate.item()
     return float(rate)
 
 

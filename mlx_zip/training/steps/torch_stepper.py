@@ -28,12 +28,14 @@ from mlx_zip.errors import TrainingError
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch, sum_counts
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepper import make_schedule, optimizer_of_weight, peak_rate_of_weight
+from mlx_zip.training.steps.stepper import OptimizerPart, list_optimizer_parts, make_schedule, single_optimizers
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
+from mlx_zip.training.steps.torch_muon import Muon
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST_BATCH_WORKERS = 6  # with a GPU: 24 windows take 0.2 s per step on an H200, and 0.3 s to make as a batch
-MOMENT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}  # Adam's moments: MLX's name -> PyTorch's name
+ADAM_MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's name -> PyTorch's name
+MOMENTS = {"adamw": ADAM_MOMENTS, "adam": ADAM_MOMENTS, "muon": {"v": "momentum"}, "sgd": {}}  # of the optimizers here
 
 
 class TorchStepper:
@@ -67,28 +69,18 @@ class TorchStepper:
             self.model.body.activation_checkpointing_enable({"use_reentrant": False})
         self.weights = trainee.loss_weights
         self.parameters = self.model.trained
-        self.optimizer = _make_optimizer(settings, self.parameters)
-        self._load_optimizer_state()
-
-    def _load_optimizer_state(self) -> None:
-        done: Any = optimizer_of_weight(self.mlx_optimizer, self.settings, "").step
-        self.steps = int(done.item())
-        if not self.steps or self.settings.optimizer == "sgd":
-            return
-        for name, parameter in self.parameters.items():
-            mine = _get_subtree(optimizer_of_weight(self.mlx_optimizer, self.settings, name).state, name)
-            moments = {theirs: to_torch(mine[ours]).to(self.device) for ours, theirs in MOMENT_NAMES.items()}
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
+        self.optimizers = _make_optimizers(settings, self.parameters, optimizer)
+        self.steps = int(single_optimizers(optimizer)[-1].step.item())  # type: ignore[attr-defined]
+        if self.steps:
+            for one in self.optimizers:
+                one.load(self.parameters, self.steps)
 
     def sync_to_trainee(self) -> None:
         """Copies trained weights and the optimizer's state to the MLX trainee and optimizer."""
         named = [(name, to_mlx(value)) for name, value in self.parameters.items()]
         self.trainee.update(tree_unflatten(named))
-        for name, parameter in self.parameters.items():
-            if found := self.optimizer.state.get(parameter):
-                _get_subtree(optimizer_of_weight(self.mlx_optimizer, self.settings, name).state, name).update(
-                    {ours: to_mlx(found[theirs]) for ours, theirs in MOMENT_NAMES.items() if theirs in found}
-                )
+        for one in self.optimizers:
+            one.save(self.parameters)
         mx.eval(self.trainee.trainable_parameters(), self.mlx_optimizer.state)
 
     def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
@@ -123,14 +115,9 @@ class TorchStepper:
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         if self.settings.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(trained, self.settings.max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = float(make_schedule(self.settings, group["peak"])(mx.array(self.steps)).item())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for one in self.optimizers:
+            one.step(make_schedule(self.settings, one.part.peak)(mx.array(self.steps)), self.steps + 1)
         self.steps += 1
-        for group in self.optimizer.param_groups:
-            known = {"step": mx.array(self.steps, mx.uint64), "learning_rate": mx.array(group["lr"])}
-            optimizer_of_weight(self.mlx_optimizer, self.settings, group["name"]).state.update(known)
         return norm.item()
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -142,24 +129,72 @@ class TorchStepper:
         }
 
 
-def _make_optimizer(settings: TrainSettings, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """Returns the run's optimizer, with a group of parameters for each peak learning rate.
+@dataclass(frozen=True)
+class _PartOptimizer:
+    """The optimizer of one part of the weights. names: names of these weights. mlx: MLX's optimizer of the same part.
 
-    Each group also holds its `peak` and the `name` of one of its weights. Raises `TrainingError` if only the MLX engine
-    has the optimizer.
+    MLX's optimizer updates nothing; checkpoints are written from its state.
     """
-    groups: dict[float, dict[str, Any]] = {}
+
+    part: OptimizerPart
+    names: list[str]
+    torch: torch.optim.Optimizer
+    mlx: optim.Optimizer
+
+    def step(self, rate: mx.array, number: int) -> None:
+        """Updates the weights from their gradients, which are then dropped. number: steps done after this step."""
+        self.torch.param_groups[0]["lr"] = float(rate.item())
+        self.torch.step()
+        self.torch.zero_grad(set_to_none=True)
+        self.mlx.state.update({"step": mx.array(number, mx.uint64), "learning_rate": rate})
+
+    def load(self, parameters: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Copies the state of MLX's optimizer after `steps` steps, if the optimizer keeps one."""
+        for name in self.names if MOMENTS[self.part.kind] else ():
+            mine, parameter = _get_subtree(self.mlx.state, name), parameters[name]
+            moments = {
+                theirs: to_torch(mine[ours]).to(parameter.device) for ours, theirs in MOMENTS[self.part.kind].items()
+            }
+            self.torch.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
+
+    def save(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Copies the state to MLX's optimizer."""
+        for name in self.names:
+            if found := self.torch.state.get(parameters[name]):
+                moments = {ours: to_mlx(found[theirs]) for ours, theirs in MOMENTS[self.part.kind].items()}
+                _get_subtree(self.mlx.state, name).update(moments)
+
+
+def _make_optimizers(
+    settings: TrainSettings, parameters: Mapping[str, torch.Tensor], mlx: optim.Optimizer
+) -> list[_PartOptimizer]:
+    """Returns an optimizer for each part of the weights, see `list_optimizer_parts`, that holds any.
+
+    mlx: the MLX optimizer of all parts. Raises `TrainingError` if only the MLX engine has the optimizer.
+    """
+    parts = list_optimizer_parts(settings)
+    named: list[list[str]] = [[] for _ in parts]
     for name, parameter in parameters.items():
-        peak = peak_rate_of_weight(settings, name)
-        groups.setdefault(peak, {"params": [], "peak": peak, "name": name})["params"].append(parameter)
-    made, rate = list(groups.values()), settings.learning_rate
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(made, rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=settings.weight_decay)
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(made, rate, betas=(0.9, 0.999), eps=1e-8)
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(made, rate)
-    raise TrainingError(f"--engine torch has no optimizer {settings.optimizer}; it has adamw, adam and sgd")
+        named[next(i for i, part in enumerate(parts) if part.holds(name, parameter))].append(name)
+    return [
+        _PartOptimizer(part, names, _make_single_optimizer(settings, part, [parameters[name] for name in names]), one)
+        for part, names, one in zip(parts, named, single_optimizers(mlx), strict=True)
+        if names
+    ]
+
+
+def _make_single_optimizer(
+    settings: TrainSettings, part: OptimizerPart, parameters: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    if part.kind == "muon":
+        return Muon(parameters, part.peak)
+    if part.kind == "adamw":
+        return torch.optim.AdamW(parameters, part.peak, betas=(0.9, 0.95), eps=1e-8, weight_decay=settings.weight_decay)
+    if part.kind == "adam":
+        return torch.optim.Adam(parameters, part.peak, betas=(0.9, 0.999), eps=1e-8)
+    if part.kind == "sgd":
+        return torch.optim.SGD(parameters, part.peak)
+    raise TrainingError(f"--engine torch has no optimizer {part.kind}; it has adamw, adam, muon and sgd")
 
 
 def _get_subtree(tree: Any, name: str) -> dict[str, Any]:
