@@ -55,6 +55,20 @@ def bits_table(records: Records) -> str:
     return table(["held-out text", "bytes", *MODELS.values(), "base ids per id"], rows)
 
 
+def growth_table(records: Records) -> str:
+    """Returns bits per byte by the number of entries that a codebook may add to the pack's."""
+    points = records_part(records, "growth")["points"]
+    domains = sorted({one["domain"] for one in points}, reverse=True)
+    rows = []
+    for growth in sorted({one["growth"] for one in points}):
+        same = {one["domain"]: one for one in points if one["growth"] == growth}
+        rows.append([str(growth)])
+        for found in map(same.__getitem__, domains):
+            rows[-1] += [percent_change(found["bits_per_byte"], found["control"]), f"{found['base_ids_per_id']:.3f}"]
+    heads = [f"{domain}: {what}" for domain in domains for what in ("to the control", "base ids per id")]
+    return table(["entries to add", *heads], rows)
+
+
 def rates_table(records: Records) -> str:
     rows = []
     for name, one in records_part(records, "rates")["models"].items():
@@ -171,6 +185,7 @@ def picture(records: Records) -> Figure:
 
 TABLES = {
     "smollm2-bits": bits_table,
+    "smollm2-growth": growth_table,
     "smollm2-rates": rates_table,
     "smollm2-labels": labels_table,
     "smollm2-curve": curve_table,

@@ -3,8 +3,8 @@
     data    writes documents and conversations that the model samples, for training and held out, with all licences
     packs   learns packs from the training texts and measures the packs on held-out texts
     train   trains with the mixed pack, in legs (runs in sequence), and a control on the same windows uncompressed
-    measure measures bits per byte, free answers and labels of the last leg, the control and the base; writes the
-            adapter to ship
+    measure writes the adapter to ship; measures bits per byte, free answers and labels of this adapter, the control
+            and the base
     frontier
             measures bits and seconds per byte of the last leg, and of the base with fewer layers, trained like the
             control; steps are timed, so the machine must be idle
@@ -150,15 +150,15 @@ def train_legs(recipe: Recipe) -> None:
 
 
 def measure_leg(recipe: Recipe) -> None:
-    """Measures the last leg and writes the adapter to ship. Raises `TrainingError` if a command fails."""
+    """Writes the last leg's adapter to ship and measures it. Raises `TrainingError` if a command fails."""
     from .measuring import measure_models, write_adapter, write_record
 
     leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
     classes = recipe.shared and recipe.shared / "data" / "cls"
     require_path(leg / "control" / "adapter", "run the stage train first")
+    write_adapter(leg, recipe.settings.packs)
     measure_models(recipe.model, held_out, packs, classes, leg, recipe.settings.measure, recipe.call)
     write_record(leg, recipe.last)
-    write_adapter(leg)
 
 
 def make_frontier(recipe: Recipe) -> None:

@@ -1,7 +1,7 @@
 """Measures a leg on held-out texts: base, control, trained model, and the trained model without hypertokens.
 
-The models are float32 folders, made from the leg's adapters and measured by `mlx_zip evaluate`. The records are written
-to leg-N/measured, and the adapter to ship to leg-N/adapter.
+The models are float32 folders, made from the control's adapter and from the adapter to ship, leg-N/adapter, and measured
+by `mlx_zip evaluate`. The records are written to leg-N/measured.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.saving import ADAPTER_CONFIG, ZIP_CONFIG
 from recipes.stories.commands import RunModule, run_command
 
-from .settings import MeasureSettings
+from .settings import MeasureSettings, PackSettings
 from .texts import read_json_lines, render_record
 from .training import CONTROL, ZIP
 
 BASE, MASKED = "base", "masked"
 LABELS_FILE = "labels.json"
-_BASE_NAMED = {ADAPTER_CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_or_path"}
+SHIPPED = "adapter"  # folder in a leg
 
 
 def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
     """Returns the folders of the compared models, by name; makes missing folders.
 
     The model "masked" is the trained model's decoder as a plain model, without hypertokens. model: folder of the base.
-    leg: folder of the trained leg. Raises `TrainingError` if a command fails.
+    leg: folder of the trained leg, with the adapter to ship. Raises `TrainingError` if a command fails.
     """
     folder = leg / "models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
     for name, trained in ((CONTROL, CONTROL), (MASKED, ZIP)):
         fuse_adapter(model, leg / trained / "adapter", made[name], call)
     if not made[ZIP].exists():
-        words = ["--hf-path", leg / ZIP / "adapter", "--base", model, "--dtype", "float32", "--mlx-path", made[ZIP]]
+        words = ["--hf-path", leg / SHIPPED, "--base", model, "--dtype", "float32", "--mlx-path", made[ZIP]]
         run_command(call, "mlx_zip", ["convert", *words], leg)
     return made
 
@@ -112,14 +112,22 @@ def write_requests(texts: Path, out: Path, most: int) -> int:
     return len(opened)
 
 
-def write_adapter(leg: Path) -> None:
-    """Copies the trained adapter to leg/adapter, with the base's hub id in place of a local path."""
-    with atomic_folder(leg / "adapter", replace=True) as partial:
+def write_adapter(leg: Path, packs: PackSettings) -> None:
+    """Writes leg/adapter, the adapter to ship: the trained one with the base's hub id in place of a local path.
+
+    Its codebook adds fewer entries to the pack's than in training: a codebook is full early, its own entries are the
+    first runs of a text, and these cost more bits per saved step than the pack's.
+    """
+    with atomic_folder(leg / SHIPPED, replace=True) as partial:
         for file in sorted((leg / ZIP / "adapter").iterdir()):
-            if key := _BASE_NAMED.get(file.name):
-                write_json(partial / file.name, {**read_json_object(file), key: named.HUB})
-            else:
+            if file.name not in (ADAPTER_CONFIG, ZIP_CONFIG):
                 shutil.copyfile(file, partial / file.name)
+                continue
+            config = {**read_json_object(file), "base_model_name_or_path": named.HUB}
+            if file.name == ZIP_CONFIG:
+                size = len(config["start"]) + packs.shipped_growth
+                config["compression"] = {**config["compression"], "max_codebook_size": size}
+            write_json(partial / file.name, config)
 
 
 def write_record(leg: Path, number: int) -> None:

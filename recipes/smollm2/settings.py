@@ -98,15 +98,17 @@ class TalkSettings:
 class PackSettings:
     """How packs are learned. size: maximum entries of each pack. most_ids: maximum base ids to learn a pack from.
 
-    merge_size: merge size of the model. growth: number of entries that a codebook may add to the pack's entries.
-    window: number of base ids that are compressed separately. domains: domains that get a pack each. mixed: domains of
-    the mixed pack, which the model is trained with, and their shares.
+    merge_size: merge size of the model. growth: number of entries that a codebook may add to the pack's entries in
+    training. shipped_growth: the same for the adapter to ship, which is measured. window: number of base ids that are
+    compressed separately. domains: domains that get a pack each. mixed: domains of the mixed pack, which the model is
+    trained with, and their shares.
     """
 
     size: int = 1024
     most_ids: int = 2_500_000
     merge_size: int = 4
     growth: int = 32
+    shipped_growth: int = 8
     window: int = 1024
     domains: tuple[str, ...] = ("chat", "code", "math")
     mixed: tuple[tuple[str, float], ...] = (("chat", 0.4), ("code", 0.4), ("math", 0.12), ("medical", 0.08))
@@ -207,6 +209,7 @@ SMALL = Settings(
         size=16,
         most_ids=8000,
         growth=16,
+        shipped_growth=12,
         domains=("chat", "code"),
         mixed=(("chat", 0.5), ("code", 0.5)),
     ),
