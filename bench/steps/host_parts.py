@@ -22,7 +22,7 @@ import numpy as np
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.device import fastest_seconds
+from mlx_zip.device import time_fastest_call
 from mlx_zip.engine.interface import Failed, Finished, Submission
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine
@@ -236,7 +236,9 @@ def time_tiny_kernels() -> dict[str, float]:
                 mx.async_eval(y)
         mx.eval(y)
 
-    short, long, alone = (fastest_seconds(partial(chain, *args)) for args in ((CHAIN // 10,), (CHAIN,), (CHAIN, True)))
+    short, long, alone = (
+        time_fastest_call(partial(chain, *args)) for args in ((CHAIN // 10,), (CHAIN,), (CHAIN, True))
+    )
     launch_us = 1e6 * max(0.0, long - short) / (CHAIN - CHAIN // 10)
     return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / CHAIN - launch_us)}
 

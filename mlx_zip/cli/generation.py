@@ -264,7 +264,7 @@ def print_responses(
     responses: those of `stream_generate`. store: the `RowStore` whose row counts --json prints, None for no counts.
     codebook: further fields for --json.
     """
-    from mlx_zip.engine.responses import RULE, footer
+    from mlx_zip.engine.responses import RULE, format_footer
 
     framed, coloured = args.verbose and not args.json, colours.should_colour(args.color, out)
     text, response, status = "", None, 0
@@ -296,7 +296,7 @@ def print_responses(
         if not text:
             print("No text generated for this prompt", file=out)
         if response is not None:
-            print(footer(response), file=out)
+            print(format_footer(response), file=out)
     return status
 
 

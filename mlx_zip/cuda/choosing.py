@@ -109,7 +109,7 @@ class _ConstraintSearch(Search):
     def close(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
         return logits.masked_fill(to_device(~open_, logits.device)[None], -torch.inf)
 
-    def on_host(self, scores: Any) -> np.ndarray:
+    def copy_to_host(self, scores: Any) -> np.ndarray:
         return scores[0].to("cpu", copy=True).numpy()
 
 

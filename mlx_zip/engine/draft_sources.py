@@ -152,9 +152,9 @@ class PredictionSource:
             follows = self._match > 0 and self._place < len(self._ids) and self._ids[self._place] == one
             self._place, self._match = (self._place + 1, self._match + 1) if follows else (self._place, 0)
         if not self._match and self._last:
-            self._find_place()
+            self._move_after_longest_match()
 
-    def _find_place(self) -> None:
+    def _move_after_longest_match(self) -> None:
         """Moves to the place after the longest match of the answer's last ids, if at least `LEAST_MATCH` ids match."""
         ids, match = self._ids, 1
         places = np.flatnonzero(ids == self._last[0]) + 1
@@ -183,7 +183,7 @@ class PredictionSource:
         self._acceptance.note(self._asked_match, proposed, accepted)
 
 
-def text_sources(base_ids: Sequence[int] | Uint32s, prediction: Sequence[int] | Uint32s = ()) -> list[Source]:
+def make_text_sources(base_ids: Sequence[int] | Uint32s, prediction: Sequence[int] | Uint32s = ()) -> list[Source]:
     """Returns the sources that need no model. base_ids: the request's text. prediction: base ids, empty for none."""
     predicted = [PredictionSource(prediction)] if len(prediction) else []
     return [*predicted, LookupSource(base_ids)]
@@ -199,11 +199,11 @@ class Acceptance:
 
     def share(self, match: int) -> float:
         """Returns the share of proposed ids that are accepted after a match of `match` base ids."""
-        return self._share_after(match).value
+        return self._share_after_match(match).value
 
     def note(self, match: int, proposed: int, accepted: int) -> None:
         """Notes the outcome of a draft after a match of `match` base ids: ids proposed, and ids accepted."""
-        self._share_after(match).note(proposed, accepted)
+        self._share_after_match(match).note(proposed, accepted)
 
-    def _share_after(self, match: int) -> Share:
+    def _share_after_match(self, match: int) -> Share:
         return self._by_match[min(match, len(self._by_match) - 1)]

@@ -337,7 +337,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+    def count_prompt_ids(self, base_ids: Sequence[int], pack: Any = None) -> int:
         """Returns how many ids a prompt is compressed to, with a codebook that begins with `pack` (see `Submission`).
 
         Raises `GenerationError` if requests of this engine cannot begin with `pack`.
@@ -415,7 +415,7 @@ class Engine(ABC):
         """Whether the engine can serve requests: False after `close`, and after a fault that ended its thread."""
 
     @abstractmethod
-    def on_death(self, call: Callable[[BaseException], None]) -> None:
+    def call_on_fault(self, call: Callable[[BaseException], None]) -> None:
         """Calls `call` with the exception once a fault ends the engine's thread, or at once if a fault already has."""
 
     @abstractmethod

@@ -32,7 +32,7 @@ from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.engine.sampling.penalties import PenaltyTerms
 from mlx_zip.engine.sessions.store import Checkout
-from mlx_zip.engine.submissions import Checked, context_error, tokens_of
+from mlx_zip.engine.submissions import Checked, context_exceeded_error, push_and_count_tokens
 from mlx_zip.errors import EngineError, MlxZipError, first_message_line
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Request:
         """
         self.cache, self.cached_tokens = found.cache, found.base_tokens
         self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(found.cache), 0
-        self.draws = self.inline.draws or served.make_draws(self.checked.sampling, found.random_state)
+        self.draws = self.inline.draws or served.make_request_sampler(self.checked.sampling, found.random_state)
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
         rest, book = base_ids[found.base_tokens :], self.book
@@ -145,7 +145,7 @@ class Request:
         context = served.context
         room = math.inf if context is None else context - used
         if context is not None and room < 1:
-            raise context_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - found.ids), context)
+            raise context_exceeded_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - found.ids), context)
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self.max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
@@ -157,7 +157,7 @@ class Request:
     def prompt_tokens_fitting(self, room: int) -> int:
         """Returns how many base tokens of the prompt fit into the context if `room` of the `prompt_ids` fit."""
         ids = self.prompt_ids[: max(0, room)]
-        return self.cached_tokens + len(ids) if self.book is None else tokens_of(self.book.copy(), ids)
+        return self.cached_tokens + len(ids) if self.book is None else push_and_count_tokens(self.book.copy(), ids)
 
     @property
     def book(self) -> Any:
@@ -243,15 +243,17 @@ class Request:
         if self.drafter is not None:
             self.drafter.append(base_ids)
         if self._entries is None and self.book is not None:
-            self._entries = follow_entries(self.book, self.submission.show)
+            self._entries = make_entry_tracker(self.book, self.submission.show)
         self.logprobs = chosen.logprobs
         self._emitted = Emitted(
             chosen.id, base_ids, chosen.logprob, likely, last=self.reason is not None, from_draft=chosen.from_draft
         )
         if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
-            self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
+            self._emitted = replace(
+                self._emitted, origin=self._entries.origin_of_next_id(self.book, chosen.id, len(expansion))
+            )
 
-    def most_proposed(self, last: int, most: int) -> int:
+    def max_proposed_ids(self, last: int, most: int) -> int:
         """Returns how many ids, at most `most`, may be proposed after `last`, the id chosen last.
 
         The answer's limits bound the number, and so does the position at which LongRoPE switches factors.
@@ -289,7 +291,7 @@ class Request:
     def _proposed(self) -> int:
         return 0 if self.drafter is None else self.drafter.proposed
 
-    def newly_proposed(self) -> int:
+    def take_newly_proposed(self) -> int:
         """Returns how many ids drafts have proposed since the last call."""
         before, self._proposed_before = self._proposed_before, self._proposed
         return self._proposed - before
@@ -321,10 +323,10 @@ class Request:
             self._counted_s = now
             self.send(Counted(self.counts()))
 
-    def send_end(self) -> None:
+    def send_last_event(self) -> None:
         """Delivers the last event."""
         if self.error is not None:
-            self.send(Failed(without_frames(as_our_error(self.error))))
+            self.send(Failed(without_tracebacks(as_mlx_zip_error(self.error))))
         else:
             self.send(Finished(self.reason or "cancelled", self.counts()))
 
@@ -369,13 +371,13 @@ class Request:
         self._entries = self.drafter = None
 
 
-def propose_together(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
+def propose_drafts(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
     """Returns per request a draft or None. One pass of the model will read all these drafts.
 
     last: per request, the id chosen last. most: per request, the maximum number of ids to propose. If a request's
     source raises, the exception becomes the request's `error`, and the request gets no draft.
     """
-    limits = [request.most_proposed(*one) for request, *one in zip(requests, last, most, strict=True)]
+    limits = [request.max_proposed_ids(*one) for request, *one in zip(requests, last, most, strict=True)]
     drafts = choose_drafts([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
     proposed: list[Draft | None] = []
     for request, one, (source, width) in zip(requests, last, drafts, strict=True):
@@ -389,7 +391,7 @@ def propose_together(requests: Sequence[Request], last: Sequence[int], most: Seq
     return proposed
 
 
-def without_frames(error: MlxZipError) -> MlxZipError:
+def without_tracebacks(error: MlxZipError) -> MlxZipError:
     """Removes the tracebacks from an error and its causes, because they keep arrays in memory. Returns the error."""
     log.debug("a request failed", exc_info=error)
     waiting, seen = list[BaseException | None]([error]), set[int]()
@@ -402,7 +404,7 @@ def without_frames(error: MlxZipError) -> MlxZipError:
     return error
 
 
-def as_our_error(error: BaseException) -> MlxZipError:
+def as_mlx_zip_error(error: BaseException) -> MlxZipError:
     """Returns `error` itself if it is an `MlxZipError`, otherwise an `EngineError` caused by `error`."""
     if isinstance(error, MlxZipError):
         return error
@@ -446,12 +448,12 @@ class Origins:
         self._prompt = self._book.base_length
         self._learned: list[_Entry] = []  # installed since the last call of `installed`
 
-    def origin_of(self, book: Codebook, one: int, length: int) -> Origin | None:
+    def origin_of_next_id(self, book: Codebook, one: int, length: int) -> Origin | None:
         """Returns where the entry of the next id was learned, None for a base id.
 
         book: the request's codebook, which has not read that id. one: the id. length: number of base ids of `one`.
         """
-        self._follow(book)
+        self._replay_new_ids(book)
         slot = one - self._first_id
         if slot < 0:
             return None
@@ -461,11 +463,11 @@ class Origins:
 
     def installed(self, book: Codebook) -> tuple[_Entry, ...]:
         """Returns the entries that were installed since the last call. book: the request's codebook now."""
-        self._follow(book)
+        self._replay_new_ids(book)
         learned, self._learned = self._learned, []
         return tuple(learned)
 
-    def _follow(self, book: Codebook) -> None:
+    def _replay_new_ids(self, book: Codebook) -> None:
         """Replays the ids that the request's codebook has read since the last call."""
         more = book.mark() - self._book.mark()
         if more < 1:
@@ -476,6 +478,6 @@ class Origins:
                 self._learned.append(self._book.entry(slot))
 
 
-def follow_entries(book: Codebook, origins: bool) -> _NewEntries | Origins:
+def make_entry_tracker(book: Codebook, origins: bool) -> _NewEntries | Origins:
     """Returns an object that lists the entries that an answer installs; with `origins` also where they were learned."""
     return Origins(book) if origins or book.params.policy != "freeze" else _NewEntries(book)

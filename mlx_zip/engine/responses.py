@@ -82,7 +82,7 @@ class GenerationResponse:
         }
 
 
-def footer(response: GenerationResponse) -> str:
+def format_footer(response: GenerationResponse) -> str:
     """Returns mlx-lm's three lines of figures, in base tokens, one on hypertokens and, with drafts, one on drafts."""
     last = response
     drafts = (
@@ -140,12 +140,12 @@ class Answer:
             self._prompt_ids, self._cached_tokens = event.prompt_ids, self._cached_tokens + event.cached_tokens
         elif isinstance(event, Emitted):
             piece = self._text.feed(event.base_ids, event.last)
-            return self._response(event.id, piece, logprobs, from_draft=event.from_draft)
+            return self._make_response(event.id, piece, logprobs, from_draft=event.from_draft)
         elif isinstance(event, Finished):  # no emitted id was marked as the last one
-            return self._response(self._last, self._text.finish("length"), None, step=False)
+            return self._make_response(self._last, self._text.finish("length"), None, step=False)
         return None
 
-    def _response(
+    def _make_response(
         self, token: int, piece: TextPiece, logprobs: Any, step: bool = True, from_draft: bool = False
     ) -> GenerationResponse:
         """Returns a response. step: whether `token` was just emitted; False for a last response without a new id."""

@@ -180,7 +180,7 @@ def _stream_turn(
         return
     prompt = turns[0].prompt
     kept_ids, kept_base_ids = prompt_caches.reusable_prefix(cache, prompt)
-    prompt_caches.trim_to(cache, kept_ids)
+    prompt_caches.trim_cache_to(cache, kept_ids)
     prompt, turns[0].context = prompt[kept_base_ids:], _copy_codebook(cache)
     yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))
 

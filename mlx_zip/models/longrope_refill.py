@@ -59,7 +59,7 @@ class LongRopeRefill:
         self.done = end
         return h
 
-    def finish(self) -> None:
+    def install_refilled_caches(self) -> None:
         """Puts the new keys and values into the request's KV caches. All ids must have been read.
 
         If this raises, also on an interrupt, all KV caches are restored, because all layers must use the same factors.

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, errors_as
-from mlx_zip.files import remove_unfinished
+from mlx_zip.files import remove_unfinished_files
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
@@ -325,7 +325,7 @@ def fit_patch_model(
     record = _make_run_record(texts, text, options, settings)
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     with errors_as(TrainingError, str(out), OSError), lock_run_folder(out, "RUN"):
-        remove_unfinished(out)
+        remove_unfinished_files(out)
         with catch_stop_signals() as asked:
             done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
         source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}

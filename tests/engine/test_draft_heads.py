@@ -224,7 +224,7 @@ def rates_of_answers(monkeypatch, curve, head_s, are_right, kept):
             now[0] += 0.009 * curve[1 + proposed]
             costs.note(1 + proposed, 100, 0.009 * curve[1 + proposed])
             if proposed:
-                drafter.note_end(proposed, proposed * is_right)
+                drafter.note_draft_end(proposed, proposed * is_right)
             ids += 1 + proposed * is_right
         rates.append(0.009 * ids / (now[0] - began))
     return rates

@@ -139,10 +139,10 @@ def test_the_surest_source_proposes_and_each_has_its_own_number_of_ids():
 
     assert proposed() == 7  # a match of so many ids is surer than a model
     for _ in range(12):
-        drafter.note_end(7, 0)
+        drafter.note_draft_end(7, 0)
     assert proposed() == 2
     for _ in range(40):
-        drafter.note_end(2, 0)
+        drafter.note_draft_end(2, 0)
     assert proposed() == 1  # lookup again, which was refused last
 
 
@@ -153,8 +153,8 @@ def test_what_proposing_takes_counts_in_the_choice_of_the_width():
     costs.note(1, 100, 1.0)
     widths = [costs.choose_draft_length([0.7], 100, 15, seconds) for seconds in (0.0, 0.1, 0.5, 0.9)]
     assert widths == [15, 3, 1, 0]
-    assert costs.pays([0.7], 100, 15, 0.1)
-    assert not costs.pays([0.7], 100, 15, 0.9)
+    assert costs.draft_pays([0.7], 100, 15, 0.1)
+    assert not costs.draft_pays([0.7], 100, 15, 0.9)
 
 
 def test_a_first_draft_waits_for_passes_that_pay_for_it():

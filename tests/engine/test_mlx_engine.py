@@ -185,7 +185,7 @@ def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode,
 @pytest.fixture
 def work(monkeypatch):
     """What engines do, in order: ("again", ids) for a context that is read again, ("step", requests) for a step."""
-    seen, read, launch = [], LongRopeRefill.read_next, Group.launch
+    seen, read, launch = [], LongRopeRefill.read_next, Group.launch_pass
 
     def noting_read(self, at_most):
         before = self.done
@@ -198,7 +198,7 @@ def work(monkeypatch):
         return launch(self)
 
     monkeypatch.setattr(LongRopeRefill, "read_next", noting_read)
-    monkeypatch.setattr(Group, "launch", noting_launch)
+    monkeypatch.setattr(Group, "launch_pass", noting_launch)
     return seen
 
 

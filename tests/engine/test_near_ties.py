@@ -7,7 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.codec import compress
 from mlx_zip.engine.mlx import drafted
-from mlx_zip.engine.mlx.drafted import DraftedPass, read_last_again
+from mlx_zip.engine.mlx.drafted import DraftedPass, read_last_id_again
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
@@ -138,7 +138,7 @@ def test_the_last_id_is_read_again_as_it_was_read_and_the_cache_stays(family):
     ids = PROMPT if family == "plain" else compress(model.config.codec_params, PROMPT)[0].tolist()
     model(mx.array([ids[:-1]]), cache=cache)
     logits = model(mx.array([ids[-1:]]), cache=cache)[:, -1]
-    np.testing.assert_array_equal(read_last_again(served, cache, ids[-1]), logits)
+    np.testing.assert_array_equal(read_last_id_again(served, cache, ids[-1]), logits)
     assert {entry.size() for entry in cache} == {len(ids)}
     after = model(mx.array([[5]]), cache=cache)
     other = make_prompt_cache(model)

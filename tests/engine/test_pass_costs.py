@@ -170,7 +170,7 @@ def test_the_clock_leaves_out_passes_at_which_running_ahead_begins_or_ends(monke
     for ahead, seconds in ((False, 0.1), (False, 0.1), (True, 0.2), (True, 0.1), (False, 0.0), (False, 0.1)):
         now[0] += seconds
         clock.ids = clock.rows = 1
-        clock.note_read(costs, 100, ahead)
+        clock.note_pass_end(costs, 100, ahead)
     assert noted == pytest.approx([0.1] * 3)
 
 
@@ -181,7 +181,7 @@ def test_the_clock_notes_a_pass_with_the_last_id_that_is_chosen_from_it(monkeypa
     for ids, goes_on, seconds in ((1, False, 0.1), (4, True, 0.3), (4, True, 0.01), (4, False, 0.01), (1, False, 0.1)):
         now[0] += seconds
         clock.ids = clock.rows = ids
-        clock.note_read(costs, 100, goes_on=goes_on)
+        clock.note_pass_end(costs, 100, goes_on=goes_on)
     assert noted == [(4, pytest.approx(0.32)), (1, pytest.approx(0.1))]
 
 
@@ -264,7 +264,7 @@ def test_ids_that_do_not_pay_are_weighed_every_eighth_pass_and_when_a_share_rise
 
 
 def test_ids_are_weighed_in_the_next_pass_again_if_a_pass_over_one_id_has_to_come_first():
-    assert PassCosts().weigh_again_at(100, 1) == 1
+    assert PassCosts().next_weighing_pass(100, 1) == 1
     costs = timed(M4_PRO)
     drafter, widths = Drafter([Proposes(0.9, 0.0)], costs), []
     for _ in range(3 * pass_costs.COMPARE_EVERY):

@@ -156,7 +156,7 @@ def test_an_interrupt_between_two_layers_of_a_finished_refill_changes_neither():
     refill.read_next(short)
     refill.filled[1] = None  # stands for what an interrupt does
     with pytest.raises(TypeError):
-        refill.finish()
+        refill.install_refilled_caches()
     assert [vars(entry) for entry in cache[:-1]] == before
     assert not cache[-1].long_rope
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from mlx_zip.arguments import add_separator_flag, check_at_least
+from mlx_zip.arguments import add_separator_flag, check_flags_at_least
 from mlx_zip.bench.recording import print_record
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
-    check_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
+    check_flags_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
     for line in transfer_records(args):
         print_record(line, "mlx")
     return 0

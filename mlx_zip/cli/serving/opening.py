@@ -71,11 +71,11 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 
     Raises `GenerationError` if flags cannot be used together.
     """
-    from mlx_zip.engine.drafts import check_draft
+    from mlx_zip.engine.drafts import check_draft_options
     from mlx_zip.engine.sessions.store import SessionOptions
 
     engine_choice.check_engine_flags(args)
-    check_draft(args.draft, args.num_draft_tokens)
+    check_draft_options(args.draft, args.num_draft_tokens)
     template = {} if args.chat_template is None else {"chat_template": _read_template(args.chat_template)}
     return {
         "engine": args.engine,

@@ -34,14 +34,14 @@ class Choice:
     failed: mx.array | None = None
     logprobs: mx.array | None = None
 
-    def start(self, *others: mx.array) -> None:
+    def start_computing(self, *others: mx.array) -> None:
         """Starts computing the choice, along with other arrays."""
         more = (one for one in (self.packed, self.failed, self.logprobs) if one is not None)
         mx.async_eval(*more, self.y, *others)
 
-    def read(self) -> list[Chosen]:
+    def wait_for_ids(self) -> list[Chosen]:
         """Returns the chosen ids; waits until they are computed."""
-        chosen = self._read()
+        chosen = self._copy_to_host()
         if self.logprobs is not None:
             for row, one in enumerate(chosen):
                 one.logprobs = self.logprobs[row]
@@ -51,8 +51,8 @@ class Choice:
                 one.failed = bool(flag)
         return chosen
 
-    def _read(self) -> list[Chosen]:
-        """Returns the chosen ids with `logprob` and `likely`; `read` sets the other fields."""
+    def _copy_to_host(self) -> list[Chosen]:
+        """Returns the chosen ids with `logprob` and `likely`; `wait_for_ids` sets the other fields."""
         if self.packed is None:
             ids: Any = self.y.tolist()
             return [Chosen(one) for one in ids]
@@ -132,7 +132,7 @@ def _process_logits(
         rows.append(logits[row : row + 1])
         try:
             if request.error is None:
-                found = _process_row(request, rows[row], end)
+                found = _process_row_logits(request, rows[row], end)
                 if isinstance(found, Search):
                     searches[row] = found
                 else:
@@ -146,7 +146,7 @@ def _process_logits(
     return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
-def _process_row(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
+def _process_row_logits(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
     """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
     reads = any(not isinstance(one, PenaltyTerms) for one in request.penalties)  # `PenaltyTerms` read the codebook
     tokens: Any = mx.array(np.asarray(request.read_ids, np.int32)) if reads else None
@@ -198,5 +198,5 @@ class Search(searching.Search):
     def close(self, logits: mx.array, open_: np.ndarray) -> mx.array:
         return mx.where(mx.array(open_)[None], logits, -mx.inf)
 
-    def on_host(self, scores: Any) -> np.ndarray:
+    def copy_to_host(self, scores: Any) -> np.ndarray:
         return np.array(scores[0])

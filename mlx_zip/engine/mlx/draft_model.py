@@ -141,9 +141,9 @@ class DraftModelSource:
         most = int(min(most, self._model.most - len(self._text)))
         reader = self._reader = self._reader or self._model.reader_for(self)
         try:
-            ids = reader.catch_up(np.array(self._text, np.uint32))
+            ids = reader.read_new_text(np.array(self._text, np.uint32))
             began = time.perf_counter()
-            for one in islice(takewhile(lambda one: one < self._vocab_size, reader.write(ids, most)), most):
+            for one in islice(takewhile(lambda one: one < self._vocab_size, reader.generate_greedily(ids, most)), most):
                 self._took_s = time.perf_counter() - began
                 yield one
         except Exception as error:
@@ -220,23 +220,23 @@ class _Reader:
         self._plain_ids = array("I")  # ids that a plain model's cache holds; a codebook logs its ids itself
         self.kv = list(flatten_cache_lists(kv_caches(self._cache)))
 
-    def catch_up(self, text: Uint32s) -> Uint32s:
+    def read_new_text(self, text: Uint32s) -> Uint32s:
         """Trims the cache to its common prefix with a text of base ids, and reads the rest of the text but its end.
 
         Returns the ids that are left to read: at least 1, at most `FIRST_PASS`.
         """
         book = None if self._state is None else self._state.books[0]
         held = np.array(self._plain_ids, np.uint32) if book is None else book.base_ids()
-        rest = text[self._keep(min(common_length(held, text), len(text) - 1)) :]
+        rest = text[self._trim_to_base_tokens(min(common_length(held, text), len(text) - 1)) :]
         ids = rest if book is None else book.compress(rest)
         end = max(0, len(ids) - FIRST_PASS)
         for begin in range(0, end, CHUNK):
-            self._read(ids[begin : min(begin + CHUNK, end)])
+            self._read_ids(ids[begin : min(begin + CHUNK, end)])
             mx.eval([entry.state for entry in self.kv])
             mx.clear_cache()
         return ids[end:]
 
-    def _keep(self, base_tokens: int) -> int:
+    def _trim_to_base_tokens(self, base_tokens: int) -> int:
         """Trims the cache to the ids within the first `base_tokens` base tokens. Returns how many base tokens are left.
 
         After that all layers end at the same id, even if an interrupt had stopped a pass.
@@ -250,18 +250,18 @@ class _Reader:
         self._model.trim_cache(self._cache, int(np.searchsorted(book.ends(), base_tokens, side="right")))
         return book.base_length
 
-    def write(self, ids: Uint32s, most: int) -> Iterator[int]:
+    def generate_greedily(self, ids: Uint32s, most: int) -> Iterator[int]:
         """Reads ids, at least one, and yields the base ids of the draft model's greedy continuation.
 
         most: maximum number of base ids that the caller takes.
         """
-        chosen = self._read(ids)
-        return self._write_plain(chosen, most) if self._state is None else self._write_hypertokens(chosen)
+        chosen = self._read_ids(ids)
+        return self._generate_plain(chosen, most) if self._state is None else self._generate_with_hypertokens(chosen)
 
-    def _write_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
+    def _generate_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
         """Yields base ids. The device runs the pass over an id while the caller takes it. chosen [1]: the first id."""
         for left in range(most, 0, -1):
-            after = self._run(chosen) if left > 1 else chosen
+            after = self._likeliest_next_id(chosen) if left > 1 else chosen
             mx.async_eval(after)
             one = _read_id(chosen)
             if left > 1:
@@ -269,21 +269,21 @@ class _Reader:
             yield one
             chosen = after
 
-    def _write_hypertokens(self, chosen: mx.array) -> Iterator[int]:
+    def _generate_with_hypertokens(self, chosen: mx.array) -> Iterator[int]:
         """Yields the base ids of each id. Reads an id only when the caller wants more. chosen [1]: the first id."""
         assert self._state is not None
         while True:
             yield from base_ids_of_next(self._state.books[0], _read_id(chosen))
-            chosen = self._run(chosen)
+            chosen = self._likeliest_next_id(chosen)
 
-    def _read(self, ids: Uint32s) -> mx.array:
+    def _read_ids(self, ids: Uint32s) -> mx.array:
         """Reads ids [n], records them for a plain model, and returns the likeliest next id [1], not yet evaluated."""
-        chosen = self._run(mx.array(ids))
+        chosen = self._likeliest_next_id(mx.array(ids))
         if self._state is None:
             self._plain_ids.extend(ids.tolist())
         return chosen
 
-    def _run(self, ids: mx.array) -> mx.array:
+    def _likeliest_next_id(self, ids: mx.array) -> mx.array:
         """Reads ids [n] and returns the likeliest next id [1], not yet evaluated."""
         return mx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
 

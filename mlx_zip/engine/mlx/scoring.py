@@ -60,11 +60,11 @@ def codec(model: Any, pack: Pack | None = None) -> CodecParams:
     Raises `DataError` if the pack does not fit the model.
     """
     params = model.config.codec_params
-    return params if pack is None else _with_pack(params, pack)
+    return params if pack is None else _codec_with_pack(params, pack)
 
 
 @lru_cache(maxsize=4)
-def _with_pack(params: CodecParams, pack: Pack) -> CodecParams:
+def _codec_with_pack(params: CodecParams, pack: Pack) -> CodecParams:
     """Returns codec parameters that begin with the entries of `pack`. Cached, because checking entries takes time."""
     try:
         return params.with_start(pack)
@@ -106,13 +106,13 @@ def score(
     for batch in _batch_by_length(model, rows, batch_size):
         scored = _score_batch(model, [rows[i] for i in batch], availability)
         for i, result in zip(batch, scored, strict=True):
-            _check_finite(rows[i], result, i)
+            _check_scores_finite(rows[i], result, i)
             results[i] = result
         progress(len(batch))
     return [results[i] for i in range(len(rows))]
 
 
-def _check_finite(row: Compressed, result: Scored, i: int) -> None:
+def _check_scores_finite(row: Compressed, result: Scored, i: int) -> None:
     """Raises `ModelError` if a log-probability is not finite. i: the row's index, for the message."""
     bad = np.flatnonzero(~np.isfinite(result.logprobs))
     if len(bad):
@@ -128,11 +128,11 @@ def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) ->
     The longest rows come first, so that running out of memory happens at once.
     """
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
-    size = 1 if scores_itself(model) or _by_base_length(model) else batch_size
+    size = 1 if scores_itself(model) or _depends_on_base_length(model) else batch_size
     return [by_length[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
-def _by_base_length(model: Any) -> bool:
+def _depends_on_base_length(model: Any) -> bool:
     """Returns whether LongRoPE's factors depend on each row's base tokens; if so, rows cannot share a model call."""
     return (
         has_hypertokens(model)
@@ -169,10 +169,10 @@ def _score_calls(
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
     for row, compressed in zip(ids, rows, strict=True):
         row[: len(compressed.ids)] = compressed.ids
-    cache = _make_cache(model, rows)
+    cache = _make_scoring_cache(model, rows)
     options = {"causal": availability == "causal"} if has_hypertokens(model) else {}
     row, at, excluded = _excluded_ids(model, rows)
-    for begin, end in _call_columns(model, rows, ids.shape, availability, at_most):
+    for begin, end in _columns_per_call(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
         # canonical: forbid ids that the compressor would never write, unless they together have over half the
         # probability
@@ -195,14 +195,14 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
 
 
-def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
+def _make_scoring_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
     """Returns a new cache for a batch of rows. The codebook of each row begins with the row's `pack`."""
     if not has_hypertokens(model):
         return make_prompt_cache(model)
     return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
 
 
-def _call_columns(
+def _columns_per_call(
     model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str, at_most: int
 ) -> list[tuple[int, int]]:
     """Returns the columns (begin, end) that each model call reads, so few that the logits fit into memory.
@@ -215,17 +215,17 @@ def _call_columns(
         return [(0, end)]
     width = model.layout.width if has_hypertokens(model) else decoder_config(model).get("vocab_size", 1 << 17)
     step = min(at_most, max(1, LOGITS // (batch * width)))
-    border = min(end, _longrope_border(model, rows))
+    border = min(end, _first_long_column(model, rows))
     starts = [*range(0, border, step), *range(border, end, step)]
     return list(pairwise([*starts, end]))
 
 
-def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
+def _first_long_column(model: Any, rows: Sequence[Compressed]) -> int:
     """Returns the first column that is read with LongRoPE's long factors, 0 if the model has no LongRoPE."""
     context = model.traits.long_context if has_hypertokens(model) else None
     if context is None:
         return 0
-    return int(np.searchsorted(rows[0].ends, context + 1)) if _by_base_length(model) else context
+    return int(np.searchsorted(rows[0].ends, context + 1)) if _depends_on_base_length(model) else context
 
 
 def _read_scores(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) -> tuple[NDArray[Any], ...]:

@@ -64,7 +64,7 @@ class PenaltyTerms:
 
         The terms: the bias, how often the repetition penalty applies, and what the other two penalties subtract.
         """
-        changed = self._update_context()
+        changed = self._update_terms()
         self._changed[changed] = True
         sums = self._sums.update(self.state.books[self.row], self._changed)
         self._changed[changed] = False
@@ -78,7 +78,7 @@ class PenaltyTerms:
             terms[index] = np.concatenate([self._terms[index][base_ids], of[slots]])
         return columns, terms
 
-    def _update_context(self) -> np.ndarray:
+    def _update_terms(self) -> np.ndarray:
         """Computes the terms for the current context and returns the base ids whose terms have changed."""
         repeated, present, counted = self._context_of_each_penalty()
         context = np.unique(np.concatenate([repeated, present, counted]))

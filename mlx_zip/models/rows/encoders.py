@@ -40,7 +40,7 @@ def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -
     if config.kind not in ENCODER_FIELDS:
         raise ConfigError(f"encoder_type {config.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
     if config.kind == "res_latent_attn":
-        return ResLatentAttention(config, merge_size, config.residual_base_row(side))
+        return ResLatentAttention(config, merge_size, config.residual_row_kind(side))
     return kinds[config.kind](config, merge_size)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.errors import CodecError, DataError, errors_as
-from mlx_zip.files import follow_parent_process
+from mlx_zip.files import exit_with_parent_process
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns the function's result
@@ -335,4 +335,4 @@ def _start_batch_worker() -> None:
         signal.signal(number, signal.SIG_IGN)  # discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool ends its processes with SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    follow_parent_process()
+    exit_with_parent_process()

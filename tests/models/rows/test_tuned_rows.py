@@ -190,7 +190,7 @@ def test_scores_are_those_of_the_model_with_the_rows():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_generation_reads_tuned_rows_also_ahead_of_the_host(ahead, monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "_begins_ahead", lambda model: ahead)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "_ahead_option", lambda model: ahead)
     cache, feed, expected = MODEL.make_cache(pack=TUNED), IDS, []
     for _ in range(20):
         expected.append(int(np.argmax(last_logits(MODEL, feed, cache))))
