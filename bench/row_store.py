@@ -113,7 +113,9 @@ def time_model_lookups(
     with RowStore(folder, memory_bytes=args.memory_bytes, folder_bytes=disk_limit) as store:
         for chosen in wanted:
             keys = made_up_entries(chosen)
-            take: Callable[[], Any] = lambda keys=keys: mx.eval(store.rows(kind, keys, lengths, refuse_to_encode))
+            take: Callable[[], Any] = lambda keys=keys: mx.eval(
+                store.find_or_encode_rows(kind, keys, lengths, refuse_to_encode)
+            )
             from_disk.append(time_us_per_row(take, args.batch))
             from_memory.append(time_us_per_row(take, args.batch))
         return {

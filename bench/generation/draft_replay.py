@@ -90,7 +90,7 @@ def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
     book.push(prompt)
     whole = book.copy()
     whole.push(ids)
-    rows, lengths = whole.logged(book.mark())
+    rows, lengths = whole.logged_base_ids(book.mark())
     pieces = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
     return ForcedText(prompt.tolist(), ids.tolist(), pieces, book)
 

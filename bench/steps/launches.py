@@ -209,7 +209,9 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
     with build_graphs_as_on_gpu():
         return sum(
             count_launches(
-                model.row_source.encode(model.side(side), base_ids, np.full(entries, size, np.uint32))
+                model.row_source.encode_rows_of_side(
+                    model.side_named(side), base_ids, np.full(entries, size, np.uint32)
+                )
             ).values()
         )
 
@@ -232,8 +234,8 @@ def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.
     ahead = TwoPartStep(model, cache)
     for one in ids:
         y = mx.array([one])
-        h = ahead.run(y)
-        logits = model(y[None], cache=cache) if h is None else ahead.follow(h, y)
+        h = ahead.run_body(y)
+        logits = model(y[None], cache=cache) if h is None else ahead.compute_logits(h, y)
         yield greedy_choice(logits[:, -1, : model.layout.hyper_id(len(cache[-1].books[0]))])
 
 

@@ -93,10 +93,10 @@ ZIP_HOOKS = (
     Hook("wait", "mlx_zip.engine.mlx.choosing:Choice", "wait_for_ids"),
     Hook("sampling", "mlx_zip.engine.mlx.group:Group", "choose_next_ids"),
     Hook("call", MODEL, "__call__"),
-    *(Hook("call", AHEAD, name) for name in ("run", "follow")),
+    *(Hook("call", AHEAD, name) for name in ("run_body", "compute_logits")),
     Hook("embedding", MODEL, "embed", arrays_in_result),
     *(Hook("rows", ROWS, name, arrays_in_row_tables) for name in ("fill_inputs", "fill_outputs")),
-    *(Hook("rows", ROWS, name) for name in ("settle_submitted", "settle_unsubmitted")),
+    *(Hook("rows", ROWS, name) for name in ("store_submitted_rows", "store_unsubmitted_rows")),
     Hook("blocks", MODEL, "run_layers", arrays_in_result),
     Hook("head", MODEL, "joint_head", arrays_in_result),
     Hook("canonical", "mlx_zip.engine.sampling.exclusions:CanonicalIds", "excluded"),
@@ -107,7 +107,7 @@ ZIP_HOOKS = (
     *(Hook("codec", STATE, name) for name in ("advance", "entries")),
     *(Hook("codec", STATE, f"missing_{name}") for name in ("outputs", "inputs", "installed_inputs")),
     Hook("codec", STATE, "only_missing_output"),
-    Hook("codec", "mlx_zip.codec:Codebook", "words"),
+    Hook("codec", "mlx_zip.codec:Codebook", "entry_words"),
 )
 
 

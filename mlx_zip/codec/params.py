@@ -135,7 +135,7 @@ class CodecParams:
         """Returns these parameters with other start entries. For None, returns them unchanged. Raises `CodecError`."""
         return self if start is None else replace(self, start=start)
 
-    def same_but_start(self, other: CodecParams) -> bool:
+    def is_equal_except_start(self, other: CodecParams) -> bool:
         """Returns whether both are equal except for their start entries. Every step calls this, so it must be fast."""
         names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id", "policy")
         return self is other or all(getattr(self, name) == getattr(other, name) for name in names)

@@ -28,9 +28,9 @@ class State(Protocol):
 class Group(Protocol):
     """Requests that take their steps together. requests: requests now in the group. length: ids in the longest cache.
 
-    The scheduler calls the parts of a step in this order: `begin_step`, `read_chosen_ids`, `remove_ended`, `launch_pass`,
-    `finish_choosing`; see `mlx_zip.engine.mlx.group`. In a step that merges groups, the scheduler does not call
-    `begin_step`.
+    The scheduler calls the parts of a step in this order: `begin_step`, `read_chosen_ids`, `remove_ended`,
+    `launch_pass`, `finish_choosing`; see `mlx_zip.engine.mlx.group`. In a step that merges groups, the scheduler does
+    not call `begin_step`.
     """
 
     requests: list[Any]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.codec.codebook import base_ids_of_next
+from mlx_zip.codec.codebook import base_ids_of_next_id
 from mlx_zip.engine.drafts import Draft, Drafter, choose_drafts
 from mlx_zip.engine.interface import (
     Counted,
@@ -183,7 +183,7 @@ class Request:
         if self.book is None:
             return np.zeros(0, np.uint32)
         known = 0 if self.book.params.policy != "freeze" else len(self._firsts)
-        new = self.book.rows(known, len(self.book) - known)[0][:, 0]
+        new = self.book.padded_entries(known, len(self.book) - known)[0][:, 0]
         self._firsts = np.concatenate([self._firsts[:known], new])
         return self._firsts
 
@@ -214,7 +214,7 @@ class Request:
 
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that may come next. Raises `CodecError` if the codebook cannot read the id."""
-        return (token,) if self.book is None else base_ids_of_next(self.book, token)
+        return (token,) if self.book is None else base_ids_of_next_id(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """Returns `expansion`, cut after an eos id or at the limit, and the finish reason, None if there is none."""

@@ -47,10 +47,10 @@ class LongRopeRefill:
         model, state = self._model, self._state
         embeddings = self._h
         if embeddings is None:
-            model.row_source.settle_unsubmitted()
+            model.row_source.store_unsubmitted_rows()
             model.bind_tuned_rows(state)
             model.fill_outputs(state)  # `embed` reads input rows from this table if both sides have the same rows
-            self._log = state.log(model.config.pad_id)
+            self._log = state.padded_id_log(model.config.pad_id)
             embeddings = self._h = model.embed(state, self._log)
         begin, end = self.done, min(self.done + at_most, self.total)
         positions = positions_of_log(state, self._log, begin, end, model.config.position_mode, self._long)

@@ -125,8 +125,8 @@ def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.
     longest = int(lengths.max())
     symbols = corpus.rows[ids.reshape(-1), :longest].astype(np.int32)
     places = np.flatnonzero(np.arange(longest) < lengths[:, None])
-    e = model.encode(mx.array(corpus.rows[kinds].astype(np.int32)))[mx.array(index.reshape(ids.shape))]
-    h = model.contexts(e).reshape(len(lengths), -1)
+    e = model.encode_patches(mx.array(corpus.rows[kinds].astype(np.int32)))[mx.array(index.reshape(ids.shape))]
+    h = model.latent_states(e).reshape(len(lengths), -1)
     states = model.states(h, mx.array(symbols[:, :-1]))
     logits = model.head(states.reshape(-1, states.shape[-1])[mx.array(places)])
     return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")

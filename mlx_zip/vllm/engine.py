@@ -442,7 +442,7 @@ class VllmScheduler(Scheduler):
     def _count_cached(self, request: Request, ids: int) -> None:
         """Sets a request's cached tokens: base tokens of its first `ids` ids, found in vLLM's prefix cache."""
         book, before = request.book, request.cached_tokens
-        request.cached_tokens = ids if book is None else int(book.logged(0, ids)[1].sum())
+        request.cached_tokens = ids if book is None else int(book.logged_base_ids(0, ids)[1].sum())
         self.totals.cached_tokens += request.cached_tokens - before
 
     def _take_id(self, request: Request, chosen: Chosen) -> None:

@@ -271,7 +271,7 @@ def test_a_head_proposes_the_ids_that_its_states_say(family):
     rows = np.array(headed.matrix.weight)[: headed.vocab_size]
     if family != "plain":
         book = cache[-1].books[0]
-        rows = np.concatenate([rows, np.array(model.rows(*book.rows(0, len(book)))[1])])
+        rows = np.concatenate([rows, np.array(model.encode_rows(*book.padded_entries(0, len(book)))[1])])
     state, one, wanted = h[0, -1], last, []
     for _ in range(4):
         state = head(state, mx.array(rows[one]))

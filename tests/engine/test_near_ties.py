@@ -51,14 +51,14 @@ def oracle(monkeypatch):
 @pytest.fixture
 def coarse(monkeypatch):
     """Passes over several ids get noise of the size that counts as rounding."""
-    real, rng = DraftedPass._read, np.random.default_rng(0)
+    real, rng = DraftedPass._read_ids, np.random.default_rng(0)
 
     def with_noise(self, served, ids):
         logits = real(self, served, ids)
         size = mx.abs(mx.where(logits == -mx.inf, 0, logits)).max(axis=-1, keepdims=True)
         return logits + 0.9 * ROUNDING * size * mx.array(rng.choice([-1.0, 1.0], logits.shape).astype(np.float32))
 
-    monkeypatch.setattr(DraftedPass, "_read", with_noise)
+    monkeypatch.setattr(DraftedPass, "_read_ids", with_noise)
     monkeypatch.setitem(drafted.ROUNDING, mx.float32, ROUNDING)
 
 

@@ -78,7 +78,7 @@ def length(book, one):
     """Base ids of a hypertoken that installs its own entry."""
     book = book.copy()
     book.push(one)
-    return int(book.logged(book.mark() - 1)[1][0])
+    return int(book.logged_base_ids(book.mark() - 1)[1][0])
 
 
 @settings(max_examples=30)

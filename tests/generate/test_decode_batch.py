@@ -175,10 +175,12 @@ def test_outside_of_their_steps_nothing_is_left_for_the_device_to_begin_with(mon
 
 def test_ids_of_rows_that_have_ended_are_no_part_of_the_bodys_graph(monkeypatch):
     """An array of that graph would be on the host only when the body has ended."""
-    requests, waiting_for, run = together(tiny.tiny_model(), True), [], TwoPartStep.run
+    requests, waiting_for, run = together(tiny.tiny_model(), True), [], TwoPartStep.run_body
     requests.run(2)
     requests.requests[1].handle.cancelled = True
-    monkeypatch.setattr(TwoPartStep, "run", lambda self, ids: waiting_for.append(count_launches(ids)) or run(self, ids))
+    monkeypatch.setattr(
+        TwoPartStep, "run_body", lambda self, ids: waiting_for.append(count_launches(ids)) or run(self, ids)
+    )
     for _ in range(3):
         requests.scheduler.work()
     assert [sum(one.values()) for one in waiting_for] == [0, 0, 0]

@@ -165,13 +165,13 @@ def test_rows_of_refills_that_are_given_up_do_not_pile_up():
     model = model_of()
     model.row_source.store, ids, cache = RowStore(), ids_of(model), model.make_cache()
     model(mx.array(ids[None, : below(model, ids)]), cache=cache)
-    model.row_source.settle()
+    model.row_source.store_all_rows()
     for seed in range(1, 6):  # other ids each time, so that their rows are not there
         ids, cache = ids_of(model, seed=seed), model.make_cache()
         cache[-1].advance(ids[None, :20].astype(np.uint32))
         LongRopeRefill(model, cache[:-1], cache[-1], True).read_next(CHUNK)
     assert len(model.row_source.store._fresh) <= 2  # of the last one, on both sides
-    assert model.row_source.store.submit()
+    assert model.row_source.store.submit_rows()
 
 
 def loaded(cache):

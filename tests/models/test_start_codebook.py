@@ -31,7 +31,7 @@ def slow_logits(model, ids, start):
         installed.append(len(book.entries))
     padded = [[*run, *[PAD] * (MERGE - len(run))] for run in book.entries.values()]
     lengths = np.array([len(run) for run in book.entries.values()])
-    inputs, outputs = model.rows(np.array(padded, np.uint32), lengths)
+    inputs, outputs = model.encode_rows(np.array(padded, np.uint32), lengths)
     h = mx.stack([inputs[i - VOCAB] if i >= VOCAB else model.model.embed_tokens.weight[i] for i in ids])[None]
     spans = [len(book.entries[i]) if i >= VOCAB else 1 for i in ids]
     where = np.cumsum(spans) - 1 if model.config.position_mode == "base_token_end" else np.arange(len(ids))

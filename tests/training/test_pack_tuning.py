@@ -57,7 +57,7 @@ def model_of(family="llama", **changes):
 
 def rows_by_encoder(model):
     base_ids = np.array([[*run, *[PAD] * (MERGE - len(run))] for run in WORDS], np.uint32)
-    return model.rows(base_ids, np.array([len(run) for run in WORDS]))
+    return model.encode_rows(base_ids, np.array([len(run) for run in WORDS]))
 
 
 def random_rows(model, seed=0):

@@ -47,7 +47,7 @@ def reference(model: Any, sample: Sample, availability: str) -> tuple[float, flo
     params = sample.params(model.config.codec_params)
     whole = Codebook(params)
     whole.push(sample.ids[:-1])
-    rows = np.array(model.rows(*whole.rows(0, len(whole)))[1]) if len(whole) else np.zeros((0, 1))
+    rows = np.array(model.encode_rows(*whole.padded_entries(0, len(whole)))[1]) if len(whole) else np.zeros((0, 1))
     cache = model.make_cache(pack=params.start)
     nats, count = 0.0, 0.0
     for i, target in enumerate(sample.ids[1:].tolist()):
@@ -70,11 +70,11 @@ def legacy_logits(model: Any, token: int, cache: Any, rows: np.ndarray) -> np.nd
     kv, state = model.split_cache(cache)
     ids = np.array([[token]], np.uint32)
     state.advance(ids)
-    hidden = model.hidden(kv, state, ids)
+    hidden = model.run_body(kv, state, ids)
     base = model.model.embed_tokens.as_linear(hidden) if model.traits.tied else model.lm_head(hidden)
-    parts = [model.cap(base)[..., : model.layout.vocab_size]]
+    parts = [model.soft_cap_logits(base)[..., : model.layout.vocab_size]]
     if len(rows):
-        parts.append(model.cap(hidden @ mx.array(rows).T))
+        parts.append(model.soft_cap_logits(hidden @ mx.array(rows).T))
     return np.array(mx.concatenate(parts, axis=-1)[0, -1])
 
 

@@ -153,7 +153,7 @@ def test_a_trained_model_begins_with_its_rows(tmp_path):
     assert pack.entries == START
     assert pack.rows is not None
     assert pack.rows.model == model.fingerprint
-    encoded = [np.array(side) for side in model.rows(*_padded())]
+    encoded = [np.array(side) for side in model.encode_rows(*_padded())]
     moved = [np.abs(own - side).max() for own, side in zip((pack.rows.input, pack.rows.output), encoded, strict=True)]
     assert min(moved) > 1e-4
 

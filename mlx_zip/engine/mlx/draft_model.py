@@ -24,8 +24,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_zip.codec.codebook import base_ids_of_next
-from mlx_zip.codec.ids import Uint32s, common_length
+from mlx_zip.codec.codebook import base_ids_of_next_id
+from mlx_zip.codec.ids import Uint32s, common_prefix_length
 from mlx_zip.engine.draft_sources import MOST_PROPOSED
 from mlx_zip.engine.pass_costs import KEPT, SURE, HeadRecord, Share
 from mlx_zip.errors import EngineError, GenerationError, first_message_line
@@ -227,7 +227,7 @@ class _Reader:
         """
         book = None if self._state is None else self._state.books[0]
         held = np.array(self._plain_ids, np.uint32) if book is None else book.base_ids()
-        rest = text[self._trim_to_base_tokens(min(common_length(held, text), len(text) - 1)) :]
+        rest = text[self._trim_to_base_tokens(min(common_prefix_length(held, text), len(text) - 1)) :]
         ids = rest if book is None else book.compress(rest)
         end = max(0, len(ids) - FIRST_PASS)
         for begin in range(0, end, CHUNK):
@@ -273,7 +273,7 @@ class _Reader:
         """Yields the base ids of each id. Reads an id only when the caller wants more. chosen [1]: the first id."""
         assert self._state is not None
         while True:
-            yield from base_ids_of_next(self._state.books[0], _read_id(chosen))
+            yield from base_ids_of_next_id(self._state.books[0], _read_id(chosen))
             chosen = self._likeliest_next_id(chosen)
 
     def _read_ids(self, ids: Uint32s) -> mx.array:

@@ -144,7 +144,7 @@ class DraftedPass:
         """Adds an id of the pass to a row's codebook and, unless this is a batch, moves the end of the KV caches."""
         if len(self._drafts) > 1:
             if self._state is not None:
-                self._state.push_to_row(row, one)
+                self._state.push_to_sequence(row, one)
             return
         if self._state is not None:
             assert self._encoded is not None

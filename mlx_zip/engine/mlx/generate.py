@@ -112,8 +112,8 @@ def stream_generate(
     pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in place of the model's own.
     With a prompt_cache that was saved and loaded, give the pack that the cache began with, because the file does not
     hold the pack's rows. prompt_progress_callback: called with (number of prompt ids read so far, number of all prompt
-    ids), also if LongRoPE's switch of factors has the context read again. max_kv_size: as in `make_bounded_cache`, for a
-    new cache. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
+    ids), also if LongRoPE's switch of factors has the context read again. max_kv_size: as in `make_bounded_cache`, for
+    a new cache. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
 
     draft: source of proposed ids, of which one pass of the model checks several. "lookup": ids that followed an earlier
     place of the text that matches the text's end; "head": the model's draft head; "auto": lookup or draft head, with as

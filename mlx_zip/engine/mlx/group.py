@@ -36,7 +36,7 @@ from mlx_zip.models.batching import (
     filter_cache,
     flatten_cache_lists,
     merge_caches,
-    merge_unread,
+    merge_empty_caches,
 )
 from mlx_zip.models.longrope_refill import LongRopeRefill, plan_rope_factors
 from mlx_zip.models.rows.zip_state import find_zip_state, kv_caches, submit_parts_early
@@ -110,7 +110,7 @@ class Group:
                 self._begun = self._read_last_ids(self._choice.y[:, None])
             elif served.long_context is None or len(self.requests) == 1:
                 self._ahead = self._ahead or TwoPartStep(served.model, self.cache)
-                self._h = self._begun = self._ahead.run(self._choice.y)
+                self._h = self._begun = self._ahead.run_body(self._choice.y)
             if self._begun is not None:
                 mx.async_eval(self._begun)
 
@@ -119,7 +119,7 @@ class Group:
         assert self._choice is not None
         chosen = self._choice.wait_for_ids()
         if self.served.hyper:
-            self.served.model.row_source.settle_submitted()
+            self.served.model.row_source.store_submitted_rows()
         if len(self.tokens) != len(self.requests):
             self.tokens = [0] * len(self.requests)
         for row, request, one in zip(self._rows, self._choosing, chosen, strict=True):
@@ -261,7 +261,7 @@ class Group:
             return
         with mx.stream(generation_stream):
             self._clock.ids = 1
-            logits = begun if self._ahead is None else self._ahead.follow(begun, self._choice.y)[:, -1]
+            logits = begun if self._ahead is None else self._ahead.compute_logits(begun, self._choice.y)[:, -1]
             self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:
             for row, (request, token) in enumerate(zip(self.requests, self.tokens, strict=True)):
@@ -449,7 +449,7 @@ class Reading:
         for request in requests:
             request.cache = None  # the batch takes over the codebook, so after an error the cache must not be kept
         with mx.stream(generation_stream):
-            cache = merge_unread(served.model, caches, padding)
+            cache = merge_empty_caches(served.model, caches, padding)
             if longest > 1:
                 served.model(mx.array(ids[:, :-1]), cache=cache, **self._factors)
                 mx.eval([entry.state for entry in kv_caches(cache)])

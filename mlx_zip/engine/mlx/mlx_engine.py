@@ -218,7 +218,7 @@ class WithoutHypertokens(nn.Module):
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Returns logits [B, L, V] for base ids [B, L]. cache: from `make_cache`, updated in place."""
         cache, model = self.make_cache() if cache is None else cache, self.model
-        h = model.scaled(model.model.embed_tokens(ids))
+        h = model.scale_embeddings(model.model.embed_tokens(ids))
         h = model.run_layers(h, cache, Positions(start=cache[0].offset))
         for other in cache[1:]:  # offsets of a batch are lazy arrays; unread ones would grow into a long chain of sums
             other.offset = cache[0].offset

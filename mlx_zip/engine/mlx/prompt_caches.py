@@ -25,7 +25,7 @@ import numpy as np
 from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_prompt_cache, trim_prompt_cache
 
 from mlx_zip.codec import compress_next
-from mlx_zip.codec.ids import as_ids, common_length
+from mlx_zip.codec.ids import as_ids, common_prefix_length
 from mlx_zip.engine.interface import SessionInfo, Submission
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.served import Served, check_kv_options
@@ -188,7 +188,7 @@ def reusable_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int,
         raise GenerationError(CANNOT_TRIM)
     ends = _id_ends(cache)
     held = _known_base_ids(cache)
-    common = common_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
+    common = common_prefix_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
     kept = int(np.searchsorted(ends, common, side="right"))
     return kept, int(ends[kept - 1]) if kept else 0
 

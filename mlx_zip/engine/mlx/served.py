@@ -30,7 +30,7 @@ from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_pack_c
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
-from mlx_zip.models.draft_head import make_proposer
+from mlx_zip.models.draft_head import make_head_proposer
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model, named_arrays
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state, kv_caches
@@ -57,7 +57,7 @@ class Served:
         if draft_model is not None and self.machines is not None:
             raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
         self.draft_model = None if draft_model is None else DraftModel(draft_model)
-        self._head = make_proposer(model) if options.draft in ("head", "auto") else None
+        self._head = make_head_proposer(model) if options.draft in ("head", "auto") else None
         if options.draft == "head" and self._head is None:
             raise GenerationError("draft (--draft head): this model has no draft head (mlx_zip train --draft-head)")
         self.ahead = default_device_is_gpu() if options.ahead is None else options.ahead
@@ -170,7 +170,7 @@ class Served:
     def settle(self) -> None:
         """Stores the hyper rows that the last call encoded, which only this thread can evaluate, and the pass costs."""
         if self.hyper:
-            self.model.row_source.settle()
+            self.model.row_source.store_all_rows()
         if self.options.draft != "off":
             self._cost_file.save()
 

@@ -124,7 +124,7 @@ class EntryTermSums:
 
         changed [V + 1] bool: base ids whose terms may have changed since the last update.
         """
-        rows, lengths = book.rows(0, len(book))
+        rows, lengths = book.padded_entries(0, len(book))
         n, width = rows.shape
         known = min(n, len(self._lengths))
         stale = np.ones(n, bool)

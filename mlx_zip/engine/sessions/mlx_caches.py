@@ -336,7 +336,7 @@ class _CacheBuilder:
         if name != ZipState.__name__:
             raise BadFileError(f"its cache has a {name!r:.40} where this model has its codebook")
         params = params_from_json(parts[1])
-        if not isinstance(params, CodecParams) or not params.same_but_start(own):
+        if not isinstance(params, CodecParams) or not params.is_equal_except_start(own):
             raise BadFileError("its codebook has other codec parameters than the loaded model's")
         state = ZipState.from_state(parts)
         if state.left_padding != [0] or state.offset != ids:

@@ -185,7 +185,7 @@ class SequenceRows:
         if self.places is not None:
             return self._unpack_keys([self.places.keys[place] for place in places.tolist()])
         first = int(places.min())
-        base_ids, lengths = self.books[0].rows(first, int(places.max()) - first + 1)
+        base_ids, lengths = self.books[0].padded_entries(first, int(places.max()) - first + 1)
         return base_ids[places - first], lengths[places - first].astype(np.int64)
 
     def _unpack_keys(self, keys: Sequence[EntryKey]) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +223,7 @@ class SequenceRows:
         encode(base_ids [N, merge_size], lengths [N]) makes rows [N, D].
         """
         missing = self.missing_outputs()
-        keys = [book.words(slot) for book, slots in zip(self.books, missing, strict=True) for slot in slots]
+        keys = [book.entry_words(slot) for book, slots in zip(self.books, missing, strict=True) for slot in slots]
         places = self._places_with_output_rows(
             keys, lambda chosen: encode(*self._unpack_keys([keys[i] for i in chosen]))
         )
@@ -299,7 +299,7 @@ class SequenceRows:
         """Returns the keys of the entries in some slots of sequence b. An entry with a tuned row has its own key."""
         book, mark = self.books[b], tuned_fingerprint(self.tuned[b])
         tuned = 0 if mark is None else len(book.params.start or ())
-        return [(mark, book.words(slot)) if mark and slot < tuned else book.words(slot) for slot in slots]
+        return [(mark, book.entry_words(slot)) if mark and slot < tuned else book.entry_words(slot) for slot in slots]
 
     def _add_sequences_with_rows(self, other: SequenceRows) -> None:
         """Adds the sequences of `other` to this batch's state, and those of their rows that this state lacks."""

@@ -208,7 +208,7 @@ class _ReplayedSample:
         ids = sample.ids.astype(np.int64)
         new = book.push(sample.ids[:-1])
         self.inputs, self.targets, self.weights = ids[:-1], ids[1:], sample.mask[1:].astype(np.float32)
-        self.entries = book.rows(0, len(book))
+        self.entries = book.padded_entries(0, len(book))
         hyper = (self.inputs >= params.vocab_size) & ~np.isin(self.inputs, params.disabled_ids)
         self.slots_read = np.where(hyper, self.inputs - params.vocab_size, -1)
         self.available = np.full(len(self.inputs), len(book), np.int64)
