@@ -133,7 +133,7 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
         if proposed:
             drafter.count_proposed(len(proposed))
         if costs is not None:
-            costs.note(widths[-1], held, cost_of[widths[-1]])
+            costs.note_pass(widths[-1], held, cost_of[widths[-1]])
         accepted = common_length(proposed, ids[at + 1 : at + 1 + len(proposed)])
         end = min(at + 2 + accepted, len(ids))
         waits = not ahead or bool(proposed) or expects_draft([drafter], held)

@@ -262,9 +262,9 @@ class DraftedEngine(MlxEngine):
         inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
         run, store = Run(len(forced.prompt)), _ReadPrompt(cache)
         scheduler = Scheduler(served, store, 1, None, lambda _: None, partial(Reading, served), raises=True)
-        scheduler.add(Request(checked, PassNotes(run, time.perf_counter()), inline))
+        scheduler.add_request(Request(checked, PassNotes(run, time.perf_counter()), inline))
         while scheduler.busy:
-            scheduler.work()
+            scheduler.run_round()
         run.text_bytes = len(self.tokenizer.decode(run.base_ids).encode())
         run.kv_ids = cache[0].offset
         run.row_bytes = 0 if state is None else installed_row_bytes(cache[-1])

@@ -24,7 +24,7 @@ from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip, wait_and_
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.device import time_fastest_call
 from mlx_zip.engine.interface import Failed, Finished, Submission
-from mlx_zip.engine.mlx.generate import emit
+from mlx_zip.engine.mlx.generate import stream_ids
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
@@ -164,7 +164,7 @@ def count_buffer_copies(model: Any, prompt: Sequence[int], text: Sequence[int], 
     sampler: Any = ForcedIdSampler(ids.tolist())
     count = min(steps, len(ids))
     run = RunOptions(ahead=True)
-    made = islice(emit(model, prompt_ids, cache, sampler=sampler, run=run), count)
+    made = islice(stream_ids(model, prompt_ids, cache, sampler=sampler, run=run), count)
     next(made)
     before, lengths, windows = buffer_places(cache), cycle(WINDOWS), 0
     found = {name: {"windows": 0, "bytes": 0} for name in before}

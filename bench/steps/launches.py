@@ -27,7 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.engine.mlx.generate import emit
+from mlx_zip.engine.mlx.generate import stream_ids
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models import layers
@@ -219,7 +219,7 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
 def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
     sampler: Any = ForcedIdSampler(ids)
     run = RunOptions(prefill_step_size=PROMPT, ahead=True)
-    made = emit(model, prompt, model.make_cache(), sampler=sampler, run=run)
+    made = stream_ids(model, prompt, model.make_cache(), sampler=sampler, run=run)
     deque(islice(made, len(ids)), maxlen=0)
     model.row_source.store.flush()
 

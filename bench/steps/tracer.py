@@ -102,7 +102,7 @@ ZIP_HOOKS = (
     Hook("canonical", "mlx_zip.engine.sampling.exclusions:CanonicalIds", "excluded"),
     Hook("canonical", "mlx_zip.engine.mlx.choosing", "exclude_ids", arrays_in_result),
     Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
-    Hook("response", "mlx_zip.engine.responses:Answer", "take"),
+    Hook("response", "mlx_zip.engine.responses:Answer", "take_event"),
     Hook("codec", "mlx_zip.engine.request:Request", "expand"),
     *(Hook("codec", STATE, name) for name in ("advance", "entries")),
     *(Hook("codec", STATE, f"missing_{name}") for name in ("outputs", "inputs", "installed_inputs")),

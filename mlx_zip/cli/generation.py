@@ -160,7 +160,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
 @contextmanager
 def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
     """Context manager: yields the model on PyTorch. sampling: fields of `Sampling`."""
-    from mlx_zip.engine.responses import answers
+    from mlx_zip.engine.responses import stream_answers
     from mlx_zip.engine.sampling.options import Sampling
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.text.prompts import encode_prompt
@@ -183,7 +183,7 @@ def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterat
 
         def answer(prompt: Any) -> Iterator[Any]:
             base_ids = encode_prompt(engine.tokenizer, prompt)
-            return (one for _, one in answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
+            return (one for _, one in stream_answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
 
         hyper = bool(engine.info.codebook_size)
         record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": _pack_fingerprint(chosen, folder)}

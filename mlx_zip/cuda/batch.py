@@ -396,7 +396,7 @@ class Batch:
         ahead = sequence.ahead
         if ahead is None:
             return False
-        if ahead.draft.take(id_):
+        if ahead.draft.take_if_proposed(id_):
             sequence.output = ahead.output
             return True
         self._drop_draft(row)

@@ -32,7 +32,10 @@ def check_draft_options(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> Non
 
 
 class Offer(NamedTuple):
-    """A source that has ids to propose. share, seconds: results of the source's methods `share` and `seconds`."""
+    """A source that has ids to propose.
+
+    share, seconds: what the source's methods `acceptance_share` and `seconds_per_id` return.
+    """
 
     source: Source
     share: float
@@ -62,33 +65,33 @@ class Drafter:
         for source in self._sources:
             source.append(base_ids)
 
-    def see(self, h: Any, last: int | None, cache: Any) -> None:
-        """Gives the draft head the output of the last pass; arguments as in `Head.see`."""
+    def note_body_output(self, h: Any, last: int | None, cache: Any) -> None:
+        """Gives the draft head the output of the last pass; arguments as in `Head.note_body_output`."""
         if self._head is not None:
-            self._head.see(h, last, cache)
+            self._head.note_body_output(h, last, cache)
 
     def has_ids_to_weigh(self) -> bool:
-        """Returns whether a source has ids to propose that are to be weighed: `leave` did not put it off.
+        """Returns whether a source has ids to propose that are to be weighed: `stop_weighing_until` did not put it off.
 
         Weighing takes noticeable time between two passes of a small model.
         """
         again = self.costs is None or self.costs.passes >= self._left_until
         for source, left in zip(self._sources, self._left, strict=True):
-            if source.share() > (0.0 if again else left):
+            if source.acceptance_share() > (0.0 if again else left):
                 return True
         return False
 
-    def leave(self, until: int) -> None:
-        """Notes that no ids pay: before the pass number `until`, a source is weighed only if its share has risen."""
-        self._left, self._left_until = [source.share() for source in self._sources], until
+    def stop_weighing_until(self, pass_number: int) -> None:
+        """Notes that no ids pay: before the pass `pass_number`, a source is weighed only if its share has risen."""
+        self._left, self._left_until = [source.acceptance_share() for source in self._sources], pass_number
 
-    def offers(self) -> tuple[Offer | None, Offer | None]:
+    def best_offers(self) -> tuple[Offer | None, Offer | None]:
         """Returns the offer with the highest share, and the best offer that takes no time; None where there is none."""
         surest = at_once = None
         for source in self._sources:
-            share = source.share()
+            share = source.acceptance_share()
             if share > (0.0 if at_once is None else at_once.share):
-                offer = Offer(source, share, source.seconds())
+                offer = Offer(source, share, source.seconds_per_id())
                 if surest is None or share > surest.share:
                     surest = offer
                 if not offer.seconds:
@@ -127,7 +130,7 @@ class Drafter:
         """Notes that the last draft is over: how many ids were proposed, and how many of these were accepted."""
         if self._asked is None:
             return
-        self._asked.note(proposed, accepted)
+        self._asked.note_draft(proposed, accepted)
         if self._asked.width is None:
             self.own_width = min(MOST_PROPOSED, 2 * self.own_width) if accepted == proposed else max(1, accepted + 1)
 
@@ -172,7 +175,7 @@ class Draft:
         """Returns whether the id `chosen` is the next proposed id."""
         return self.taken < len(self.ids) and self.ids[self.taken] == chosen
 
-    def take(self, chosen: int) -> bool:
+    def take_if_proposed(self, chosen: int) -> bool:
         """If the id `chosen` is the next proposed id, counts it as taken. Returns whether it is."""
         if not self.proposes(chosen):
             return False
@@ -216,15 +219,19 @@ def choose_drafts(
     return chosen
 
 
-def _choose_offers(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
+def _choose_offers(costs: PassCosts, candidates: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
     """Returns the offers to take and the number of ids per row: of a trial if one is due, else of the highest gain."""
-    if len(found) == 1:
-        return found[0], costs.choose_draft_length(found[0].shares, held, found[0].most, found[0].seconds)
-    for offers in found:
+    if len(candidates) == 1:
+        return candidates[0], costs.choose_draft_length(
+            candidates[0].shares, held, candidates[0].most, candidates[0].seconds
+        )
+    for offers in candidates:
         if ids := costs.take_trial(offers.shares, held, offers.most, offers.seconds):
             return offers, ids
-    weighed = [(offers, costs.best_draft_length(offers.shares, held, offers.most, offers.seconds)) for offers in found]
-    return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
+    weighed = [
+        (offers, costs.best_draft_length(offers.shares, held, offers.most, offers.seconds)) for offers in candidates
+    ]
+    return max(weighed, key=lambda one: costs.speedup(one[0].shares, held, one[1], one[0].seconds))
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
@@ -249,11 +256,11 @@ def have_ids_to_weigh(drafters: Sequence[Drafter | None]) -> bool:
 
 
 def _stop_weighing(drafters: Sequence[Drafter | None], costs: PassCosts, held: int) -> None:
-    """Calls `Drafter.leave` for all rows of a pass, because no ids pay."""
+    """Calls `Drafter.stop_weighing_until` for all rows of a pass, because no ids pay."""
     until = costs.next_weighing_pass(held, len(drafters))
     for drafter in drafters:
         if drafter is not None:
-            drafter.leave(until)
+            drafter.stop_weighing_until(until)
 
 
 class _Offers(NamedTuple):
@@ -271,7 +278,7 @@ class _Offers(NamedTuple):
 def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
     """Returns the rows' offers with the highest shares, if any; if these take time, also the best that take no time."""
     found = [
-        drafter.offers() if drafter is not None and limit > 0 else (None, None)
+        drafter.best_offers() if drafter is not None and limit > 0 else (None, None)
         for drafter, limit in zip(drafters, limits, strict=True)
     ]
     surest = _combine_offers([one for one, _ in found], limits)

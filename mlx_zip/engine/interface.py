@@ -344,7 +344,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+    def score_prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
         """Yields each id of a compressed prompt with its log-probability, while running requests go on.
 
         top_logprobs: number of most likely ids to report per position. pack: as in `Submission`. Raises what `submit`

@@ -43,7 +43,7 @@ class Share:
     def value(self) -> float:
         return self._accepted / (self._accepted + self._refused)
 
-    def note(self, proposed: int, accepted: int) -> None:
+    def note_draft(self, proposed: int, accepted: int) -> None:
         """Updates the estimate after a draft. Ids after the first refused id do not count."""
         self._accepted += accepted
         self._refused += accepted < proposed
@@ -101,7 +101,7 @@ class PassCosts:
         self.head = HeadRecord()
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
-    def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
+    def note_pass(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
         """Notes the seconds of a pass over `ids` ids per row on a cache of `held` ids per row.
 
         Ignores widths that are not in `WIDTHS`. Also ignores a pass over several ids unless a pass over one id, with as
@@ -121,7 +121,7 @@ class PassCosts:
         if ids not in widths:
             widths[ids] = _Times()
         times, was_known = widths[ids], widths[ids].known
-        changed = times.note(seconds, -COMPARE_EVERY if known else self.passes, known)
+        changed = times.note_cost(seconds, -COMPARE_EVERY if known else self.passes, known)
         if changed and (ids > 1 or not was_known):
             self._known.clear()
             self._weighed = None, 0
@@ -152,7 +152,7 @@ class PassCosts:
 
     def note_figure(self, figure: Figure, seconds: float) -> None:
         """Notes a figure of an earlier run. The figure counts as one timed pass, so newer times soon outweigh it."""
-        self.note(figure.ids, figure.held, seconds, figure.rows, known=True)
+        self.note_pass(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns the cost of a pass by width, divided by that of a pass over one id, on a cache of `held` ids per row.
@@ -229,7 +229,7 @@ class PassCosts:
             self._weighed = weighed, next(untimed, best) - 1  # the narrowest width that was never timed comes first
         return self._weighed[1]
 
-    def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
+    def speedup(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
         """Returns ids per second emitted with `ids` proposed ids per row, divided by those of passes over one id."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
@@ -314,7 +314,7 @@ class PassClock:
             return
         now = time.perf_counter()
         if costs is not None and self.ids and self._read_s and ahead == self._ahead:
-            costs.note(self.ids, held, now - self._read_s, self.rows)
+            costs.note_pass(self.ids, held, now - self._read_s, self.rows)
         self.ids, self._read_s, self._ahead = 0, now, ahead
 
 
@@ -338,7 +338,7 @@ class _Times:
         """Forgets the costs, but not `known`."""
         self._last.clear()
 
-    def note(self, cost: float, at: int, known: bool) -> bool:
+    def note_cost(self, cost: float, at: int, known: bool) -> bool:
         """Notes the cost of a pass. Returns whether `median` or `known` changed. known: True to set `known` at once."""
         before, self.at = (self.median, self.known), at
         self._last.append(cost)

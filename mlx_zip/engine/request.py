@@ -125,34 +125,36 @@ class Request:
 
     # ---- from submission to the first id
 
-    def begin(self, served: Served, found: Checkout, differing: Differing | None = None) -> None:
-        """Starts the request and delivers `Started`. found: a cache that holds the beginning of the prompt or nothing.
+    def begin(self, served: Served, checkout: Checkout, differing: Differing | None = None) -> None:
+        """Starts the request and delivers `Started`.
 
-        differing: as in `Started`. Raises `PromptTooLongError` if the prompt leaves no position of the context for an
-        answer.
+        checkout: a cache that holds the beginning of the prompt or nothing. differing: as in `Started`. Raises
+        `PromptTooLongError` if the prompt leaves no position of the context for an answer.
         """
-        self.cache, self.cached_tokens = found.cache, found.base_tokens
-        self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(found.cache), 0
-        self.draws = self.inline.draws or served.make_request_sampler(self.checked.sampling, found.random_state)
+        self.cache, self.cached_tokens = checkout.cache, checkout.base_tokens
+        self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(checkout.cache), 0
+        self.draws = self.inline.draws or served.make_request_sampler(self.checked.sampling, checkout.random_state)
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
-        rest, book = base_ids[found.base_tokens :], self.book
+        rest, book = base_ids[checkout.base_tokens :], self.book
         ids = rest if book is None or self.inline.ids is not None else compress_next(book, rest)
         self.prompt_ids = self.next_ids = np.asarray(ids if self.inline.ids is None else self.inline.ids)
-        self._read = base_ids[: found.base_tokens].tolist() if book is None else []
+        self._read = base_ids[: checkout.base_tokens].tolist() if book is None else []
         self._begun_at = 0 if book is None else book.mark()
-        used = book.base_length + len(rest) if book is not None and served.by_base else found.ids + len(self.prompt_ids)
+        used = (
+            book.base_length + len(rest) if book is not None and served.by_base else checkout.ids + len(self.prompt_ids)
+        )
         context = served.context
         room = math.inf if context is None else context - used
         if context is not None and room < 1:
-            raise context_exceeded_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - found.ids), context)
+            raise context_exceeded_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - checkout.ids), context)
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self.max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
         self.drafter = served.make_drafter(lambda: [*self.held_base_ids(), *rest.tolist()], self.checked.prediction)
-        self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
+        self.send(Started(len(base_ids), checkout.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
         """Returns how many base tokens of the prompt fit into the context if `room` of the `prompt_ids` fit."""
@@ -164,16 +166,16 @@ class Request:
         """The request's codebook, None for a plain model."""
         return None if self._state is None else self._state.books[self._row]
 
-    def bind(self, state: State | None, row: int) -> None:
+    def bind_to_row(self, state: State | None, row: int) -> None:
         """Makes the request use the codebook of row `row` of `state`. state: None for a plain model's cache."""
         self._state, self._row = state, row
         if state is None:
             return
         if self.canonical is not None:
-            self.canonical.bind(self.book)
+            self.canonical.follow_codebook(self.book)
         for processor in self.penalties:
             if isinstance(processor, PenaltyTerms):
-                processor.bind(state, row)
+                processor.bind_to_row(state, row)
 
     # ---- steps
 
@@ -187,13 +189,13 @@ class Request:
         self._firsts = np.concatenate([self._firsts[:known], new])
         return self._firsts
 
-    def note_read(self, ids: Sequence[int]) -> None:
+    def note_read_ids(self, ids: Sequence[int]) -> None:
         """Records ids that a plain model's cache has read. With hypertokens does nothing: the codebook logs all ids."""
         if self._state is None:
             self._read.extend(map(int, ids))
 
     def forget_last(self) -> None:
-        """Removes the last id from those recorded by `note_read`."""
+        """Removes the last id from those recorded by `note_read_ids`."""
         del self._read[-1:]
 
     @property
@@ -270,7 +272,7 @@ class Request:
                 room = min(room, (self._context - position - 1) // per_id)
         return max(0, int(min(room, most)))
 
-    def needs_long(self, token: int) -> bool:
+    def needs_long_factors_for(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
         if self._context is None:
             return False
@@ -364,7 +366,7 @@ class Request:
         """Returns the base ids that the request's cache holds."""
         return self._read if self.book is None else self.book.base_ids(0).tolist()
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Drops the references to objects that take much memory, such as the cache."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []

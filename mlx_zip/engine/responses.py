@@ -128,7 +128,7 @@ class Answer:
         """Restarts the clock."""
         self._begun_s = time.perf_counter()
 
-    def take(self, event: Event, logprobs: Any = None) -> GenerationResponse | None:
+    def take_event(self, event: Event, logprobs: Any = None) -> GenerationResponse | None:
         """Returns the response for an event, None if the event needs no response. Raises the error of a `Failed` event.
 
         logprobs [W]: the log-probabilities that an emitted id was chosen from.
@@ -177,7 +177,7 @@ class Answer:
         )
 
 
-def answers(
+def stream_answers(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Mapping[str, Any]],
@@ -206,7 +206,7 @@ def answers(
             at, event = arrived.get()
             if at not in running:  # the text has ended, and the request was cancelled below
                 continue
-            if (response := running[at].take(event)) is not None:
+            if (response := running[at].take_event(event)) is not None:
                 yield at, response
             if isinstance(event, Finished) or (response is not None and response.finish_reason is not None):
                 engine.cancel(tickets.pop(at))

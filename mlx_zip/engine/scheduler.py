@@ -84,11 +84,11 @@ class Scheduler:
         """Whether there is anything to do."""
         return bool(self.waiting or self.readings or self.groups)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Adds a request, which waits until there is room."""
         self.waiting.append(request)
 
-    def work(self) -> None:
+    def run_round(self) -> None:
         """Does one round: ends cancelled requests, starts waiting requests, reads prompts, and takes one step."""
         self._end_cancelled_waiting()
         self._admit_waiting()
@@ -99,7 +99,7 @@ class Scheduler:
         if self._rounds % CLEAR_EVERY == 0:
             self.served.free_unused_memory()
 
-    def purge(self) -> int:
+    def purge_sessions(self) -> int:
         """Deletes all kept sessions and returns their number. Requests that have not ended will leave no session.
 
         Raises what the store's `purge` raises.
@@ -354,7 +354,7 @@ class Scheduler:
             self._keep_session(request)
         finally:
             request.handle.ended = True
-            request.release()
+            request.release_memory()
             if not request.keep:
                 self.served.clear_draft_cache()
             self._ended(request)

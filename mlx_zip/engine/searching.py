@@ -44,32 +44,32 @@ class Search(ABC):
         self._open = _open_columns(mask, request.vocab_size, first_ids, logits.shape[1])
 
     @abstractmethod
-    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
+    def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
         """Returns logits [1, W] with closed and excluded ids at -inf, and scores [1, W] float32, not yet evaluated.
 
         The id with the highest score is the one drawn. open_ [W] bool: False for closed ids.
         """
 
     @abstractmethod
-    def close(self, logits: Any, open_: np.ndarray) -> Any:
+    def mask_closed_ids(self, logits: Any, open_: np.ndarray) -> Any:
         """Returns logits [1, W] with -inf where `open_` [W] bool is False."""
 
     @abstractmethod
     def copy_to_host(self, scores: Any) -> np.ndarray:
         """Waits until scores [1, W] are computed and returns them as an array [W] that the caller may write to."""
 
-    def begin(self) -> bool:
+    def build_scores(self) -> bool:
         """Builds the scores for `look_for_id` without evaluating them, and returns True.
 
         Raises `GenerationError` if no id is open.
         """
         if not self._open.any():
             raise GenerationError(NOTHING)
-        self._chosen_from, self.scores = self.score(self._open, self._excluded)
+        self._chosen_from, self.scores = self.score_open_ids(self._open, self._excluded)
         return True
 
     def look_for_id(self) -> bool:
-        """Goes through the scores from the highest down. Returns True if no id was found and `begin` must run again.
+        """Goes through the scores from the highest down. Returns whether `build_scores` must run again to find an id.
 
         Raises `GenerationError` if the constraint allows no id.
         """
@@ -99,17 +99,17 @@ class Search(ABC):
 
     def _end_with_id(self, token: int) -> None:
         self.token = token
-        self.logits = self.close(self._chosen_from, self._open) if self._refused else self._chosen_from
+        self.logits = self.mask_closed_ids(self._chosen_from, self._open) if self._refused else self._chosen_from
 
 
-def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
+def search_next_ids(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
     """Finds the next ids of several rows. If a row's search raises, the exception becomes its request's `error`.
 
     compute: evaluates the scores of all rows whose search is not over, together.
     """
     left = list(searches)
     while left:
-        left = [one for one in left if _run_or_set_error(one, one.begin)]
+        left = [one for one in left if _run_or_set_error(one, one.build_scores)]
         compute([one.scores for one in left])
         left = [one for one in left if _run_or_set_error(one, one.look_for_id)]
 

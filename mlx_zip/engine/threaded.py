@@ -103,7 +103,7 @@ class ThreadedEngine(Engine):
 
     def _add_request(self, request: Request) -> None:
         """Gives a request to the scheduler; called in the engine's thread."""
-        self._scheduler.add(request)
+        self._scheduler.add_request(request)
 
     def cancel(self, ticket: Ticket) -> None:
         assert isinstance(ticket, Handle)
@@ -117,7 +117,7 @@ class ThreadedEngine(Engine):
     def count_prompt_ids(self, base_ids: Sequence[int], pack: Any = None) -> int:
         return self._checks.count_prompt_ids(base_ids, pack)
 
-    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+    def score_prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
         self._check_alive()
         checked = self._checks.check(Submission(base_ids, max_tokens=1, top_logprobs=top_logprobs, pack=pack))
         params = self._checks.facts.params
@@ -173,7 +173,7 @@ class ThreadedEngine(Engine):
         self._inbox.ask(lambda: self._update_figures(self._store.drop(name)))
 
     def purge_sessions(self) -> int:
-        return self._inbox.ask(lambda: self._update_figures(self._scheduler.purge()))
+        return self._inbox.ask(lambda: self._update_figures(self._scheduler.purge_sessions()))
 
     def _update_figures(self, result: Any = None) -> Any:
         """Publishes the store's current figures to other threads; returns `result`."""
@@ -300,7 +300,7 @@ class ThreadedEngine(Engine):
             while scheduler.busy:
                 if self._closing and time.monotonic() >= self._deadline:
                     scheduler.cancel_all()
-                scheduler.work()
+                scheduler.run_round()
                 self._running = len(scheduler.running)
                 self._inbox.run_queued_calls(0)
             scheduler.served.free_unused_memory()

@@ -237,7 +237,7 @@ class _OutputRows:
         if not self._slots:
             return base
         assert self._state is not None
-        hyper = self._state.outputs.take(mx.clip(ids - vocab, 0, self._slots - 1))
+        hyper = self._state.outputs.take_rows(mx.clip(ids - vocab, 0, self._slots - 1))
         return mx.where((ids < vocab)[..., None], base, hyper.astype(base.dtype))
 
     def logits(self, h: mx.array) -> mx.array:

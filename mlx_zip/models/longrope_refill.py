@@ -81,7 +81,7 @@ def plan_rope_factors(
     if model.traits.long_context is None:
         return {}, None
     kv, state = model.split_cache(cache)
-    long = model.needs_long(state, ids)
+    long = model.call_needs_long_factors(state, ids)
     again = state.offset and long != state.long_rope
     return {"long": long}, LongRopeRefill(model, kv, state, long) if again else None
 

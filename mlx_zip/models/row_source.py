@@ -89,7 +89,7 @@ class RowSource:
         return self._fingerprint.of_model(model)
 
     def keep_fingerprint(self, model: nn.Module, fingerprint: str) -> None:
-        """Makes `fingerprint` the model's fingerprint: the whole model's, because `model` is this machine's share of it."""
+        """Sets the model's fingerprint to that of the whole model, because `model` is this machine's share of it."""
         self._fingerprint.set(model, fingerprint)
 
     # ---- the store
@@ -146,7 +146,7 @@ class RowSource:
             return
         limit = self.config.codebook_size if state.places is None else None
         if side.name == "output":
-            rows = state.outputs.at(places)
+            rows = state.outputs.rows_at(places)
         elif len(places) == 1 and state.places is None:
             rows = self._row_of_slot(state, side, int(places[0]))
         else:
@@ -154,7 +154,7 @@ class RowSource:
         if len(places) == 1:
             state.inputs.put_run(int(places[0]), rows, limit)
         else:
-            state.inputs.put(places, rows, limit)
+            state.inputs.put_rows(places, rows, limit)
         state.encoded_inputs[places] = True
 
     def fill_outputs(self, state: ZipState, side: RowSide) -> None:
@@ -167,7 +167,7 @@ class RowSource:
         else:
             slots = np.array(state.missing_outputs()[0], np.int64)
             if len(slots):
-                state.outputs.put(slots, self.rows_of_entries(side, *state.entries(slots)), limit)
+                state.outputs.put_rows(slots, self.rows_of_entries(side, *state.entries(slots)), limit)
         return state.mark_outputs_encoded()
 
     def _row_of_slot(self, state: ZipState, side: RowSide, slot: int) -> mx.array:

@@ -63,7 +63,7 @@ class TwoPartStep:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            h = _put_hyper_rows(hyper, table.take(state.places_at_slots(slots)), h)
+            h = _put_hyper_rows(hyper, table.take_rows(state.places_at_slots(slots)), h)
         h = model.run_layers(model.scale_embeddings(h), kv, positions)
         set_plain_offsets(kv, state.left_padding)
         return h

@@ -106,9 +106,9 @@ class Model(nn.Module):
         Columns of slots without an entry and of the base tail are -inf. causal: whether an entry that an id of this
         call installs can be chosen only from that id's position on; by default, as upstream, it can be chosen at all L
         positions. cache: from `make_cache`, updated in place; None starts a new request. long: whether LongRoPE uses
-        its long factors; None decides by the last id's position. For a prompt read in several calls, give `needs_long`
-        of the whole prompt. Raises, before anything changes, `CodecError` for an illegal id and `ModelError` if the
-        cache does not fit the model.
+        its long factors; None decides by the last id's position. For a prompt read in several calls, give
+        `call_needs_long_factors` of the whole prompt. Raises, before anything changes, `CodecError` for an illegal id
+        and `ModelError` if the cache does not fit the model.
         """
         if cache is None:
             raise_unless_ids_shape(ids)
@@ -209,7 +209,7 @@ class Model(nn.Module):
                 raise ModelError(f"a KV cache holds {length} ids, the codebook {state.offset}; trim all together")
         return kv, state
 
-    def needs_long(self, state: ZipState, ids: np.ndarray) -> bool:
+    def call_needs_long_factors(self, state: ZipState, ids: np.ndarray) -> bool:
         """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors; False without LongRoPE.
 
         Raises `CodecError` if the call would refuse an id.
@@ -278,7 +278,7 @@ class Model(nn.Module):
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
-        rows = self.input_row_table(state).take(mx.array(places))
+        rows = self.input_row_table(state).take_rows(mx.array(places))
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:

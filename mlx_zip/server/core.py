@@ -162,7 +162,7 @@ class Core:
         def work(check: Check) -> list[PromptId]:
             check()
             found = []
-            for one in self.engine.prompt_ids(base_ids, turn.logprobs or 0, self.named_packs.resolve(turn.pack)):
+            for one in self.engine.score_prompt_ids(base_ids, turn.logprobs or 0, self.named_packs.resolve(turn.pack)):
                 check()
                 found.append(one)
             return found

@@ -327,7 +327,7 @@ class VllmServed:
         with _refusals():
             self.llm.add_request(name, prompt, sampling_params(request, self.broken_id, most, self.pack))
         if book is None:
-            request.note_read(request.prompt_ids)
+            request.note_read_ids(request.prompt_ids)
         else:
             book.push(request.prompt_ids)
         return Running(request, name)
@@ -406,7 +406,7 @@ class VllmScheduler(Scheduler):
         self.readings: deque[Any] = deque()  # of `Running`
         self._llm, self._broken_id = served.llm, served.broken_id
 
-    def work(self) -> None:
+    def run_round(self) -> None:
         """Gives waiting requests to vLLM, aborts cancelled ones, and has vLLM take a step."""
         self._end_cancelled_waiting()
         self._admit_waiting()
@@ -451,7 +451,7 @@ class VllmScheduler(Scheduler):
         request.count_chosen(chosen)
         if request.reason is None:
             if request.book is None:
-                request.note_read([chosen.id])
+                request.note_read_ids([chosen.id])
             else:
                 request.book.push(chosen.id)
         self._deliver_emitted(request)

@@ -33,7 +33,7 @@ class Oracles:
     def append(self, base_ids):
         self._at += len(base_ids)
 
-    def match(self):
+    def match_length(self):
         return self.propose(0)[1]
 
     def propose(self, most):

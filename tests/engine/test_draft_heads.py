@@ -213,16 +213,16 @@ def rates_of_answers(monkeypatch, curve, head_s, are_right, kept):
 
     for width in WIDTHS[:4] if kept else ():
         for length in range(8, 28):
-            costs.note(width, 1 << length, 0.009 * curve[width], known=True)
+            costs.note_pass(width, 1 << length, 0.009 * curve[width], known=True)
     for is_right in are_right:
         head, began, ids = HeadSource(SimpleNamespace(propose=propose), costs.head), now[0], 0
         drafter = Drafter([], costs, head)
-        drafter.see(mx.zeros(1), 5, ())
+        drafter.note_body_output(mx.zeros(1), 5, ())
         for _ in range(75):
             [(source, width)] = choose_drafts([drafter], [15], 100)
             proposed = 0 if source is None else len(drafter.propose(source, 5, None, width))
             now[0] += 0.009 * curve[1 + proposed]
-            costs.note(1 + proposed, 100, 0.009 * curve[1 + proposed])
+            costs.note_pass(1 + proposed, 100, 0.009 * curve[1 + proposed])
             if proposed:
                 drafter.note_draft_end(proposed, proposed * is_right)
             ids += 1 + proposed * is_right

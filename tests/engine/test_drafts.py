@@ -45,7 +45,7 @@ class Oracle:
     def append(self, base_ids):
         self.at += len(base_ids)
 
-    def match(self):
+    def match_length(self):
         return self.propose(0)[1]
 
     def propose(self, most):
@@ -259,7 +259,7 @@ def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
             found = [] if draft is None else draft.ids
             book.push([last[0], *found])
             end = book.mark() if mode == "compressed" else book.base_length
-            rooms.append(not found or request.needs_long(last[0]) or end <= border)
+            rooms.append(not found or request.needs_long_factors_for(last[0]) or end <= border)
             return [draft]
 
         with pytest.MonkeyPatch.context() as patch:

@@ -31,7 +31,7 @@ class Oracle:
     def append(self, base_ids):
         self.at += len(base_ids)
 
-    def match(self):
+    def match_length(self):
         return self.propose(0)[1]
 
     def propose(self, most):

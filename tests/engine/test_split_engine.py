@@ -134,7 +134,7 @@ def test_how_likely_a_prompt_is_nobody_is_told_and_the_engine_goes_on(tmp_path):
     folder = write_model(tmp_path / "model", "llama")
     with open_split_engine(mx.distributed.init(), folder, sessions=None) as engine:
         with pytest.raises(GenerationError, match="split over several machines does not tell"):
-            engine.prompt_ids(tiny.base_ids(9))
+            engine.score_prompt_ids(tiny.base_ids(9))
         assert ask(engine, tiny.base_ids(9), max_tokens=5)[1].wait().end.reason == "length"
 
 

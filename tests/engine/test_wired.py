@@ -110,7 +110,7 @@ def test_memory_is_free_on_request_unless_requests_run(limits):
 def test_scoring_a_prompt_wires_it_too(limits):
     with tiny_engine() as engine:
         engine.unwire_idle_memory()
-        assert list(engine.prompt_ids(PROMPT))
+        assert list(engine.score_prompt_ids(PROMPT))
         assert limits == [BEFORE, RECOMMENDED, BEFORE, RECOMMENDED]
 
 

@@ -281,8 +281,8 @@ def test_every_table_holds_what_was_put_last(kind):
         n = int(rng.integers(1, 6))
         places, first = rng.permutation(limit)[:n], int(rng.integers(limit - n))
         rows = rng.normal(size=(2, n, width)).astype(np.float32)
-        table.put(places, mx.array(rows[0]), limit)
-        np.testing.assert_array_equal(np.array(table.at(places)), rows[0])
+        table.put_rows(places, mx.array(rows[0]), limit)
+        np.testing.assert_array_equal(np.array(table.rows_at(places)), rows[0])
         table.put_run(first, mx.array(rows[1]), limit)
         expected[places] = rows[0]
         expected[first : first + n] = rows[1]
@@ -290,7 +290,7 @@ def test_every_table_holds_what_was_put_last(kind):
         np.testing.assert_array_equal(found[0], expected[: found.shape[1]])
     twin, some = table.copy(), rng.permutation(table.capacity)[:300]
     kept = table.select(some, 400)
-    table.put(np.array([0]), mx.full((1, width), 9.0), limit)
+    table.put_rows(np.array([0]), mx.full((1, width), 9.0), limit)
     np.testing.assert_array_equal(np.array(twin.rows)[0], expected[: found.shape[1]])
     np.testing.assert_array_equal(np.array(kept.rows)[0, :300], expected[some])
     kept.put_run(300, mx.ones((1, width)))

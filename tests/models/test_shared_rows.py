@@ -139,7 +139,7 @@ def test_an_interrupt_while_rows_are_shared_leaves_the_batch_as_it_was(at, monke
     with monkeypatch.context() as patch:
         patch.setattr(state.outputs, "put_run", interrupting(state.outputs.put_run))
         patch.setattr(state.places, "add", interrupting(state.places.add))
-        patch.setattr(state.places, "put", interrupting(state.places.put))
+        patch.setattr(state.places, "set_place", interrupting(state.places.set_place))
         with pytest.raises(KeyboardInterrupt):
             stepped(model, batch, [30, 31])
     np.testing.assert_allclose(stepped(model, copy.deepcopy(batch), [8, 9]), expected[1], atol=1e-5)

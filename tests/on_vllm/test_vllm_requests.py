@@ -75,7 +75,7 @@ def test_a_tuned_pack_must_be_in_a_file_that_workers_can_read(engine, prompt, tm
 
 def test_scores_of_prompts_and_files_of_sessions_are_refused(engine, prompt, tmp_path):
     with pytest.raises(GenerationError, match="vLLM does not tell how likely the ids of a prompt are"):
-        list(engine.prompt_ids(prompt))
+        list(engine.score_prompt_ids(prompt))
     with pytest.raises(EngineError, match="cannot be written to a file"):
         engine.save_session("any", tmp_path / "s.safetensors")
     with pytest.raises(EngineError, match="vLLM cannot go on"):

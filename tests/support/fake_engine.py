@@ -212,7 +212,7 @@ class FakeEngine(Engine):
         params = CodecParams(self.info.vocab_size, 4096, 4, start=None if pack is None else pack.entries)
         return len(compress(params, base_ids)[0])
 
-    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+    def score_prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
         """The first id alone, then hypertokens of two base ids; the second of `likely` is id 5."""
         self._check(Submission(base_ids))
         yield PromptId((base_ids[0],))

@@ -79,7 +79,7 @@ class FakeReading:
         self.left -= count
         self.served.notes.append(("read", name_of(self.request), count))
         total = len(self.request.prompt_ids)
-        self.request.note_read(self.request.prompt_ids[total - self.left - count : total - self.left])
+        self.request.note_read_ids(self.request.prompt_ids[total - self.left - count : total - self.left])
         self.request.send(Progress(total - self.left, total))
         return count, None if self.left else FakeGroup(self.served, [self.request])
 
@@ -111,7 +111,7 @@ class FakeGroup:
 
     def launch_pass(self) -> None:
         for request in self.requests:
-            request.note_read([1])
+            request.note_read_ids([1])
 
     def finish_choosing(self) -> None:
         return

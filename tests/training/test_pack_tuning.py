@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import CodecParams, DataError, TrainingError
-from mlx_zip.engine.mlx.scoring import score
+from mlx_zip.engine.mlx.scoring import score_rows
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
@@ -100,7 +100,7 @@ def test_the_loss_is_what_generation_gives_the_ids_with_these_rows(family, tied,
     output = np.array(rows[1])
     start = Pack(WORDS, rows=TunedRows(output if tied else np.array(rows[0]), output, model.fingerprint))
     spans = [np.ones(len(sample.ids), np.int64) for sample in data.samples]
-    scored = score(model, [Compressed(s.ids, n, start) for s, n in zip(data.samples, spans, strict=True)])
+    scored = score_rows(model, [Compressed(s.ids, n, start) for s, n in zip(data.samples, spans, strict=True)])
     np.testing.assert_allclose(got["nats"], -sum(one.logprobs.sum() for one in scored), rtol=1e-5)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecParams
-from mlx_zip.engine.mlx.scoring import score
+from mlx_zip.engine.mlx.scoring import score_rows
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
@@ -259,7 +259,7 @@ def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(sta
     batch = make_batch(samples, model.config.codec_params, canonical=True)
     found = Trainee(model, LossWeights()).losses(to_mlx_arrays(batch))
     rows = [Compressed(sample.ids, np.ones(len(sample.ids), np.int64), start and Pack(start)) for sample in samples]
-    nats, free = (-sum(float(one.logprobs.sum()) for one in score(m, rows)) for m in (model, base))
+    nats, free = (-sum(float(one.logprobs.sum()) for one in score_rows(m, rows)) for m in (model, base))
     assert float(found["nats"].item()) == pytest.approx(nats, rel=2e-5)
     assert nats < free
     without = to_mlx_arrays(make_batch(samples, model.config.codec_params))

@@ -17,7 +17,7 @@ from typing import Any
 from mlx_zip.arguments import add_separator_flag, check_flags_at_least
 from mlx_zip.bench.recording import print_record
 from mlx_zip.codec import Codebook
-from mlx_zip.engine.mlx.scoring import codec
+from mlx_zip.engine.mlx.scoring import codec_of_model
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import RateSettings, count_canonical_steps, measure_rates
@@ -216,7 +216,7 @@ def measure_writing(
     continuations. A share is None if no gain was possible.
     """
     own = sum(
-        count_canonical_steps(Codebook(codec(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
+        count_canonical_steps(Codebook(codec_of_model(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
         for prompt, ids in opened
     )
     own_rate = sum(len(ids) for _, ids in opened) / own

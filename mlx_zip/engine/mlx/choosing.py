@@ -69,7 +69,7 @@ class Choice:
         return Chosen(int(ints[0]), float(floats[1]), likely[:top])
 
 
-def choose(
+def choose_ids(
     requests: Sequence[Request],
     logits: mx.array,
     end: int | None,
@@ -139,7 +139,7 @@ def _process_logits(
                     rows[row] = found
         except Exception as error:
             request.error = error
-    searching.search(list(searches.values()), mx.eval)
+    searching.search_next_ids(list(searches.values()), mx.eval)
     for row, one in searches.items():
         if one.token is not None:
             rows[row], forced[row] = one.logits, mx.array([one.token], mx.uint32)
@@ -183,19 +183,19 @@ def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -
 
 
 class Search(searching.Search):
-    """The search for one row's next id in logits [1, W]. end: as in `choose`."""
+    """The search for one row's next id in logits [1, W]. end: as in `choose_ids`."""
 
     def __init__(self, request: Request, logits: mx.array, excluded: list[int], end: int | None) -> None:
         super().__init__(request, logits, excluded)
         self._end = end
 
-    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
-        logits = self.close(self.logits, open_)
+    def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
+        logits = self.mask_closed_ids(self.logits, open_)
         logits = exclude_ids(logits, excluded) if excluded else logits
         logprobs = logits - mx.logsumexp(logits[:, : self._end], axis=-1, keepdims=True)
         return logits, self.request.draws.scores(logprobs).astype(mx.float32)
 
-    def close(self, logits: mx.array, open_: np.ndarray) -> mx.array:
+    def mask_closed_ids(self, logits: mx.array, open_: np.ndarray) -> mx.array:
         return mx.where(mx.array(open_)[None], logits, -mx.inf)
 
     def copy_to_host(self, scores: Any) -> np.ndarray:

@@ -126,11 +126,11 @@ class DraftModelSource:
         self._text.extend(map(int, base_ids))
         self._readable &= all(one < self._model.vocab_size for one in base_ids)
 
-    def share(self) -> float:
+    def acceptance_share(self) -> float:
         fits = self._readable and 0 < len(self._text) < self._model.most
         return self._accepted.value if fits else 0.0
 
-    def seconds(self) -> float:
+    def seconds_per_id(self) -> float:
         return _median_seconds(self._model.times)
 
     def propose(self, most: int) -> Iterator[int]:
@@ -152,8 +152,8 @@ class DraftModelSource:
                 f"the draft model (--draft-model) failed: {type(error).__name__}: {first_message_line(error)}"
             ) from error
 
-    def note(self, proposed: int, accepted: int) -> None:
-        self._accepted.note(proposed, accepted)
+    def note_draft(self, proposed: int, accepted: int) -> None:
+        self._accepted.note_draft(proposed, accepted)
         self._model.times.append(self._took_s / proposed)
 
 
@@ -172,21 +172,21 @@ class HeadSource:
         self._seen: tuple[mx.array, Sequence[Any]] | None = None
         self._last: int | None = None
 
-    def see(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
-        """Stores the output of the model's last pass, see `Head.see`."""
+    def note_body_output(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
+        """Stores the output of the model's last pass, see `Head.note_body_output`."""
         self._seen, self._last = None if h is None else (h, cache), last
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
         """Does nothing: the head reads the body's output, not the text."""
 
-    def share(self) -> float:
+    def acceptance_share(self) -> float:
         return 0.0 if self._seen is None else self._accepted.value
 
-    def seconds(self) -> float:
+    def seconds_per_id(self) -> float:
         return _median_seconds(self._times)
 
     def propose(self, most: int) -> list[int]:
-        """Returns up to `most` ids that may come after the id last passed to `see`."""
+        """Returns up to `most` ids that may come after the id last passed to `note_body_output`."""
         assert self._seen is not None
         assert self._last is not None
         ask = partial(self._head.propose, self._seen[0], self._last, self._seen[1])
@@ -199,11 +199,11 @@ class HeadSource:
         if ids:
             self._times.append((time.perf_counter() - began) / len(ids))
         else:
-            self._accepted.note(1, 0)  # an empty draft counts as a refused id
+            self._accepted.note_draft(1, 0)  # an empty draft counts as a refused id
         return ids
 
-    def note(self, proposed: int, accepted: int) -> None:
-        self._accepted.note(proposed, accepted)
+    def note_draft(self, proposed: int, accepted: int) -> None:
+        self._accepted.note_draft(proposed, accepted)
 
 
 def _median_seconds(times: Sequence[float]) -> float:

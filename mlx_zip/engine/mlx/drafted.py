@@ -133,7 +133,7 @@ class DraftedPass:
             draft = self._drafts[row]
             if draft is None:
                 continue
-            if draft.take(one):
+            if draft.take_if_proposed(one):
                 self._add_id_to_row(row, one)
                 self.rows.append(row)
             else:

@@ -23,7 +23,7 @@ from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft_options
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
-from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, held_ids
+from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, count_cached_ids
 from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv_options
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
@@ -187,12 +187,12 @@ def _stream_on_cache(
             reason = response.finish_reason
             yield response
             if reason is None:
-                turn.check()
+                turn.check_cache_unchanged()
     finally:
         turn.end([*run.requests[0].prompt_ids.tolist(), *ids] if ids else [], pieces, reason)
 
 
-def emit(
+def stream_ids(
     model: Any,
     ids: np.ndarray,
     cache: list[Any],
@@ -209,7 +209,7 @@ def emit(
     """
     served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
     inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
-    own = _Run(served, inline, cache, held_ids(cache))
+    own = _Run(served, inline, cache, count_cached_ids(cache))
     own.add(_expand_next_ids(ids, cache), Sampling(), -1, ())
     for _, event, logprobs in own.events(progress):
         if isinstance(event, Emitted):
@@ -265,7 +265,7 @@ class _Run:
         for row, event, logprobs in self.events(progress):
             if self.requests[row].handle.cancelled:
                 continue  # the request's text has ended
-            response = answers[row].take(event, logprobs)
+            response = answers[row].take_event(event, logprobs)
             if response is None:
                 continue
             if response.finish_reason is not None:
@@ -285,10 +285,10 @@ class _Run:
         reading = partial(_ReportingReading, served, progress or (lambda read, total: None))
         scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
         for request in self.requests:
-            scheduler.add(request)
+            scheduler.add_request(request)
         try:
             while scheduler.busy:
-                self._run_or_restore_cache(scheduler, scheduler.work)
+                self._run_or_restore_cache(scheduler, scheduler.run_round)
                 ready = self._take_events()
                 emitted = any(isinstance(event, Emitted) for _, event, _ in ready)
                 while self._cache is not None and emitted and scheduler.readings:
@@ -298,7 +298,7 @@ class _Run:
                 yield from ready
         finally:
             for request in self.requests:
-                request.release()
+                request.release_memory()
 
     def _take_events(self) -> list[tuple[int, Event, Any]]:
         found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]

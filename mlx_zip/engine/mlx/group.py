@@ -24,7 +24,7 @@ from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_
 
 from mlx_zip.engine.drafts import Draft, expects_draft, have_ids_to_weigh
 from mlx_zip.engine.interface import Progress
-from mlx_zip.engine.mlx.choosing import Choice, choose
+from mlx_zip.engine.mlx.choosing import Choice, choose_ids
 from mlx_zip.engine.mlx.drafted import DraftedPass, choose_exactly, max_draft_length, read_last_id_again
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.pass_costs import PassClock
@@ -78,7 +78,7 @@ class Group:
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
-            pick = partial(choose, end=end, pad_id=pad_id, machines=served.machines)
+            pick = partial(choose_ids, end=end, pad_id=pad_id, machines=served.machines)
             if self._draft is not None and served.options.draft_exact:
                 self._choice = self._choose_exactly(pick, self._logits)
             else:
@@ -169,7 +169,7 @@ class Group:
             with mx.stream(generation_stream), self._submitting_parts():
                 self._logits = self._next_logits()
         for row, request in zip(self._rows, self._choosing, strict=True):
-            request.note_read([self.tokens[row]])
+            request.note_read_ids([self.tokens[row]])
         if len(self.requests) == 1:
             self.served.quantize(self.cache)
         if any(request.submission.constraint is not None for request in self._choosing):
@@ -223,7 +223,7 @@ class Group:
         h = self._h if len(self.requests) == 1 else None
         for request, one in zip(self.requests, last, strict=True):
             if request.drafter is not None:
-                request.drafter.see(h, one, self.cache)
+                request.drafter.note_body_output(h, one, self.cache)
 
     def _close_draft(self) -> None:
         """Ends a draft, even if not all its ids were chosen. The cache then holds the chosen ids, and no row waits."""
@@ -257,7 +257,7 @@ class Group:
                 self.served.model.trim_cache(self.cache, find_zip_state(self.cache).offset)  # type: ignore[union-attr]
             else:
                 for request, token in zip(self.requests, self.tokens, strict=True):
-                    request.note_read([token])
+                    request.note_read_ids([token])
             return
         with mx.stream(generation_stream):
             self._clock.ids = 1
@@ -265,7 +265,7 @@ class Group:
             self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:
             for row, (request, token) in enumerate(zip(self.requests, self.tokens, strict=True)):
-                request.note_read([token] if row not in stay else [])
+                request.note_read_ids([token] if row not in stay else [])
 
     def _forget_last_id(self, request: Request) -> None:
         """Trims the last id, which was not delivered, from a request's cache, if the cache can be trimmed."""
@@ -293,7 +293,10 @@ class Group:
         if self.served.long_context is None:
             return False
         long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
-        same = all(request.needs_long(token) == long for request, token in zip(self.requests, self.tokens, strict=True))
+        same = all(
+            request.needs_long_factors_for(token) == long
+            for request, token in zip(self.requests, self.tokens, strict=True)
+        )
         return long if same else None
 
     def rows_switching_factors(self) -> list[int]:
@@ -302,7 +305,7 @@ class Group:
             return []
         long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
         rows = enumerate(zip(self.requests, self.tokens, strict=True))
-        return [row for row, (request, token) in rows if request.needs_long(token) != long]
+        return [row for row, (request, token) in rows if request.needs_long_factors_for(token) != long]
 
     def split_off_rows(self, rows: Sequence[int]) -> list[Request]:
         """Removes rows and returns their requests, each with its own cache, to read the last id in a `Reading`.
@@ -343,7 +346,7 @@ class Group:
         for row, request in enumerate(requests):
             if row not in stay:
                 request.cache = extract_cache(self.cache, row) if batch else self.cache
-                request.bind(find_zip_state(request.cache), 0)
+                request.bind_to_row(find_zip_state(request.cache), 0)
         self.requests, self.tokens = [requests[row] for row in stay], [self.tokens[row] for row in stay]
         self._rows = list(range(len(stay)))
         if not stay:
@@ -359,7 +362,7 @@ class Group:
         """Makes each request use its row's codebook. A single request also owns the group's cache."""
         state = find_zip_state(self.cache)
         for row, request in enumerate(self.requests):
-            request.bind(state, row)
+            request.bind_to_row(state, row)
             request.cache = self.cache if len(self.requests) == 1 else None
 
     def drop_requests(self) -> None:
@@ -455,7 +458,7 @@ class Reading:
                 mx.eval([entry.state for entry in kv_caches(cache)])
             logits = served.model(mx.array(ids[:, -1:]), cache=cache)[:, -1]
         for request, length in zip(requests, lengths, strict=True):
-            request.note_read(request.next_ids)
+            request.note_read_ids(request.next_ids)
             request.send(Progress(length, length))
         mx.clear_cache()
         group = Group(served, requests, cache, logits)
@@ -478,7 +481,7 @@ class Reading:
         served.model(self._ids[None, begin:end], cache=cache, **self._factors)
         served.quantize(cache)
         mx.eval([entry.state for entry in kv_caches(cache)])
-        self.request.note_read(self._next[begin:end])
+        self.request.note_read_ids(self._next[begin:end])
         mx.clear_cache()
 
     def _make_group(self, last: int) -> Group:
@@ -486,7 +489,7 @@ class Reading:
         request, served = self.request, self.served
         assert request.cache is not None
         logits, h = served.read(self._ids[None, last:], request.cache)
-        request.note_read(self._next[last:])
+        request.note_read_ids(self._next[last:])
         served.quantize(request.cache)
         group = Group(served, [request], request.cache, logits[:, -1], h)
         group.choose_next_ids()

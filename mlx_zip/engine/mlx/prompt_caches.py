@@ -75,7 +75,7 @@ class CacheTurn:
         self._notes = notes_on(cache)
         self._reader = self._notes.reader  # `Notes.reader` of the last request; from `begin` on, of this request
         self._prefill = chat is not None and chat.prefill is not None  # whether the prompt has the answer's beginning
-        state, begun, self._held = find_zip_state(cache), is_cache_used(cache), held_ids(cache)
+        state, begun, self._held = find_zip_state(cache), is_cache_used(cache), count_cached_ids(cache)
         self.kept_ids, self.kept_tokens = self._held, self._held if state is None else state.books[0].base_length
         base_ids = encode_prompt(tokenizer, prompt, begun, answers_in_cache(cache) if chat else None)
         self.cached_tokens = 0
@@ -91,12 +91,12 @@ class CacheTurn:
         Raises `GenerationError`, leaving the cache unchanged, if the cache cannot be trimmed, or was used since this
         object was made.
         """
-        if held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
+        if count_cached_ids(self._cache) != self._held or self._notes.reader is not self._reader:
             raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
         trim_cache_to(self._cache, self.kept_ids)
         self._reader = self._notes.reader = object()
 
-    def check(self) -> None:
+    def check_cache_unchanged(self) -> None:
         """Raises `GenerationError` if another request has used the cache since this one began."""
         if self._notes.reader is not self._reader:
             raise GenerationError("another request used the prompt cache in the middle of this answer, which ends here")
@@ -112,7 +112,7 @@ class CacheTurn:
         if self._notes.reader is not self._reader:
             return  # the cache holds another request's ids now
         attach_notes(self._cache, self._notes)
-        note_read(self._cache, read)
+        note_read_ids(self._cache, read)
         ids = [i for _, base_ids in answer for i in base_ids]
         ended = bool(ids) and ids[-1] in self._tokenizer.eos_token_ids
         if self._prefill or not (ended or finish_reason == "length"):
@@ -152,7 +152,7 @@ def attach_notes(cache: Sequence[Any], notes: Notes) -> None:
     _NOTES[cache[-1]] = notes
 
 
-def held_ids(cache: Sequence[Any]) -> int:
+def count_cached_ids(cache: Sequence[Any]) -> int:
     """Returns how many ids a cache holds; a hypertoken counts as one.
 
     For a zip2zip model this is the length of the codebook's log of ids; for a plain model the largest `offset` of the
@@ -167,7 +167,7 @@ def held_ids(cache: Sequence[Any]) -> int:
 
 def is_cache_used(cache: Sequence[Any]) -> bool:
     """Returns whether a cache holds anything, even if the number of its ids is unknown."""
-    return held_ids(cache) > 0 or any(
+    return count_cached_ids(cache) > 0 or any(
         not hasattr(entry, "offset") and not entry.empty() for entry in flatten_cache_lists(cache)
     )
 
@@ -184,7 +184,7 @@ def reusable_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int,
     That is the longest common prefix of cache and prompt that ends where an id of the cache ends and leaves at least
     one base id of the prompt to be read. Raises `GenerationError` if the number of ids in the cache is unknown.
     """
-    if is_cache_used(cache) and not held_ids(cache):
+    if is_cache_used(cache) and not count_cached_ids(cache):
         raise GenerationError(CANNOT_TRIM)
     ends = _id_ends(cache)
     held = _known_base_ids(cache)
@@ -195,7 +195,7 @@ def reusable_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int,
 
 def check_can_trim(cache: Sequence[Any], ids: int) -> None:
     """Raises `GenerationError` if a cache holds more than `ids` ids and cannot be trimmed."""
-    if held_ids(cache) > ids and not can_trim_prompt_cache(list(cache)):
+    if count_cached_ids(cache) > ids and not can_trim_prompt_cache(list(cache)):
         raise GenerationError(CANNOT_TRIM)
 
 
@@ -205,12 +205,12 @@ def trim_cache_to(cache: list[Any], ids: int) -> None:
     Raises `GenerationError` if the cache cannot be trimmed.
     """
     check_can_trim(cache, ids)
-    if surplus := held_ids(cache) - ids:
+    if surplus := count_cached_ids(cache) - ids:
         trim_prompt_cache(cache, surplus)
         del notes_on(cache).ids[ids:]
 
 
-def note_read(cache: Sequence[Any], ids: Sequence[int]) -> None:
+def note_read_ids(cache: Sequence[Any], ids: Sequence[int]) -> None:
     """Adds ids to the notes on a plain model's cache. For a zip2zip model does nothing: the codebook logs its ids."""
     if find_zip_state(cache) is None:
         notes_on(cache).ids.extend(map(int, ids))
@@ -222,7 +222,7 @@ def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
     if state is not None:
         return state.books[0].base_ids(0).astype(np.int64)
     notes = notes_on(cache)
-    return np.array(notes.ids if len(notes.ids) == held_ids(cache) else [], np.int64)
+    return np.array(notes.ids if len(notes.ids) == count_cached_ids(cache) else [], np.int64)
 
 
 def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:

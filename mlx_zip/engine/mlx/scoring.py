@@ -48,13 +48,13 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
             part, model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
         )
     return (
-        compress_parts(codec(model, pack), *parts, pack=pack)
+        compress_parts(codec_of_model(model, pack), *parts, pack=pack)
         if has_hypertokens(model)
         else compress_parts(None, *parts)
     )
 
 
-def codec(model: Any, pack: Pack | None = None) -> CodecParams:
+def codec_of_model(model: Any, pack: Pack | None = None) -> CodecParams:
     """Returns a zip2zip model's codec parameters, beginning with the entries of `pack` if given, else the model's.
 
     Raises `DataError` if the pack does not fit the model.
@@ -81,7 +81,7 @@ def _check_ids_below(ids: Uint32s, limit: int | None) -> None:
         )
 
 
-def score(
+def score_rows(
     model: Any,
     rows: Sequence[Compressed],
     batch_size: int = 8,
@@ -142,7 +142,7 @@ def _depends_on_base_length(model: Any) -> bool:
 
 
 def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Iterator[Scored]:
-    """Scores one row, as `score` does, with a model on MLX. Yields the scores of up to `at_most` ids per model call.
+    """Scores one row with a model on MLX, as `score_rows` does. Yields the scores of up to `at_most` ids per call.
 
     top: number of likeliest ids to report per position.
     """
@@ -151,7 +151,7 @@ def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Itera
 
 
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
-    """Scores rows as one batch, in as many model calls as the memory requires. availability: see `score`."""
+    """Scores rows as one batch, in as many model calls as the memory requires. availability: see `score_rows`."""
     if scores_itself(model):
         closed = [_excluded_ids(model, [row])[1:] for row in rows]
         return [model.score_row(row, availability == "causal", at) for row, at in zip(rows, closed, strict=True)]
@@ -190,7 +190,7 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
     """
     if not has_hypertokens(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
-    found = [find_excluded_ids(Codebook(codec(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
+    found = [find_excluded_ids(Codebook(codec_of_model(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
 

@@ -151,7 +151,7 @@ class SplitEngine(MlxEngine):
                 if going and scheduler.busy:
                     self._prepare_device()
                 while going and scheduler.busy:
-                    scheduler.work()
+                    scheduler.run_round()
                     self._running = len(scheduler.running)
                     going = self._exchange_news()
                 if not scheduler.busy:
@@ -203,7 +203,7 @@ class SplitEngine(MlxEngine):
                 self._checks.check(_submission_from_json(facts, self.info.vocab_size)), lambda event: None
             )
             request.handle = _SharedHandle()
-        self._scheduler.add(self._requests[number])
+        self._scheduler.add_request(self._requests[number])
 
 
 class _SharedHandle(Handle):

@@ -55,7 +55,7 @@ class PenaltyTerms:
         self._used_terms = [index for index, option in enumerate(options) if option]  # which terms can be other than 0
         self._sums = EntryTermSums([self._terms[i] for i in self._used_terms], state.books[row].params.merge_size)
 
-    def bind(self, state: HasBooks, row: int) -> None:
+    def bind_to_row(self, state: HasBooks, row: int) -> None:
         """Makes the terms follow the same sequence in another state, or in another row, from now on."""
         self.state, self.row = state, row
 

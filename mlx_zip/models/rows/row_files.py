@@ -115,7 +115,7 @@ class RowFile:
         if os.fstat(self.handle).st_size < self.records_at:
             raise DamagedFileError(self.path)
 
-    def find(self, keys: NDArray[np.uint32], found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
+    def find_rows(self, keys: NDArray[np.uint32], found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
         """Looks up the keys [N, words] for which `found` [N] is false, and returns how many records were damaged.
 
         For each key that is found, sets `found` to true and writes the row to `rows` [N, bytes]. Raises

@@ -57,7 +57,7 @@ class RowFolder:
         self._warned: set[str] = set()  # kinds of failures that were logged
         self.readable = self.writable = self._make_private_folder()
 
-    def find(self, rows: RowSet, keys: RowKeys) -> tuple[NDArray[np.bool_], RowBytes]:
+    def find_rows(self, rows: RowSet, keys: RowKeys) -> tuple[NDArray[np.bool_], RowBytes]:
         """Looks up keys [N, words] of a set; returns found [N] and the rows [N, bytes], valid where found is true."""
         found, data = np.zeros(len(keys), np.bool_), np.empty((len(keys), rows.row_bytes), np.uint8)
         if not self.readable:
@@ -169,9 +169,9 @@ class RowFolder:
             self.writable = False
 
     def _find_in_file(self, file: RowFile, keys: RowKeys, found: NDArray[np.bool_], data: RowBytes) -> None:
-        """Does what `RowFile.find` does; logs a failure, and stops using a file that cannot be read."""
+        """Does what `RowFile.find_rows` does; logs a failure, and stops using a file that cannot be read."""
         try:
-            if file.find(keys, found, data):
+            if file.find_rows(keys, found, data):
                 self._warn_once("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
         except DamagedFileError:
             self._files[file.rows].remove(file)

@@ -233,7 +233,7 @@ class RowStore:
 
         names: all rows' names. held: all rows as bytes, None if absent; gets the rows that are found.
         """
-        found, data = disk.find(kind.rows, keys[absent])
+        found, data = disk.find_rows(kind.rows, keys[absent])
         there = [i for i, is_there in zip(absent, found.tolist(), strict=True) if is_there]
         rows = _split_bytes(data[found].tobytes(), kind.rows.row_bytes)
         for i, row in zip(there, rows, strict=True):

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 
 from mlx_zip import DataError, ModelError, RowStore, ZipState
 from mlx_zip.engine.mlx.generate import batch_generate, generate, stream_generate
-from mlx_zip.engine.mlx.scoring import compress_row, score
+from mlx_zip.engine.mlx.scoring import compress_row, score_rows
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.packs.tuned import PlainCodec, TunedRows
@@ -180,7 +180,7 @@ def test_scores_are_those_of_the_model_with_the_rows():
     row = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=TUNED)
     plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=Pack(START))
     assert row.ids.tolist() == plain.ids.tolist()
-    found, other = score(MODEL, [row, plain], batch_size=2)
+    found, other = score_rows(MODEL, [row, plain], batch_size=2)
     logits = MODEL(mx.array([row.ids.tolist()]), cache=MODEL.make_cache(pack=TUNED), causal=True)[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     want = np.array(logprobs)[np.arange(len(row.ids) - 1), row.ids[1:]]
