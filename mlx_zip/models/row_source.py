@@ -160,7 +160,7 @@ class RowSource:
     def fill_outputs(self, state: ZipState, side: RowSide) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if state.places is not None:
-            return state.share_outputs(partial(self.rows, side))
+            return state.share_outputs(partial(self.rows_of_entries, side))
         slot, limit = state.only_missing_output(), self.config.codebook_size
         if slot is not None:
             state.outputs.put_run(slot, self._row_of_slot(state, side, slot), limit)
@@ -173,7 +173,7 @@ class RowSource:
     def _row_of_slot(self, state: ZipState, side: RowSide, slot: int) -> mx.array:
         """Returns the row [1, D] of one slot of a single sequence; looks it up in the store without numpy."""
         book, row = state.books[0], None
-        entry = partial(book.rows, slot, 1)
+        entry = partial(book.padded_entries, slot, 1)
         if self.store is not None and not side.training:
             kind, words = self._row_kind(side), book.entry_words(slot)
             row = self.store.find_row_in_memory(kind, words)

@@ -24,7 +24,7 @@ MODES = ["compressed", "base_token_end"]
 
 
 def slow_logits(model, ids, start):
-    """Logits [L, W] by hand: rows from `model.rows`, availability from the plain-Python codec."""
+    """Logits [L, W] by hand: rows from `model.encode_rows`, availability from the plain-Python codec."""
     book, installed = twin.Codebook(codec(start)), []
     for i in ids:
         book.push([i])

@@ -134,7 +134,7 @@ def test_what_was_computed_before_an_id_that_cannot_be_read_is_right(engine):
 def test_a_pack_file_that_has_changed_since_is_an_error(engine, prompt, tmp_path, monkeypatch):
     file, whole = tmp_path / "pack.npz", load_pack(resolve_model_name("stories") / "pack.npz")
     assert whole.rows is not None
-    save_pack(file, replace(whole, entries=whole.entries[:9], rows=whole.rows.chosen(range(9))))
+    save_pack(file, replace(whole, entries=whole.entries[:9], rows=whole.rows.select(range(9))))
     monkeypatch.setattr("mlx_zip.vllm.packs.resolve_pack", lambda asked: Pack(((5, 6),)))
     watch = answer_all(engine, [Submission(prompt, 12, pack=file)])[0]
     assert "could not read the request's ids or its pack" in str(watch.end.error)

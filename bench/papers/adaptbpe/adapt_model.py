@@ -156,7 +156,7 @@ class AdaptedModels:
             found = self.score(out, documents)
         return self.make_record(found, whole, kept) | {"share": share, "merges": n, "method": method}
 
-    def score_rows(self, folder: Path, documents: Sequence[Document]) -> ModelScore:
+    def score(self, folder: Path, documents: Sequence[Document]) -> ModelScore:
         """Loads the model in a folder and scores the documents with it, strictly."""
         from mlx_zip.engine.mlx.generate import load
 
