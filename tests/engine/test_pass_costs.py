@@ -223,7 +223,7 @@ class Proposes:
     width = None
 
     def __init__(self, share, seconds, most=15):
-        self.share, self.seconds, self.most = lambda: share, lambda: seconds, most
+        self.acceptance_share, self.seconds_per_id, self.most = lambda: share, lambda: seconds, most
 
 
 def test_with_two_sources_a_trial_is_run_although_the_other_source_seems_to_gain_more():
@@ -251,7 +251,7 @@ def weighed_passes(monkeypatch, ask, rises_at=()):
     for number in range(40):
         if number in rises_at:
             share = lookup.acceptance_share() + 0.1
-            lookup.share = lambda share=share: share
+            lookup.acceptance_share = lambda share=share: share
         assert ask([drafter], 100) in (False, [(None, 0)])
         costs.note_pass(1, 100, 0.01)
     return sorted(set(found))
