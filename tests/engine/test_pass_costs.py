@@ -165,7 +165,7 @@ def test_a_first_pass_that_waited_decides_only_until_it_is_tried_again(slow):
 def test_the_clock_leaves_out_passes_at_which_running_ahead_begins_or_ends(monkeypatch):
     now, noted = [1.0], []
     monkeypatch.setattr(pass_costs.time, "perf_counter", lambda: now[0])
-    clock, costs = PassClock(), SimpleNamespace(note=lambda ids, held, seconds, rows: noted.append(seconds))
+    clock, costs = PassClock(), SimpleNamespace(note_pass=lambda ids, held, seconds, rows: noted.append(seconds))
     # on a CPU a read waits for the pass that was begun: two passes until ahead begins, and hardly any when it ends
     for ahead, seconds in ((False, 0.1), (False, 0.1), (True, 0.2), (True, 0.1), (False, 0.0), (False, 0.1)):
         now[0] += seconds
@@ -177,7 +177,7 @@ def test_the_clock_leaves_out_passes_at_which_running_ahead_begins_or_ends(monke
 def test_the_clock_notes_a_pass_with_the_last_id_that_is_chosen_from_it(monkeypatch):
     now, noted = [1.0], []
     monkeypatch.setattr(pass_costs.time, "perf_counter", lambda: now[0])
-    clock, costs = PassClock(), SimpleNamespace(note=lambda ids, held, seconds, rows: noted.append((ids, seconds)))
+    clock, costs = PassClock(), SimpleNamespace(note_pass=lambda ids, held, seconds, rows: noted.append((ids, seconds)))
     for ids, goes_on, seconds in ((1, False, 0.1), (4, True, 0.3), (4, True, 0.01), (4, False, 0.01), (1, False, 0.1)):
         now[0] += seconds
         clock.ids = clock.rows = ids
