@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.device import choose_device, disable_tf32
+from mlx_zip.device import disable_tf32, set_device_from_environment
 from mlx_zip.errors import ModelError
 from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT, bundled_model_folder
 
@@ -25,7 +25,7 @@ CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_un
 def main() -> int:
     """Runs the demo; returns 0 if all ids equal the recorded ones, else 1."""
     disable_tf32()  # the recorded ids were computed in float32; must be called before MLX is imported
-    choose_device()
+    set_device_from_environment()
     expected = json.loads((CHECKPOINT / "expected.json").read_text(encoding="utf-8"))
     prompts = expected["prompts"]
     with tempfile.TemporaryDirectory() as folder:

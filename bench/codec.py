@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per measurement. Raises `MlxZipError` if a flag is out of range or a file cannot be read."""
-    check_at_least(args, 1, "length", "windows", "trials")
+    check_flags_at_least(args, 1, "length", "windows", "trials")
     if not UNMERGED < args.vocab_size <= MOST_IDS:
         raise MlxZipError(f"--vocab-size must be from {UNMERGED + 1} to {MOST_IDS}, got {args.vocab_size}")
     load_before_bench()

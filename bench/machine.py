@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.device import BANDWIDTH_SIDE, on_gpu
+from mlx_zip.device import BANDWIDTH_SIDE, default_device_is_gpu
 from mlx_zip.device import measure_product_bandwidth as measured
 
 from .recording import command_output
@@ -36,7 +36,7 @@ PRODUCTS = 8  # products per call on a GPU: several hide the launch time
 
 def mlx_read_bandwidth() -> float:
     """Measures how many bytes per second matrix-vector products read on MLX's default device."""
-    return measured(PRODUCTS if on_gpu() else 1, BANDWIDTH_SIDE)
+    return measured(PRODUCTS if default_device_is_gpu() else 1, BANDWIDTH_SIDE)
 
 
 def yardstick_name(library: str, side: int) -> str:

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.pass_costs import WIDTHS
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares passes of all widths and prints one JSON line. Raises `MlxZipError` if a flag is out of range."""
-    check_at_least(args, BLOCK, "ids", "max_ids")
+    check_flags_at_least(args, BLOCK, "ids", "max_ids")
     model, tokenizer = load(args.model)
     device = describe_mlx_device()
     print_header("near-ties", args.model, device, f"{args.ids} ids by passes of {', '.join(map(str, WIDTHS))} ids")

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.rows.row_files import RowSet, list_row_files, sum_file_sizes
 from mlx_zip.models.rows.row_folder import RowFolder
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures the store and prints one JSON line. Raises `MlxZipError` if a flag cannot be used."""
-    check_at_least(args, 1, "rows", "width", "batch", "memory_bytes", "trials")
+    check_flags_at_least(args, 1, "rows", "width", "batch", "memory_bytes", "trials")
     if args.folder is not None and not Path(args.folder).is_dir():
         raise MlxZipError(f"--folder {args.folder} is not an existing folder")
     load_before_bench()
@@ -113,7 +113,9 @@ def time_model_lookups(
     with RowStore(folder, memory_bytes=args.memory_bytes, folder_bytes=disk_limit) as store:
         for chosen in wanted:
             keys = made_up_entries(chosen)
-            take: Callable[[], Any] = lambda keys=keys: mx.eval(store.rows(kind, keys, lengths, refuse_to_encode))
+            take: Callable[[], Any] = lambda keys=keys: mx.eval(
+                store.find_or_encode_rows(kind, keys, lengths, refuse_to_encode)
+            )
             from_disk.append(time_us_per_row(take, args.batch))
             from_memory.append(time_us_per_row(take, args.batch))
         return {

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import add_limit_bytes_flag, check_at_least
+from mlx_zip.arguments import add_limit_bytes_flag, check_flags_at_least
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError, MlxZipError, missing_library_error
@@ -103,7 +103,7 @@ def check_flags(args: argparse.Namespace) -> list[int | None]:
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
             raise MlxZipError(f"--{name} is missing")
-    check_at_least(args, 1, "merge_sizes", "codebook_sizes")
+    check_flags_at_least(args, 1, "merge_sizes", "codebook_sizes")
     if wrong := [w for w in args.windows if w != WHOLE and not re.fullmatch("[1-9][0-9]{0,8}", w)]:
         raise MlxZipError(f"--windows: {wrong[0]!r} is neither a number of ids nor {WHOLE!r}")
     for codebook_size in args.codebook_sizes:  # the codec's own bounds, before any text is read

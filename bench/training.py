@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import MlxZipError
 
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per part and returns 0. Raises `MlxZipError` if the flags, model or data cannot be used."""
-    check_at_least(args, 1, "context", "batch_size", "batches", "trials")
+    check_flags_at_least(args, 1, "context", "batch_size", "batches", "trials")
     if (args.model is None) != (args.data is None):
         raise MlxZipError("--model and --data go together: the data are prepared with the model's tokenizer")
     with tempfile.TemporaryDirectory(prefix="mlx_zip-bench-") as folder:

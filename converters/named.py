@@ -26,7 +26,7 @@ from mlx_zip.errors import (
     errors_as,
     first_message_line,
 )
-from mlx_zip.files import make_private, remove_unfinished, try_lock_folder
+from mlx_zip.files import make_private, remove_unfinished_files, try_lock_folder
 
 SIZES = {  # of SmolLM2-135M-Instruct's config.json
     "model_type": "llama",
@@ -61,7 +61,7 @@ def make_named(name: str) -> Path:
     with _lock_models_folder(kept):
         if (found := named.find_made_model(name)) is not None:  # made by another process meanwhile
             return found
-        remove_unfinished(kept)
+        remove_unfinished_files(kept)
         base, origin = _locate_base()
         out = named.named_model_folder(name, origin)
         _remove_damaged(out)

@@ -63,14 +63,14 @@ class Parser(argparse.ArgumentParser):
             needed = message.partition(": ")[2]
             unknown = [word for word in self._words if self._is_unknown_flag(word)]
             typo = f"; {self._unknown_words_error(unknown)}" if unknown else f" ({self.prog} --help shows how)"
-            return f"{self.prog} needs {self._add_choices(needed)}{typo}"
+            return f"{self.prog} needs {self._append_subcommand_names(needed)}{typo}"
         message = message.removeprefix("argument ")
         for theirs, ours in _ARITY_WORDS.items():
             message = message.replace(f": expected {theirs}", f" needs {ours}")
-        message += self._dash_hint(message)
+        message += self._leading_dash_hint(message)
         return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_TYPE_WORDS.get(m[1], f'a valid {m[1]}')}", message)
 
-    def _dash_hint(self, message: str) -> str:
+    def _leading_dash_hint(self, message: str) -> str:
         """Returns a hint to write FLAG=VALUE if a flag has no value because the next word begins with -; else ""."""
         names = message.partition(" needs ")[0].split("/") if " needs " in message else []
         for flag, word in zip(self._words, self._words[1:], strict=False):
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
                 return f"; one that begins with - is given as {flag}={word}"
         return ""
 
-    def _add_choices(self, needed: str) -> str:
+    def _append_subcommand_names(self, needed: str) -> str:
         """Returns `needed`, the name of a missing argument, plus the subcommands' names if they are what is missing."""
         commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         choices = [choice.dest for action in commands for choice in action._choices_actions]
@@ -121,7 +121,7 @@ def suggest_nearest(word: str, choices: Iterable[str]) -> str:
 # ---- shared flags and checks
 
 
-def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+def check_flags_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
     """Raises `DataError` if one of the named flags has a value below `least`. Flags that were not given are skipped.
 
     names: attributes of `args`, for example "most_ids" for --most-ids. If a flag has several values, all are checked.

@@ -47,7 +47,7 @@ class EncoderConfig:
     model if it differs from H, else None; the encoder then projects from D to H and back (`res_latent_attn` only).
     tie_encoders: whether one encoder makes both input rows (from the embedding) and output rows (from the head).
     position_encoding: for `transformer` None or "learnable". causal: whether a position attends to earlier ones only.
-    residual, residual_by_side: which base row is added to a hyper row (see `residual_base_row`). causal and residual
+    residual, residual_by_side: which base row is added to a hyper row (see `residual_row_kind`). causal and residual
     are for `res_latent_attn`; residual_by_side is not in zip2zip.
     """
 
@@ -75,7 +75,7 @@ class EncoderConfig:
                 "encoder: residual_by_side needs residual, and an encoder for each side (tie_encoders false)"
             )
 
-    def residual_base_row(self, side: str) -> str | None:
+    def residual_row_kind(self, side: str) -> str | None:
         """Returns "first", "last", "mean" or None: the base row that `res_latent_attn` adds to an entry's hyper row.
 
         side: one of `SIDES`. None without `residual`. With `residual_by_side`, "last" for input rows, because the text
@@ -115,7 +115,7 @@ class EncoderConfig:
             if fields[name] is not None:
                 values[name] = _read_integer("encoder", fields, name, low=1)
         for name in {"tie_encoders", "causal", "residual", "residual_by_side"} & fields.keys():
-            values[name] = _read_flag("encoder", fields, name)
+            values[name] = _read_boolean("encoder", fields, name)
         return cls(kind=kind, position_encoding=fields.get("position_encoding"), **values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class ZipConfig:
             )
         except CodecError as error:
             raise ConfigError(f"zip2zip config: {error}") from error
-        _read_flag("zip2zip config", vars(self), "canonical")
+        _read_boolean("zip2zip config", vars(self), "canonical")
         if self.canonical and self.policy != "freeze":
             raise ConfigError(f"zip2zip config: canonical decoding needs policy freeze, not {self.policy}")
         object.__setattr__(self, "codec_params", params)
@@ -259,7 +259,7 @@ def _read_integer(where: str, fields: Mapping[str, Any], name: str, low: int, hi
     return value
 
 
-def _read_flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
+def _read_boolean(where: str, fields: Mapping[str, Any], name: str) -> bool:
     """Returns the field `name`. Raises `ConfigError` unless the field is true or false."""
     value = fields[name]
     if not isinstance(value, bool):

@@ -19,10 +19,10 @@ BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more t
 SPEED_TRIALS = 5
 SUM_FLOATS, SUMS_PER_CALL = 16 << 20, 4  # floats of the array that numbers are added to, and additions per evaluation
 _wiring_lock = threading.Lock()
-_holders: dict[WiredMemory, int] = {}  # owner that holds memory -> MLX's limit before any owner did
+_owners: dict[WiredMemory, int] = {}  # owner that keeps memory wired -> MLX's limit before any owner did
 
 
-def choose_device() -> None:
+def set_device_from_environment() -> None:
     """Makes the device named in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default device.
 
     Does nothing if the variable is not set or MLX is not installed. Call this before `mlx_lm` is imported, because
@@ -52,7 +52,7 @@ def disable_tf32() -> None:
     os.environ[TF32_VARIABLE] = "0"
 
 
-def on_gpu() -> bool:
+def default_device_is_gpu() -> bool:
     """Returns whether MLX's default device is a GPU."""
     import mlx.core as mx
 
@@ -62,13 +62,13 @@ def on_gpu() -> bool:
 class WiredMemory:
     """Keeps memory wired for a Mac's GPU, so that work after a pause does not wait until the memory is wired again.
 
-    MLX has one wired limit per process. The first owner that holds memory sets the limit to what the device recommends;
-    the last owner that frees memory restores the previous limit. Each owner has its own `WiredMemory` and uses it in
-    one thread. On a device without a recommended limit, nothing is done. keep_s: seconds that an idle owner holds the
-    memory. streams: the streams that the owner computes on; `free` waits for them, because MLX's limit must not change
-    during a computation.
+    MLX has one wired limit per process. The first owner that wires memory sets the limit to what the device recommends;
+    the last owner that unwires memory restores the previous limit. Each owner has its own `WiredMemory` and uses it in
+    one thread. On a device without a recommended limit, nothing is done. keep_s: seconds that an idle owner keeps the
+    memory wired. streams: the streams that the owner computes on; `unwire` waits for them, because
+    MLX's limit must not change during a computation.
 
-    As a context manager, holds the memory while the block runs.
+    As a context manager, keeps the memory wired while the block runs.
 
     Source: MLX 0.32 `mlx/backend/metal/resident.h`, mlx-lm 0.32 `mlx_lm.generate.wired_limit`.
     """
@@ -78,54 +78,54 @@ class WiredMemory:
         self._idle_since: float | None = None
 
     def __enter__(self) -> None:
-        self.hold()
+        self.wire()
 
     def __exit__(self, *error: object) -> None:
-        self.free()
+        self.unwire()
 
     @property
-    def held(self) -> bool:
-        """Whether the owner holds the memory."""
-        return self in _holders
+    def is_wired(self) -> bool:
+        """Whether this owner keeps the memory wired."""
+        return self in _owners
 
-    def hold(self) -> None:
+    def wire(self) -> None:
         """Wires the process's memory and later allocations, unless this owner already has. Ends the idle time."""
         import mlx.core as mx
 
         self._idle_since = None
         with _wiring_lock:
             limit = mx.device_info().get("max_recommended_working_set_size")
-            if self.held or not isinstance(limit, int):
+            if self.is_wired or not isinstance(limit, int):
                 return
-            _holders[self] = next(iter(_holders.values())) if _holders else mx.set_wired_limit(limit)
+            _owners[self] = next(iter(_owners.values())) if _owners else mx.set_wired_limit(limit)
 
-    def free(self) -> None:
-        """Waits for the owner's streams, then lets the system unwire the memory, unless another owner holds it."""
+    def unwire(self) -> None:
+        """Waits for this owner's streams, then unwires the memory, unless another owner keeps it wired."""
         import mlx.core as mx
 
-        if not self.held:
+        if not self.is_wired:
             return
         try:
             for stream in self._streams:
                 mx.synchronize(stream)
         finally:
             with _wiring_lock:
-                before = _holders.pop(self)
-                if not _holders:
+                before = _owners.pop(self)
+                if not _owners:
                     mx.set_wired_limit(before)
 
-    def free_if_idle(self) -> float | None:
-        """Frees the memory after `keep_s` idle seconds, counted from the first call of this method since `hold`.
+    def unwire_if_idle(self) -> float | None:
+        """Unwires the memory after `keep_s` idle seconds, counted from the first call of this method since `wire`.
 
-        Returns the seconds after which to call this again, or None if the owner no longer holds memory.
+        Returns the seconds after which to call this again, or None if this owner no longer keeps memory wired.
         """
-        if not self.held:
+        if not self.is_wired:
             return None
         now = time.monotonic()
         self._idle_since = now if self._idle_since is None else self._idle_since
         left = self._idle_since + self.keep_s - now
         if left <= 0:
-            self.free()
+            self.unwire()
             return None
         return left
 
@@ -140,10 +140,12 @@ def measure_product_bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, lim
 
     matrix, vectors = mx.ones((side, side)), [mx.full((side, 1), 1.0 + i) for i in range(products)]
     mx.eval(matrix, vectors)
-    return products * matrix.nbytes / fastest_seconds(lambda: mx.eval([matrix @ vector for vector in vectors]), limit_s)
+    return (
+        products * matrix.nbytes / time_fastest_call(lambda: mx.eval([matrix @ vector for vector in vectors]), limit_s)
+    )
 
 
-def make_memory_sums() -> tuple[Callable[[], None], int]:
+def make_memory_workload() -> tuple[Callable[[], None], int]:
     """Returns (function, bytes): the function adds numbers to an array of 64 MB and reads and writes that many bytes.
 
     On a CPU, the function's speed is nearer to the memory's bandwidth than that of MLX's matrix products.
@@ -155,16 +157,16 @@ def make_memory_sums() -> tuple[Callable[[], None], int]:
     return lambda: mx.eval([x + (i + 1) for i in range(SUMS_PER_CALL)]), SUMS_PER_CALL * 2 * x.nbytes
 
 
-def measure_memory_speed(limit_s: float = math.inf) -> float:
+def measure_memory_bandwidth(limit_s: float = math.inf) -> float:
     """Measures the memory bandwidth of MLX's default device, in bytes per second.
 
-    On a GPU, matrix-vector products read memory, as in decoding; on a CPU, sums (`make_memory_sums`) read and write it.
-    limit_s: as in `fastest_seconds`.
+    On a GPU, matrix-vector products read memory, as in decoding; on a CPU, sums read and write it
+    (`make_memory_workload`). limit_s: as in `time_fastest_call`.
     """
-    if on_gpu():
+    if default_device_is_gpu():
         return measure_product_bandwidth(limit_s=limit_s)
-    work, count = make_memory_sums()
-    return count / fastest_seconds(work, limit_s)
+    work, count = make_memory_workload()
+    return count / time_fastest_call(work, limit_s)
 
 
 def peak_rss_bytes() -> int:
@@ -175,7 +177,7 @@ def peak_rss_bytes() -> int:
     return peak if os.uname().sysname == "Darwin" else peak * 1024
 
 
-def fastest_seconds(call: Callable[[], Any], limit_s: float = math.inf) -> float:
+def time_fastest_call(call: Callable[[], Any], limit_s: float = math.inf) -> float:
     """Returns the seconds of the fastest of `SPEED_TRIALS` calls, after one warm-up call.
 
     No further call begins after `limit_s` seconds.

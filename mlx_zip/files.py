@@ -114,7 +114,7 @@ def make_private(folder: Path) -> str | None:
     return None
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished_files(folder: Path) -> None:
     """Removes unfinished files that killed processes left in a folder. Call it only while holding the folder's lock."""
     for left in (*folder.glob(".*.partial-*"), *folder.glob(".*.old-*")):
         if left.is_dir():
@@ -319,7 +319,7 @@ def exit_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def follow_parent_process() -> None:
+def exit_with_parent_process() -> None:
     """Starts a thread that ends this process as soon as the process that started it through `multiprocessing` ends."""
     import multiprocessing
 

@@ -31,10 +31,10 @@ class ProgressBar:
         self.total, self.unit, self.name = total, unit, name.rstrip("/").rsplit("/", 1)[-1]
         self.done = self._first = done
         self._shown, self._interval_s = shown and sys.stderr is not None, interval_s
-        self._bar = self._new_bar()
+        self._bar = self._make_bar()
         self._begun = self._printed_at = time.monotonic()
 
-    def _new_bar(self) -> Any:
+    def _make_bar(self) -> Any:
         """Returns a tqdm bar on stderr; None if nothing is to be shown, or stderr is not a terminal."""
         if not self._shown or sys.stderr is None or not sys.stderr.isatty():
             return None

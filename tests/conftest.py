@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from mlx_zip.device import choose_device, disable_tf32
+from mlx_zip.device import disable_tf32, set_device_from_environment
 from support.places import SHARED
 
 disable_tf32()  # recorded results are float32; before anything imports MLX
-choose_device()  # MLX_ZIP_DEVICE=cpu runs the tests on the CPU; before anything imports mlx_lm
+set_device_from_environment()  # MLX_ZIP_DEVICE=cpu runs the tests on the CPU; before anything imports mlx_lm
 if "PYTEST_XDIST_WORKER" in os.environ:  # before any library that counts cores is imported
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(variable, "1")

@@ -80,7 +80,7 @@ def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:
     best: the pack's name and number of ids; None if no pack gives fewer ids than `pack`.
     """
     base_ids = encode_text(core.engine.tokenizer, text)
-    ids = core.engine.prompt_size(base_ids, pack)
+    ids = core.engine.count_prompt_ids(base_ids, pack)
     sizes = {
         name: size
         for name, pack in core.options.packs.items()
@@ -95,7 +95,7 @@ def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:
 def _size_with_pack(core: Core, base_ids: Sequence[int], pack: Any) -> int | None:
     """Returns the number of ids that a prompt compresses to, None if the model cannot use the pack."""
     try:
-        return core.engine.prompt_size(base_ids, pack)
+        return core.engine.count_prompt_ids(base_ids, pack)
     except GenerationError:
         return None
 

@@ -142,7 +142,7 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
         if pack is not None:
             if dequantized and pack.rows is not None:  # the rows were tuned for quantized weights of equal value
                 model.row_source.keep_fingerprint(model, pack.rows.model)
-            model.take_pack(pack)
+            model.use_pack(pack)
         if head is not None:
             model.draft_head = head
         return model

@@ -15,7 +15,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.shape_table import Models
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Times both models in both ways and prints one JSON line. Raises `MlxZipError` if the flags cannot be used."""
-    check_at_least(args, 1, "rows", "trials")
-    check_at_least(args, 2, "max_tokens")
+    check_flags_at_least(args, 1, "rows", "trials")
+    check_flags_at_least(args, 2, "max_tokens")
     load_before_bench()
     models = models_from_folders(args.model, args.base)
     asked = make_conversations(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)

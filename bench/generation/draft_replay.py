@@ -90,7 +90,7 @@ def force_text(turn: Turn, book: Codebook | None) -> ForcedText:
     book.push(prompt)
     whole = book.copy()
     whole.push(ids)
-    rows, lengths = whole.logged(book.mark())
+    rows, lengths = whole.logged_base_ids(book.mark())
     pieces = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
     return ForcedText(prompt.tolist(), ids.tolist(), pieces, book)
 
@@ -131,9 +131,9 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
             proposed = [] if source is None else drafter.propose(source, ids[at], book, width)
         widths.append(1 + len(proposed))
         if proposed:
-            drafter.note_pass(len(proposed))
+            drafter.count_proposed(len(proposed))
         if costs is not None:
-            costs.note(widths[-1], held, cost_of[widths[-1]])
+            costs.note_pass(widths[-1], held, cost_of[widths[-1]])
         accepted = common_length(proposed, ids[at + 1 : at + 1 + len(proposed)])
         end = min(at + 2 + accepted, len(ids))
         waits = not ahead or bool(proposed) or expects_draft([drafter], held)
@@ -143,7 +143,7 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
             drafter.append(piece)
             written += len(piece)
         if proposed:
-            drafter.note_end(len(proposed), accepted)
+            drafter.note_draft_end(len(proposed), accepted)
         held, at = held + end - 1 - at, end - 1
     return Replay(widths, sum(cost_of[width] for width in widths), time.thread_time() - begun)
 

@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxEngine, installed_row_bytes, with_memory_row_store
 from mlx_zip.bench.engines.model_making import models_from_folders
@@ -96,11 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a JSON line per model, text and way to draft. Raises `MlxZipError` if a model cannot be used."""
-    check_at_least(args, 1, "trials")
+    check_flags_at_least(args, 1, "trials")
     if args.tokens is not None:
-        check_at_least(args, 2, "tokens")
+        check_flags_at_least(args, 2, "tokens")
     if args.texts is not None:
-        check_at_least(args, 1, "texts")
+        check_flags_at_least(args, 1, "texts")
     args.warmup, args.shape = int("warm" in args.rows), None  # for the records
     load_before_bench()
     for name in args.models:
@@ -262,9 +262,9 @@ class DraftedEngine(MlxEngine):
         inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
         run, store = Run(len(forced.prompt)), _ReadPrompt(cache)
         scheduler = Scheduler(served, store, 1, None, lambda _: None, partial(Reading, served), raises=True)
-        scheduler.add(Request(checked, PassNotes(run, time.perf_counter()), inline))
+        scheduler.add_request(Request(checked, PassNotes(run, time.perf_counter()), inline))
         while scheduler.busy:
-            scheduler.work()
+            scheduler.run_round()
         run.text_bytes = len(self.tokenizer.decode(run.base_ids).encode())
         run.kv_ids = cache[0].offset
         run.row_bytes = 0 if state is None else installed_row_bytes(cache[-1])

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from mlx_zip.arguments import check_at_least, parse_json_map
+from mlx_zip.arguments import check_flags_at_least, parse_json_map
 from mlx_zip.bench.engines.choice import CHOOSING, ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
 from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
@@ -186,8 +186,8 @@ def time_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     args.rows = list(dict.fromkeys(args.rows))
     args.vllm_args = parse_json_map("--vllm-args", args.vllm_args)
-    check_at_least(args, 1, "trials", "windows", "turns", "conversations")
-    check_at_least(args, 0, "warmup")
+    check_flags_at_least(args, 1, "trials", "windows", "turns", "conversations")
+    check_flags_at_least(args, 0, "warmup")
     check_engine_names(args.engines)
     check_engines_can_run_mode(args.engines, args.mode, args.rows)
     load_before_bench()

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.workloads import read_requests
 from mlx_zip.bench.recording import load_before_bench, print_record
 from mlx_zip.errors import MlxZipError
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` if a flag is invalid or the server refuses the first request.
     """
-    check_at_least(args, 1, "requests", "max_tokens", "port")
+    check_flags_at_least(args, 1, "requests", "max_tokens", "port")
     if not all(0 < one < math.inf for one in (*args.rates, args.seconds)):  # NaN is refused too
         raise MlxZipError("--rates and --seconds must be finite numbers above 0")
     texts = read_requests(args.prompts)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.recording import load_before_bench, print_record
 from mlx_zip.engine.mlx.generate import generate
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Sends all requests and prints one JSON line; returns 1 on a fault. Raises `MlxZipError` if a flag is invalid."""
-    check_at_least(args, 1, "requests", "at_once", "conversations")
+    check_flags_at_least(args, 1, "requests", "at_once", "conversations")
     load_before_bench()
     expected = expected_answers(args.model, args.conversations)
     with TemporaryDirectory() as folder, ServerProcess(serve_command(args.model, Path(folder) / "sessions")) as server:

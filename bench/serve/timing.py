@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints one JSON line. Raises `MlxZipError` if a flag or model cannot be used."""
-    check_at_least(args, 1, "trials", "prompt_words")
-    check_at_least(args, 2, "streams", "max_tokens")
+    check_flags_at_least(args, 1, "trials", "prompt_words")
+    check_flags_at_least(args, 2, "streams", "max_tokens")
     load_before_bench()
     models = models_from_folders(args.model, args.base)
     device = MlxLm(models, models.plain).device

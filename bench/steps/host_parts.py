@@ -22,9 +22,9 @@ import numpy as np
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.device import fastest_seconds
+from mlx_zip.device import time_fastest_call
 from mlx_zip.engine.interface import Failed, Finished, Submission
-from mlx_zip.engine.mlx.generate import emit
+from mlx_zip.engine.mlx.generate import stream_ids
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
@@ -164,7 +164,7 @@ def count_buffer_copies(model: Any, prompt: Sequence[int], text: Sequence[int], 
     sampler: Any = ForcedIdSampler(ids.tolist())
     count = min(steps, len(ids))
     run = RunOptions(ahead=True)
-    made = islice(emit(model, prompt_ids, cache, sampler=sampler, run=run), count)
+    made = islice(stream_ids(model, prompt_ids, cache, sampler=sampler, run=run), count)
     next(made)
     before, lengths, windows = buffer_places(cache), cycle(WINDOWS), 0
     found = {name: {"windows": 0, "bytes": 0} for name in before}
@@ -236,7 +236,9 @@ def time_tiny_kernels() -> dict[str, float]:
                 mx.async_eval(y)
         mx.eval(y)
 
-    short, long, alone = (fastest_seconds(partial(chain, *args)) for args in ((CHAIN // 10,), (CHAIN,), (CHAIN, True)))
+    short, long, alone = (
+        time_fastest_call(partial(chain, *args)) for args in ((CHAIN // 10,), (CHAIN,), (CHAIN, True))
+    )
     launch_us = 1e6 * max(0.0, long - short) / (CHAIN - CHAIN // 10)
     return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / CHAIN - launch_us)}
 

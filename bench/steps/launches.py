@@ -27,7 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.engine.mlx.generate import emit
+from mlx_zip.engine.mlx.generate import stream_ids
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models import layers
@@ -209,7 +209,9 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
     with build_graphs_as_on_gpu():
         return sum(
             count_launches(
-                model.row_source.encode(model.side(side), base_ids, np.full(entries, size, np.uint32))
+                model.row_source.encode_rows_of_side(
+                    model.side_named(side), base_ids, np.full(entries, size, np.uint32)
+                )
             ).values()
         )
 
@@ -217,7 +219,7 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
 def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
     sampler: Any = ForcedIdSampler(ids)
     run = RunOptions(prefill_step_size=PROMPT, ahead=True)
-    made = emit(model, prompt, model.make_cache(), sampler=sampler, run=run)
+    made = stream_ids(model, prompt, model.make_cache(), sampler=sampler, run=run)
     deque(islice(made, len(ids)), maxlen=0)
     model.row_source.store.flush()
 
@@ -232,8 +234,8 @@ def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.
     ahead = TwoPartStep(model, cache)
     for one in ids:
         y = mx.array([one])
-        h = ahead.run(y)
-        logits = model(y[None], cache=cache) if h is None else ahead.follow(h, y)
+        h = ahead.run_body(y)
+        logits = model(y[None], cache=cache) if h is None else ahead.compute_logits(h, y)
         yield greedy_choice(logits[:, -1, : model.layout.hyper_id(len(cache[-1].books[0]))])
 
 

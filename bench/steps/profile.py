@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.shape_table import Models
@@ -36,7 +36,7 @@ from mlx_zip.bench.generation.generate import (
 )
 from mlx_zip.bench.recording import load_before_bench, print_header, print_record
 from mlx_zip.bench.records import table
-from mlx_zip.device import on_gpu
+from mlx_zip.device import default_device_is_gpu
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
-    check_at_least(args, 1, "trials")
+    check_flags_at_least(args, 1, "trials")
     args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
     load_before_bench()
     models, workloads = prepare_models_and_workloads(args)
@@ -163,7 +163,7 @@ class StepProfiler:
     def ahead(self) -> bool:
         """Whether mlx_zip begins a step's body before the host has read the step's id."""
         chosen = AHEAD[self.args.ahead]
-        return on_gpu() if chosen is None else chosen
+        return default_device_is_gpu() if chosen is None else chosen
 
     def _count_launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
         """Returns the launches per step, counted on the last ids of the prompt and the ids written.
@@ -222,7 +222,7 @@ class StepProfiler:
 def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
     """Context manager: sets whether `mlx_zip.stream_generate` runs bodies ahead. ahead: None lets the device decide."""
     generate = import_module("mlx_zip.engine.mlx.generate")
-    with patch.object(generate, "_begins_ahead", lambda model: ahead):
+    with patch.object(generate, "_ahead_option", lambda model: ahead):
         yield
 
 

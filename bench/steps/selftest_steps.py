@@ -20,7 +20,7 @@ from mlx_zip.bench.engines.model_making import models_from_folders, models_from_
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
 from mlx_zip.bench.machine import memory_bytes, mlx_read_bandwidth
-from mlx_zip.device import on_gpu
+from mlx_zip.device import default_device_is_gpu
 
 from . import host_parts
 from .launches import count_step_launches
@@ -35,7 +35,7 @@ WAYS = [(rows, ahead) for ahead in (False, True) for rows in ("cold", "warm")]  
 
 def measure_bandwidth() -> dict[str, Any]:
     """Returns how many GB per second a GPU reads in matrix-vector products, as in decoding."""
-    if not on_gpu():
+    if not default_device_is_gpu():
         return {"skipped": "MLX's products on a CPU do not reach its memory's bandwidth"}
     return {"gb_per_s": mlx_read_bandwidth() / 1e9}
 
@@ -53,7 +53,7 @@ def first_request(models: Models) -> list[int]:
 
 def measure_smollm2(limit_s: float) -> dict[str, Any]:
     """Returns `measure_steps` of SmolLM2, with its base model in mlx-lm, or why this is skipped; downloads nothing."""
-    if not on_gpu():
+    if not default_device_is_gpu():
         return {"skipped": "on a CPU a step of this size takes too long"}
     if any(named.find_made_model(name) is None for name in named.MADE):
         return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
@@ -70,7 +70,7 @@ def measure_random_shape(limit_s: float) -> dict[str, Any]:
 
 
 def reason_to_skip_shape() -> str | None:
-    if not on_gpu():
+    if not default_device_is_gpu():
         return "on a CPU a step of this size takes too long"
     return None if memory_bytes() >= NEEDED else f"it needs a machine with {NEEDED >> 30} GB of memory"
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mlx_zip.arguments import Parser, check_at_least
+from mlx_zip.arguments import Parser, check_flags_at_least
 from mlx_zip.bench.machine import resident_bytes
 from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import MlxZipError
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args: argparse.Namespace = made.parse_args(argv)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker must run in this process
     try:
-        check_at_least(args, 1, "tokens", "rounds")
+        check_flags_at_least(args, 1, "tokens", "rounds")
         for record in measure_hooks(args.model, args.vllm_args, args.tokens, args.rounds):
             print_record(record, "vllm", "torch")
     except (MlxZipError, ImportError) as error:

@@ -17,7 +17,7 @@ import mlx_zip
 from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import escape_unprintable
 from mlx_zip.cli.engine_choice import MLX
-from mlx_zip.device import choose_device
+from mlx_zip.device import set_device_from_environment
 from mlx_zip.errors import MlxZipError, explain_missing_mlx, failure_reason
 from mlx_zip.files import exit_on_signals
 
@@ -106,12 +106,12 @@ def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
 def _run_parsed(name: str, args: argparse.Namespace) -> int | None:
     """Runs a command. First chooses MLX's device if --engine is mlx or the command has no --engine."""
     if getattr(args, "engine", MLX) == MLX:
-        choose_device()
+        set_device_from_environment()
     return import_module(COMMANDS[name][0]).run(args)
 
 
 def _run_command_group(name: str, argv: Sequence[str]) -> int | None:
-    choose_device()
+    set_device_from_environment()
     return import_module(COMMANDS[name][0]).main(argv)
 
 

@@ -167,7 +167,7 @@ def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
         emitted, _ = compress(params, part)
         book = Codebook(params)
         entries = len(book) + len(book.push(emitted))
-        rows, lengths = book.logged()
+        rows, lengths = book.logged_base_ids()
         tally.base_tokens += len(part)
         tally.ids += len(emitted)
         tally.entries += entries

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.device import choose_device
+from mlx_zip.device import set_device_from_environment
 from mlx_zip.errors import EngineError, GenerationError, MlxZipError, import_or_explain, missing_library_error
 from mlx_zip.models.decoder_options import why_not_on_torch
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
@@ -114,7 +114,7 @@ def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> 
     if why is not None:
         print(f"engine: {args.engine}, {why}", file=sys.stderr)
     if args.engine == MLX:
-        choose_device()
+        set_device_from_environment()
 
 
 def _pick_engine(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:

@@ -160,7 +160,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
 @contextmanager
 def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
     """Context manager: yields the model on PyTorch. sampling: fields of `Sampling`."""
-    from mlx_zip.engine.responses import answers
+    from mlx_zip.engine.responses import stream_answers
     from mlx_zip.engine.sampling.options import Sampling
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.text.prompts import encode_prompt
@@ -183,7 +183,7 @@ def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterat
 
         def answer(prompt: Any) -> Iterator[Any]:
             base_ids = encode_prompt(engine.tokenizer, prompt)
-            return (one for _, one in answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
+            return (one for _, one in stream_answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
 
         hyper = bool(engine.info.codebook_size)
         record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": _pack_fingerprint(chosen, folder)}
@@ -264,7 +264,7 @@ def print_responses(
     responses: those of `stream_generate`. store: the `RowStore` whose row counts --json prints, None for no counts.
     codebook: further fields for --json.
     """
-    from mlx_zip.engine.responses import RULE, footer
+    from mlx_zip.engine.responses import RULE, format_footer
 
     framed, coloured = args.verbose and not args.json, colours.should_colour(args.color, out)
     text, response, status = "", None, 0
@@ -296,7 +296,7 @@ def print_responses(
         if not text:
             print("No text generated for this prompt", file=out)
         if response is not None:
-            print(footer(response), file=out)
+            print(format_footer(response), file=out)
     return status
 
 

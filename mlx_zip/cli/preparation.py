@@ -215,10 +215,10 @@ def make_similar_source(names: Sequence[str], like: Any) -> Any:
 
 
 def _check_data_set_flags(args: argparse.Namespace) -> None:
-    from mlx_zip.text.sources import is_local
+    from mlx_zip.text.sources import is_read_from_files
 
     given = [f"--{name}" for name in ("subset", "split") if getattr(args, name)]
-    if given and all(is_local(name) for name in args.data):
+    if given and all(is_read_from_files(name) for name in args.data):
         raise DataError(f"{', '.join(given)}: of data sets only, and --data {' '.join(args.data)} names none")
 
 

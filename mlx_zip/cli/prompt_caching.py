@@ -12,7 +12,7 @@ from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import ENGINE_NAMES, MLX, is_torch
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size, check_model_flag
-from mlx_zip.device import choose_device
+from mlx_zip.device import set_device_from_environment
 from mlx_zip.errors import GenerationError
 from mlx_zip.files import check_writable, expand_home
 from mlx_zip.packs.chosen import read_packs
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if is_torch(args):
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
     if args.engine != MLX:  # auto: only MLX writes such files, and its device has not been chosen yet
-        choose_device()
+        set_device_from_environment()
     check_model_flag(args)
     file = expand_home(args.prompt_cache_file)
     check_writable(file)

@@ -42,8 +42,8 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
     what: the expected kind of file, for the message. names: arrays to read if the file has them, None for all. Raises
     `DataError` naming the file if it cannot be read.
     """
-    with _raise_data_errors(path, what):
-        _check_magic(path)
+    with _read_errors_as_data_errors(path, what):
+        _check_npy_or_npz(path)
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DataError(f"{path} cannot be read as {what}: it is not an archive of arrays")
@@ -56,8 +56,8 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
 
 def read_npy(path: Path, what: str) -> NDArray[Any]:
     """Returns the array of a .npy file. Parameters and errors are those of `read_npz`."""
-    with _raise_data_errors(path, what):
-        _check_magic(path)
+    with _read_errors_as_data_errors(path, what):
+        _check_npy_or_npz(path)
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()
@@ -65,7 +65,7 @@ def read_npy(path: Path, what: str) -> NDArray[Any]:
     return array
 
 
-def _check_magic(path: Path) -> None:
+def _check_npy_or_npz(path: Path) -> None:
     """Raises `ValueError` for a file that begins neither as .npz nor as .npy; NumPy would take it for a pickle."""
     with open(path, "rb") as file:
         if not file.read(6).startswith(_MAGIC):
@@ -73,7 +73,7 @@ def _check_magic(path: Path) -> None:
 
 
 @contextmanager
-def _raise_data_errors(path: Path, what: str) -> Iterator[None]:
+def _read_errors_as_data_errors(path: Path, what: str) -> Iterator[None]:
     """Context manager: turns any error of reading a damaged file into a `DataError` that names the file.
 
     what: the expected kind of file, for the message.

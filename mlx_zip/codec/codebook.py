@@ -29,7 +29,7 @@ def compress_next(book: Codebook, ids: Any) -> Uint32s:
     return whole[read:] if np.array_equal(whole[:read], book.ids) else book.compress(ids)
 
 
-def base_ids_of_next(book: Codebook, one: int) -> tuple[int, ...]:
+def base_ids_of_next_id(book: Codebook, one: int) -> tuple[int, ...]:
     """Returns the base ids of an id that a codebook may read next, even if the id installs its own entry (KwKwK).
 
     Raises `CodecError` for an id that cannot be read.
@@ -39,7 +39,7 @@ def base_ids_of_next(book: Codebook, one: int) -> tuple[int, ...]:
     except CodecError:
         book = book.copy()
         book.push(one)
-        rows, lengths = book.logged(book.mark() - 1)
+        rows, lengths = book.logged_base_ids(book.mark() - 1)
         return tuple(rows[0, : lengths[0]].tolist())
 
 
@@ -70,7 +70,7 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
         bad,
     )
     if status != lib.MLXZIP_OK:
-        _raise_for_status(status, params, base_ids, bad[0], None)
+        _raise_for_bad_id(status, params, base_ids, bad[0], None)
     k = n_entries[0]
     return out[: n_out[0]], Entries(params.vocab_size, rows[:k], lengths[:k])
 
@@ -99,7 +99,7 @@ class Codebook:
         self._push_one, self._expand_one, self._entry_words = calls
 
     @classmethod
-    def _around(cls, params: CodecParams, book: Any) -> Codebook:
+    def _from_handle(cls, params: CodecParams, book: Any) -> Codebook:
         """Returns a Codebook that owns `book`, a codebook of the C library."""
         self = cls.__new__(cls)
         self._set_up(params, book)
@@ -126,7 +126,7 @@ class Codebook:
         bad, n_ids = ffi.new("size_t *"), len(ids)
         n = lib.mlxzip_push(self._book, _id_pointer(ids), n_ids, bad)
         if n < 0:
-            _raise_for_status(n, self.params, ids, bad[0], self)
+            _raise_for_bad_id(n, self.params, ids, bad[0], self)
         packed = np.empty(n * (4 * (1 + self.params.merge_size) + 1) + n_ids, np.uint8)
         lib.mlxzip_installed(self._book, n_ids, ffi.cast("uint32_t *", ffi.from_buffer(packed)))
         new = Installed()
@@ -155,7 +155,7 @@ class Codebook:
                 self._book, _id_pointer(ids), len(ids), _id_pointer(out), len(out), counts, counts + 1
             )
         if status != lib.MLXZIP_OK:
-            _raise_for_status(status, self.params, ids, counts[1], self)
+            _raise_for_bad_id(status, self.params, ids, counts[1], self)
         return out[: counts[0]]
 
     def spans(self, ids: Any) -> NDArray[np.int32]:
@@ -164,7 +164,7 @@ class Codebook:
         out = np.empty(len(ids), np.int32)
         status = lib.mlxzip_spans(self._book, _id_pointer(ids), len(ids), ffi.from_buffer("int32_t[]", out), bad)
         if status != lib.MLXZIP_OK:
-            _raise_for_status(status, self.params, ids, bad[0], self)
+            _raise_for_bad_id(status, self.params, ids, bad[0], self)
         return out
 
     def compress(self, base_ids: Any) -> Uint32s:
@@ -178,16 +178,16 @@ class Codebook:
         out = np.empty(len(ids), np.uint32)
         status = lib.mlxzip_continue(self._book, _id_pointer(ids), len(ids), _id_pointer(out), counts, counts + 1)
         if status != lib.MLXZIP_OK:
-            _raise_for_status(status, self.params, ids, counts[1], None)
+            _raise_for_bad_id(status, self.params, ids, counts[1], None)
         return out[: counts[0]]
 
-    def rows(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8]]:
+    def padded_entries(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns base ids [n, merge_size], padded, and lengths [n] of the entries in slots first..first+n-1."""
         rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
         raise_for_status(lib.mlxzip_entries(self._book, first, n, _id_pointer(rows), _byte_pointer(lengths)))
         return rows, lengths
 
-    def words(self, slot: int) -> bytes:
+    def entry_words(self, slot: int) -> bytes:
         """Returns the base ids of the entry in `slot` as 32-bit words in the machine's byte order.
 
         Raises `CodecError` for a slot without an entry.
@@ -199,14 +199,14 @@ class Codebook:
 
     def entry(self, slot: int) -> tuple[int, ...]:
         """Returns the base ids of the entry in `slot`. Raises `CodecError` for a slot without an entry."""
-        return ids_of(self.words(slot))
+        return ids_of(self.entry_words(slot))
 
     def base_ids_of(self, one: int) -> tuple[int, ...]:
         """Returns the base ids that one id stands for now, as `expand` does, but without making an array."""
         words = self._expand_one(one)
         return tuple(self.expand(one).tolist()) if words is None else ids_of(words)
 
-    def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
+    def logged_base_ids(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns what n ids of the log stood for when they were read: base ids [n, merge_size], padded; lengths [n].
 
         first: index in the log of the first of these ids. n: None for all ids from `first` on. (`expand` uses the
@@ -223,23 +223,23 @@ class Codebook:
     def base_ids(self, first: int = 0) -> Uint32s:
         """Returns the base ids that the log stands for, uint32. first: index in the log of the id to begin with.
 
-        Errors as in `logged`.
+        Errors as in `logged_base_ids`.
         """
-        rows, lengths = self.logged(first)
+        rows, lengths = self.logged_base_ids(first)
         return rows[np.arange(self.params.merge_size) < lengths[:, None]]
 
     def ends(self, first: int = 0) -> NDArray[np.int64]:
         """Returns for each id of the log the number of base ids up to the end of that id, int64 [n].
 
-        first: index in the log of the id to begin with. Errors as in `logged`.
+        first: index in the log of the id to begin with. Errors as in `logged_base_ids`.
         """
-        spans = self.logged(first)[1].astype(np.int64)
+        spans = self.logged_base_ids(first)[1].astype(np.int64)
         return self.base_length - spans.sum() + np.cumsum(spans)
 
     @property
     def entries(self) -> Entries:
         """A snapshot of all installed entries in id order, start entries first."""
-        rows, lengths = self.rows(0, len(self))
+        rows, lengths = self.padded_entries(0, len(self))
         return Entries(self.params.vocab_size, rows, lengths)
 
     @property
@@ -283,7 +283,7 @@ class Codebook:
         """Returns an independent codebook in the same state."""
         out = ffi.new("mlxzip_codebook **")
         raise_for_status(lib.mlxzip_copy(self._book, out))
-        return self._around(self.params, out[0])
+        return self._from_handle(self.params, out[0])
 
     __copy__ = copy
 
@@ -300,7 +300,7 @@ class Codebook:
         params = CodecParams.from_bytes(data)
         view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_codebook **")
         raise_for_status(lib.mlxzip_from_bytes(params.native, view, len(view), out))
-        return cls._around(params, out[0])
+        return cls._from_handle(params, out[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Codebook.from_bytes, (self.to_bytes(),)
@@ -317,7 +317,7 @@ def _byte_pointer(array: NDArray[np.uint8]) -> Any:
     return ffi.from_buffer("uint8_t[]", array)
 
 
-def _raise_for_status(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
+def _raise_for_bad_id(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
     """Raises the exception for an error of the C library about the id at `index`.
 
     book: the codebook that read the ids; None if the ids were to be compressed, so that hypertokens are not valid.

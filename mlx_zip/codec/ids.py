@@ -45,10 +45,10 @@ def as_ids(ids: Any) -> Uint32s:
     if type(ids) is np.ndarray and ids.dtype == np.uint32 and ids.ndim == 1 and ids.flags.c_contiguous:
         return ids
     if isinstance(ids, list | tuple | range):
-        if (ids := _from_sequence(ids)).dtype == np.uint32:
+        if (ids := _array_from_sequence(ids)).dtype == np.uint32:
             return ids
     elif type(ids) is int:
-        ids = _from_sequence([ids])
+        ids = _array_from_sequence([ids])
     array = np.asarray(ids)
     if array.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, not {array.dtype}")
@@ -74,7 +74,7 @@ def as_one_id(ids: Any) -> int | None:
     return None
 
 
-def common_length(some: NDArray[Any], others: NDArray[Any]) -> int:
+def common_prefix_length(some: NDArray[Any], others: NDArray[Any]) -> int:
     """Returns the length of the longest common prefix of two arrays of ids."""
     n = min(len(some), len(others))
     differ = some[:n] != others[:n]
@@ -82,7 +82,7 @@ def common_length(some: NDArray[Any], others: NDArray[Any]) -> int:
     return at if n and differ[at] else n
 
 
-def _from_sequence(ids: list[Any] | tuple[Any, ...] | range) -> NDArray[Any]:
+def _array_from_sequence(ids: list[Any] | tuple[Any, ...] | range) -> NDArray[Any]:
     """Converts a list, tuple or range of integers -> uint32 [n], or int64 [n] that may be out of range.
 
     Raises `TypeError` and `CodecError` as `as_ids` does.

@@ -95,12 +95,12 @@ class CodecParams:
             disabled.add(pad_id)
         put(self, "pad_id", pad_id)
         put(self, "disabled_ids", tuple(sorted(disabled)))
-        put(self, "start", self._checked_start(start))
+        put(self, "start", self._checked_start_entries(start))
         if policy not in POLICIES:
             raise CodecError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
         put(self, "policy", policy)
 
-    def _checked_start(self, start: Iterable[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+    def _checked_start_entries(self, start: Iterable[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
         """Returns the start entries as tuples of ints, None if there are none. Raises `CodecError` if one is wrong."""
         if start is None:
             return None
@@ -111,10 +111,10 @@ class CodecParams:
             entries = tuple(tuple(map(int, entry)) for entry in entries)
         if len(entries) > self.codebook_size:
             raise CodecError(f"{len(entries)} start entries do not fit in codebook_size {self.codebook_size}")
-        self._check_entries(entries)
+        self._check_start_entries(entries)
         return entries or None
 
-    def _check_entries(self, entries: tuple[tuple[int, ...], ...]) -> None:
+    def _check_start_entries(self, entries: tuple[tuple[int, ...], ...]) -> None:
         """Raises `CodecError` naming a start entry that is too short or long, repeated, or holds a disabled id."""
         disabled, seen = set(self.disabled_ids), set(entries)
         ids = set(chain.from_iterable(seen))
@@ -135,7 +135,7 @@ class CodecParams:
         """Returns these parameters with other start entries. For None, returns them unchanged. Raises `CodecError`."""
         return self if start is None else replace(self, start=start)
 
-    def same_but_start(self, other: CodecParams) -> bool:
+    def is_equal_except_start(self, other: CodecParams) -> bool:
         """Returns whether both are equal except for their start entries. Every step calls this, so it must be fast."""
         names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id", "policy")
         return self is other or all(getattr(self, name) == getattr(other, name) for name in names)

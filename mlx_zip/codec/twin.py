@@ -79,13 +79,13 @@ class Codebook:
         mark, new = len(self.ids), []
         for index, x in enumerate(ids):
             try:
-                new += [(*installed, index) for installed in self._step(x)]
+                new += [(*installed, index) for installed in self._read_id(x)]
             except CodecError:
                 self.rewind(mark)
                 raise
         return new
 
-    def _step(self, x: int) -> list[tuple[int, Run]]:
+    def _read_id(self, x: int) -> list[tuple[int, Run]]:
         """Reads one id and returns the entries that it installed, as (hyper id, base ids)."""
         before = dict(self.entries)
         if x in self.params.disabled_ids:

@@ -373,7 +373,7 @@ class Batch:
         ahead = self._sequences[row].ahead
         return None if ahead is None else ahead.draft
 
-    def draft_room(self, row: int) -> int:
+    def max_draft_length(self, row: int) -> int:
         """Returns how many ids may be proposed after a sequence's next id.
 
         Returns 0 if the next id may make LongRoPE switch its factors. One slot of the KV cache stays free after the
@@ -396,7 +396,7 @@ class Batch:
         ahead = sequence.ahead
         if ahead is None:
             return False
-        if ahead.draft.take(id_):
+        if ahead.draft.take_if_proposed(id_):
             sequence.output = ahead.output
             return True
         self._drop_draft(row)

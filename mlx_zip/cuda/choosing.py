@@ -16,7 +16,7 @@ from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import Download, to_device
 from mlx_zip.engine.request import Chosen, Request
-from mlx_zip.engine.searching import Search, search
+from mlx_zip.engine.searching import Search, search_next_ids
 
 
 class RowChooser:
@@ -41,7 +41,7 @@ class RowChooser:
                 self._choose_row(row, request, head, ids, searches)
             except Exception as error:
                 request.error = error
-        search(list(searches.values()))
+        search_next_ids(list(searches.values()))
         for row, one in searches.items():
             if one.token is not None:
                 ids[row] = one.token
@@ -102,14 +102,14 @@ class _ConstraintSearch(Search):
         super().__init__(request, logits, excluded)
         self._pad_id = pad_id
 
-    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _forbid_excluded(self.close(self.logits, open_), excluded, self._pad_id)
+    def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = _forbid_excluded(self.mask_closed_ids(self.logits, open_), excluded, self._pad_id)
         return logits, self.request.draws.draw_scores(logits.log_softmax(1))
 
-    def close(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
+    def mask_closed_ids(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
         return logits.masked_fill(to_device(~open_, logits.device)[None], -torch.inf)
 
-    def on_host(self, scores: Any) -> np.ndarray:
+    def copy_to_host(self, scores: Any) -> np.ndarray:
         return scores[0].to("cpu", copy=True).numpy()
 
 

@@ -33,8 +33,8 @@ from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import DEVICE_VARIABLE
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
-from mlx_zip.engine.draft_sources import text_sources
-from mlx_zip.engine.drafts import Drafter, check_draft
+from mlx_zip.engine.draft_sources import make_text_sources
+from mlx_zip.engine.drafts import Drafter, check_draft_options
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Request
@@ -42,7 +42,7 @@ from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
+from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_pack_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, GenerationError, ModelError
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -123,7 +123,7 @@ def open_cuda_engine(
         model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
         return model, tokenizer_with_options(model, tokenizer_config or {}, trust_remote_code)
 
-    check_draft(draft)
+    check_draft_options(draft)
     if draft == "head":
         raise GenerationError("draft (--draft head): only MLX has draft heads")
     run = RunOptions(draft=draft)
@@ -202,7 +202,7 @@ class CudaServed:
         self.group = CudaGroup(self.row_handles, pad_id, ahead)
         self.weight_bytes = 0  # used only to decide whether to merge groups; here there is one group
         self.facts = self._model_facts()
-        self.info = engine_info(name, model.fingerprint, self.facts)
+        self.info = make_engine_info(name, model.fingerprint, self.facts)
         self._warm_up()
 
     def _ids_per_request(self, options: ServeOptions, context: int | None) -> int:
@@ -246,7 +246,7 @@ class CudaServed:
             by_base=self.by_base,
             params=None if config is None else model.default_start.params,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=start_check(model.fingerprint, model.sides == 1, model.width),
+            check_start=make_pack_check(model.fingerprint, model.sides == 1, model.width),
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
 
@@ -259,7 +259,7 @@ class CudaServed:
         """Returns the row handle itself, which holds the codebook."""
         return cache
 
-    def make_draws(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:
+    def make_request_sampler(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:
         return RequestSampler(options, self.never_excluded, self.model.device, state)
 
     def make_penalties(self, options: Sampling, state: RowHandle) -> list[Any]:
@@ -270,7 +270,7 @@ class CudaServed:
             return None
         self._cost_file.save(SAVE_EVERY_S)
         costs = self._cost_file.costs if self.options.draft == "auto" else None
-        return Drafter(text_sources(text(), prediction), costs)
+        return Drafter(make_text_sources(text(), prediction), costs)
 
     @cached_property
     def _cost_file(self) -> CostFile:
@@ -291,7 +291,7 @@ class CudaServed:
     def clear_draft_cache(self) -> None:
         """Does nothing: there is no draft model."""
 
-    def free_unused(self) -> None:
+    def free_unused_memory(self) -> None:
         """Does nothing: the batch allocates all its memory when it is made."""
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from mlx_zip.cuda.engine import CudaEngine, tokenizer_with_options
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.engine.responses import answers
+from mlx_zip.engine.responses import stream_answers
 from mlx_zip.engine.scored import Compressed, Pairs, Scored
 from mlx_zip.packs.pack import Pack
 
@@ -95,4 +95,4 @@ class EvaluatedModel:
             )
         limit, stop = options.pop("max_tokens"), options.pop("stop", ())
         samplings = [{**options, "seed": seed + at} for at in range(len(prompts))]
-        yield from answers(self._engine, prompts, samplings, pack, limit, stop)
+        yield from stream_answers(self._engine, prompts, samplings, pack, limit, stop)

@@ -17,7 +17,7 @@ from mlx_zip.cuda.choosing import RowChooser
 from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.pass_costs import PassClock
-from mlx_zip.engine.request import Chosen, Request, propose_together
+from mlx_zip.engine.request import Chosen, Request, propose_drafts
 from mlx_zip.errors import MlxZipError, PromptTooLongError
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ class CudaGroup:
         self._chosen: list[Request] = []  # requests whose chosen ids the codebooks have not read yet
         self._ids: list[int] = []  # the chosen ids, by row
         self._chooser: RowChooser | None = None
-        self._must_wait = False  # whether `finish` chooses the next ids, because a request has a constraint
+        self._must_wait = False  # whether `finish_choosing` chooses the next ids, because a request has a constraint
         self._waits = False  # whether the body has to wait for the ids, because drafts may follow them
         self._clock = PassClock()
 
-    def join(self, others: Sequence[object]) -> None:
+    def merge_groups(self, others: Sequence[object]) -> None:
         """Does nothing: there is one group."""
 
     def take_in(self, request: Request) -> CudaGroup:
@@ -62,12 +62,12 @@ class CudaGroup:
 
     # ---- one step
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Does nothing: the body was started when the ids were chosen."""
 
-    def read(self) -> None:
+    def read_chosen_ids(self) -> None:
         self._ids = self._batch.wait_for_ids() if self._chosen else []
-        self._time_pass()
+        self._note_pass_time()
         for request in self._chosen:
             if request.error is not None:
                 continue
@@ -80,10 +80,10 @@ class CudaGroup:
             except Exception as error:
                 request.error = error
 
-    def _time_pass(self) -> None:
+    def _note_pass_time(self) -> None:
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
-        self._clock.note_read(costs, 0 if costs is None else self.length)
+        self._clock.note_pass_end(costs, 0 if costs is None else self.length)
 
     def _chosen_of_row(self, row: int) -> Chosen:
         id_, draft = self._ids[row], self._batch.draft(row)
@@ -91,7 +91,7 @@ class CudaGroup:
         chosen.from_draft = draft is not None and draft.proposes(id_)
         return chosen
 
-    def settle(self) -> list[Request]:
+    def remove_ended(self) -> list[Request]:
         """Reads the chosen ids into the codebooks; removes and returns the requests that have ended or failed."""
         if self._chosen:
             self._update_codebooks()
@@ -117,13 +117,13 @@ class CudaGroup:
     def _update_codebooks(self) -> None:
         by_row = {request.cache.row: request for request in self._chosen}
         self._clock.ids, self._clock.rows = 1, len(self._chosen)
-        drafts = self._propose() if self._waits else {}
+        drafts = self._propose_drafts() if self._waits else {}
         for row, error in self._batch.update_codebooks(self._ids, drafts).items():
             request = by_row[row]
             request.error, request.whole = request.error or error, isinstance(error, MlxZipError)
             self._chosen.remove(request)  # its row has not read the chosen id
 
-    def _propose(self) -> dict[int, Draft]:
+    def _propose_drafts(self) -> dict[int, Draft]:
         """Returns new drafts by row, for the ids after the chosen ones. Ends drafts whose next id was not chosen."""
         reading = list[Request]()
         for request in self._chosen:
@@ -137,20 +137,20 @@ class CudaGroup:
             self._clock.ids = 0
             return {}
         began, rows = time.perf_counter(), [request.cache.row for request in reading]
-        drafts = propose_together(reading, [self._ids[row] for row in rows], list(map(self._draft_room, reading)))
-        self._clock.leave_out(time.perf_counter() - began)
+        drafts = propose_drafts(reading, [self._ids[row] for row in rows], list(map(self._max_draft_length, reading)))
+        self._clock.exclude_seconds(time.perf_counter() - began)
         self._clock.ids = 1 + max(0 if draft is None else len(draft.ids) for draft in drafts)
         self._clock.rows = len(reading)
         return {row: draft for row, draft in zip(rows, drafts, strict=True) if draft is not None}
 
-    def _draft_room(self, request: Request) -> int:
-        return 0 if request.error is not None else self._batch.draft_room(request.cache.row)
+    def _max_draft_length(self, request: Request) -> int:
+        return 0 if request.error is not None else self._batch.max_draft_length(request.cache.row)
 
     def _expects_drafts(self) -> bool:
         """Returns whether the next id of any request may be part of a draft or be followed by a draft."""
         if not any(request.drafter for request in self.requests):
             return False
-        drafters = [request.drafter if self._draft_room(request) else None for request in self.requests]
+        drafters = [request.drafter if self._max_draft_length(request) else None for request in self.requests]
         if not self._ahead or any(self._batch.draft(request.cache.row) is not None for request in self.requests):
             return True
         return expects_draft(drafters, self.length)
@@ -174,13 +174,13 @@ class CudaGroup:
         finally:
             self._row_handles.release(row_handle)
 
-    def launch(self) -> None:
-        """Chooses the next ids; if a request has a constraint, leaves the choice to `finish`."""
+    def launch_pass(self) -> None:
+        """Chooses the next ids; if a request has a constraint, leaves the choice to `finish_choosing`."""
         self._must_wait = any(request.submission.constraint is not None for request in self.requests)
         if not self._must_wait:
             self._choose_next_ids()
 
-    def finish(self) -> None:
+    def finish_choosing(self) -> None:
         if self._must_wait:
             self._choose_next_ids()
 
@@ -199,7 +199,7 @@ class CudaGroup:
         self._waits = self._expects_drafts()
         self._batch.start_body(self._waits)
 
-    def drop(self) -> None:
+    def drop_requests(self) -> None:
         """Removes all requests and releases their rows, after a step has failed."""
         requests, self.requests, self._chosen, self._chooser, self._must_wait = self.requests, [], [], None, False
         for request in requests:
@@ -213,14 +213,14 @@ class CudaGroup:
         """Number of ids that the longest request holds."""
         return max(request.held_ids for request in self.requests)
 
-    def key(self) -> None:
+    def uses_long_factors(self) -> None:
         """Returns None: this group is not merged with others."""
 
-    def switching(self) -> list[int]:
+    def rows_switching_factors(self) -> list[int]:
         """Returns an empty list: all rows can go on together."""
         return []
 
-    def split(self, rows: Sequence[int]) -> list[Request]:
+    def split_off_rows(self, rows: Sequence[int]) -> list[Request]:
         """Returns an empty list: the group is never split."""
         return []
 
@@ -239,7 +239,7 @@ class CudaReading:
         return len(self._ids) - self._read_count
 
     @property
-    def key(self) -> None:
+    def batch_key(self) -> None:
         """None: prompts are read one by one, each on its row of the batch."""
         return None
 

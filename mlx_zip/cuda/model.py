@@ -72,9 +72,9 @@ def open_model(
         config = replace(config, canonical=canonical)
     model = CudaModel(folder, config, store_bytes)
     if start is not None:
-        model.take_pack(start)
+        model.use_pack(start)
     elif config is not None:
-        use_pack_in_folder(folder.path, config.start, lambda: model.tokenizer, model.take_pack)
+        use_pack_in_folder(folder.path, config.start, lambda: model.tokenizer, model.use_pack)
     return model
 
 
@@ -174,7 +174,7 @@ class CudaModel:
         given = self.default_start.pack
         return given if isinstance(given, Pack) and given.rows is not None else None
 
-    def take_pack(self, pack: PackOrEntries) -> None:
+    def use_pack(self, pack: PackOrEntries) -> None:
         """Makes `pack` the default pack of requests.
 
         Raises `ModelError` if the model has no hypertokens, `ConfigError` if an entry does not fit, and what

@@ -90,7 +90,7 @@ class RowScorer:
         model = self._model
         begin = model.sequence_start(row.pack) if model.hypertokens else model.default_start
         book, ids = Codebook(begin.params), row.ids.astype(np.int64)
-        start, start_lengths = book.rows(0, begin.entry_count)
+        start, start_lengths = book.padded_entries(0, begin.entry_count)
         new = book.push(row.ids[:-1])
         slots = np.concatenate([np.arange(begin.entry_count), new.slots]).astype(np.int64)
         first = np.concatenate([np.full(begin.entry_count, -1), new.at])

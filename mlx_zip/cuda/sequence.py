@@ -117,7 +117,7 @@ class SequenceState:
         if not len(slots):
             return slots, np.zeros((0, self.book.params.merge_size), np.uint32), slots
         low = int(slots[0])
-        base_ids, lengths = self.book.rows(low, int(slots[-1]) + 1 - low)
+        base_ids, lengths = self.book.padded_entries(low, int(slots[-1]) + 1 - low)
         return slots, base_ids[slots - low], lengths[slots - low].astype(np.int64)
 
     def rewind(self, length: int) -> None:
@@ -136,8 +136,8 @@ class SequenceState:
         """
         vocab, ids = self.book.params.vocab_size, self.book.ids[first : first + count].astype(np.int64)
         at = np.flatnonzero(ids >= vocab) if self.can_evict else np.zeros(0, np.int64)
-        then, lengths = (part[at] for part in self.book.logged(first, count))
-        now, others = (part[ids[at] - vocab] for part in self.book.rows(0, len(self.book)))
+        then, lengths = (part[at] for part in self.book.logged_base_ids(first, count))
+        now, others = (part[ids[at] - vocab] for part in self.book.padded_entries(0, len(self.book)))
         real = np.arange(then.shape[1]) < lengths[:, None]
         other = (lengths != others) | ((then != now) & real).any(axis=1)
         return at[other], then[other], lengths[other].astype(np.int64)

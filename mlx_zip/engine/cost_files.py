@@ -34,7 +34,7 @@ class CostFile:
         digest = sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
         self.path = costs_folder() / f"{digest[:16]}.json"
         self.costs = PassCosts()
-        for figure in self._read().items():
+        for figure in self._read_figures().items():
             self.costs.note_figure(*figure)
         self._saved, self._saved_s = self.costs.figures(), time.monotonic()
 
@@ -51,22 +51,22 @@ class CostFile:
         problem = make_private(self.path.parent)
         try:
             if problem is None:
-                write_json(self.path, _to_json(self._key, _join(self._read(), found)))
+                write_json(self.path, _figures_to_json(self._key, _merge_figures(self._read_figures(), found)))
         except OSError as error:
             problem = f"cannot be used: {failure_reason(error)}"
         if problem is not None:
             log.info("what passes cost is not kept: %s %s", self.path.parent, problem)
 
-    def _read(self) -> dict[Figure, float]:
+    def _read_figures(self) -> dict[Figure, float]:
         """Returns the figures in the file, none if the file cannot be used."""
         try:
-            return _from_json(self._key, read_json_object(self.path))
+            return _figures_from_json(self._key, read_json_object(self.path))
         except (DataError, ValueError, TypeError, KeyError) as error:
             log.debug("%s: what passes cost is timed anew: %s", self.path, error)
             return {}
 
 
-def _join(others: Mapping[Figure, float], own: Mapping[Figure, float]) -> dict[Figure, float]:
+def _merge_figures(others: Mapping[Figure, float], own: Mapping[Figure, float]) -> dict[Figure, float]:
     """Merges figures; a figure in `own` replaces the same figure in `others`.
 
     The seconds in `others` are multiplied by `own` / `others` for passes over one id with equal `held` and `rows`, so
@@ -81,12 +81,12 @@ def costs_folder() -> Path:
     return cache_folder() / "pass-costs"
 
 
-def _to_json(key: Mapping[str, str], figures: Mapping[Figure, float]) -> dict[str, Any]:
+def _figures_to_json(key: Mapping[str, str], figures: Mapping[Figure, float]) -> dict[str, Any]:
     passes = [{**figure._asdict(), "seconds": seconds} for figure, seconds in sorted(figures.items())]
     return {"version": VERSION, "key": dict(key), "passes": passes}
 
 
-def _from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
+def _figures_from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
     """Returns the figures in a file's data. Raises `ValueError`, `TypeError` or `KeyError` if the data is unusable."""
     if data["version"] != VERSION or data["key"] != key:
         raise ValueError("the file is of another version or of another key")

@@ -38,11 +38,11 @@ class Source(Protocol):
         """Appends base ids to the text."""
         ...
 
-    def share(self) -> float:
+    def acceptance_share(self) -> float:
         """Returns the probability that a proposed id is accepted if all earlier ones are, 0 with nothing to propose."""
         ...
 
-    def seconds(self) -> float:
+    def seconds_per_id(self) -> float:
         """Returns the seconds to propose one id: 0 for a negligible time, infinite if unknown."""
         ...
 
@@ -50,7 +50,7 @@ class Source(Protocol):
         """Returns up to `most` base ids that may come next, as an iterator if computing each id takes time."""
         ...
 
-    def note(self, proposed: int, accepted: int) -> None:
+    def note_draft(self, proposed: int, accepted: int) -> None:
         """Notes how many ids of the last draft were proposed, and how many of these were accepted."""
         ...
 
@@ -58,7 +58,7 @@ class Source(Protocol):
 class Head(Source, Protocol):
     """A source that reads the output of the model's passes. It proposes ids, which may be hypertokens, not base ids."""
 
-    def see(self, h: Any, last: int | None, cache: Any) -> None:
+    def note_body_output(self, h: Any, last: int | None, cache: Any) -> None:
         """Stores the body's output h [1, 1, D] from which the id `last` is chosen. h: None if unknown.
 
         last: None while the id is still being computed. cache: the request's cache, which has not read `last`.
@@ -85,12 +85,12 @@ class Lookup:
         if lib.mlxzip_lookup_append(self._index, ffi.from_buffer("uint32_t[]", ids), len(ids)):
             raise MemoryError("no memory for an index of the text")
 
-    def match(self) -> int:
+    def match_length(self) -> int:
         """Returns how many of the text's last base ids also precede the proposed ids, at most 32; 0 if none do."""
         return int(lib.mlxzip_lookup_propose(self._index, ffi.NULL, 0))
 
     def propose(self, most: int) -> tuple[Uint32s, int]:
-        """Returns `most` base ids that may come next (none if nothing matches), and the length that `match` returns."""
+        """Returns `most` base ids that may come next, none if nothing matches, and the result of `match_length`."""
         out = np.empty(most, np.uint32)
         match = lib.mlxzip_lookup_propose(self._index, ffi.from_buffer("uint32_t[]", out), most)
         return (out if match else out[:0]), int(match)
@@ -113,20 +113,20 @@ class LookupSource:
         self._text.append(base_ids)
         self._match_now = None
 
-    def share(self) -> float:
+    def acceptance_share(self) -> float:
         if self._match_now is None:
-            self._match_now = self._text.match()
-        return 0.0 if self._match_now < LEAST_MATCH else self._acceptance.share(self._match_now)
+            self._match_now = self._text.match_length()
+        return 0.0 if self._match_now < LEAST_MATCH else self._acceptance.share_after_match(self._match_now)
 
-    def seconds(self) -> float:
+    def seconds_per_id(self) -> float:
         return 0.0
 
     def propose(self, most: int) -> Uint32s:
         base_ids, self._match = self._text.propose(most)
         return base_ids
 
-    def note(self, proposed: int, accepted: int) -> None:
-        self._acceptance.note(self._match, proposed, accepted)
+    def note_draft(self, proposed: int, accepted: int) -> None:
+        self._acceptance.note_draft(self._match, proposed, accepted)
 
 
 class PredictionSource:
@@ -152,9 +152,9 @@ class PredictionSource:
             follows = self._match > 0 and self._place < len(self._ids) and self._ids[self._place] == one
             self._place, self._match = (self._place + 1, self._match + 1) if follows else (self._place, 0)
         if not self._match and self._last:
-            self._find_place()
+            self._move_after_longest_match()
 
-    def _find_place(self) -> None:
+    def _move_after_longest_match(self) -> None:
         """Moves to the place after the longest match of the answer's last ids, if at least `LEAST_MATCH` ids match."""
         ids, match = self._ids, 1
         places = np.flatnonzero(ids == self._last[0]) + 1
@@ -168,22 +168,22 @@ class PredictionSource:
             behind = places[places > self._place]
             self._place, self._match = int(behind[0] if len(behind) else places[-1]), match
 
-    def share(self) -> float:
+    def acceptance_share(self) -> float:
         known = self._match > 0 and self._place < len(self._ids)
-        return self._acceptance.share(self._match) if known else 0.0
+        return self._acceptance.share_after_match(self._match) if known else 0.0
 
-    def seconds(self) -> float:
+    def seconds_per_id(self) -> float:
         return 0.0
 
     def propose(self, most: int) -> Uint32s:
         self._asked_match = self._match
         return self._ids[self._place : self._place + most] if self._match else self._ids[:0]
 
-    def note(self, proposed: int, accepted: int) -> None:
-        self._acceptance.note(self._asked_match, proposed, accepted)
+    def note_draft(self, proposed: int, accepted: int) -> None:
+        self._acceptance.note_draft(self._asked_match, proposed, accepted)
 
 
-def text_sources(base_ids: Sequence[int] | Uint32s, prediction: Sequence[int] | Uint32s = ()) -> list[Source]:
+def make_text_sources(base_ids: Sequence[int] | Uint32s, prediction: Sequence[int] | Uint32s = ()) -> list[Source]:
     """Returns the sources that need no model. base_ids: the request's text. prediction: base ids, empty for none."""
     predicted = [PredictionSource(prediction)] if len(prediction) else []
     return [*predicted, LookupSource(base_ids)]
@@ -197,13 +197,13 @@ class Acceptance:
         classes = [max(known for known in shares if known <= max(n, LEAST_MATCH)) for n in range(max(shares) + 1)]
         self._by_match = [shares[known] for known in classes]
 
-    def share(self, match: int) -> float:
+    def share_after_match(self, match: int) -> float:
         """Returns the share of proposed ids that are accepted after a match of `match` base ids."""
-        return self._share_after(match).value
+        return self._share_estimate(match).value
 
-    def note(self, match: int, proposed: int, accepted: int) -> None:
+    def note_draft(self, match: int, proposed: int, accepted: int) -> None:
         """Notes the outcome of a draft after a match of `match` base ids: ids proposed, and ids accepted."""
-        self._share_after(match).note(proposed, accepted)
+        self._share_estimate(match).note_draft(proposed, accepted)
 
-    def _share_after(self, match: int) -> Share:
+    def _share_estimate(self, match: int) -> Share:
         return self._by_match[min(match, len(self._by_match) - 1)]

@@ -20,7 +20,7 @@ from mlx_zip.errors import CodecError, GenerationError
 DRAFTS = ("off", "lookup", "head", "auto")
 
 
-def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
+def check_draft_options(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
     """Raises `GenerationError` unless `draft` is in `DRAFTS` and `num_draft_tokens` is from 1 to `MOST_PROPOSED`."""
     if draft not in DRAFTS:
         raise GenerationError(f"draft (--draft) must be one of {', '.join(DRAFTS)}, got {draft!r:.80}")
@@ -32,7 +32,10 @@ def check_draft(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> None:
 
 
 class Offer(NamedTuple):
-    """A source that has ids to propose. share, seconds: results of the source's methods `share` and `seconds`."""
+    """A source that has ids to propose.
+
+    share, seconds: what the source's methods `acceptance_share` and `seconds_per_id` return.
+    """
 
     source: Source
     share: float
@@ -62,33 +65,33 @@ class Drafter:
         for source in self._sources:
             source.append(base_ids)
 
-    def see(self, h: Any, last: int | None, cache: Any) -> None:
-        """Gives the draft head the output of the last pass; arguments as in `Head.see`."""
+    def note_body_output(self, h: Any, last: int | None, cache: Any) -> None:
+        """Gives the draft head the output of the last pass; arguments as in `Head.note_body_output`."""
         if self._head is not None:
-            self._head.see(h, last, cache)
+            self._head.note_body_output(h, last, cache)
 
     def has_ids_to_weigh(self) -> bool:
-        """Returns whether a source has ids to propose that are to be weighed: `leave` did not put it off.
+        """Returns whether a source has ids to propose that are to be weighed: `stop_weighing_until` did not put it off.
 
         Weighing takes noticeable time between two passes of a small model.
         """
         again = self.costs is None or self.costs.passes >= self._left_until
         for source, left in zip(self._sources, self._left, strict=True):
-            if source.share() > (0.0 if again else left):
+            if source.acceptance_share() > (0.0 if again else left):
                 return True
         return False
 
-    def leave(self, until: int) -> None:
-        """Notes that no ids pay: before the pass number `until`, a source is weighed only if its share has risen."""
-        self._left, self._left_until = [source.share() for source in self._sources], until
+    def stop_weighing_until(self, pass_number: int) -> None:
+        """Notes that no ids pay: before the pass `pass_number`, a source is weighed only if its share has risen."""
+        self._left, self._left_until = [source.acceptance_share() for source in self._sources], pass_number
 
-    def offers(self) -> tuple[Offer | None, Offer | None]:
+    def best_offers(self) -> tuple[Offer | None, Offer | None]:
         """Returns the offer with the highest share, and the best offer that takes no time; None where there is none."""
         surest = at_once = None
         for source in self._sources:
-            share = source.share()
+            share = source.acceptance_share()
             if share > (0.0 if at_once is None else at_once.share):
-                offer = Offer(source, share, source.seconds())
+                offer = Offer(source, share, source.seconds_per_id())
                 if surest is None or share > surest.share:
                     surest = offer
                 if not offer.seconds:
@@ -113,21 +116,21 @@ class Drafter:
         if source is self._head:
             ids = _push_readable(book, list(found))
         else:
-            ids = _compress(book, found, most)
+            ids = _compress_first_ids(book, found, most)
             book.push(ids)
         self._asked_tokens = book.base_length - before
         return ids
 
-    def note_pass(self, proposed: int) -> None:
+    def count_proposed(self, proposed: int) -> None:
         """Counts the ids of the last draft as proposed. Called when a pass reads them."""
         self.proposed += proposed
         self.proposed_tokens += self._asked_tokens
 
-    def note_end(self, proposed: int, accepted: int) -> None:
+    def note_draft_end(self, proposed: int, accepted: int) -> None:
         """Notes that the last draft is over: how many ids were proposed, and how many of these were accepted."""
         if self._asked is None:
             return
-        self._asked.note(proposed, accepted)
+        self._asked.note_draft(proposed, accepted)
         if self._asked.width is None:
             self.own_width = min(MOST_PROPOSED, 2 * self.own_width) if accepted == proposed else max(1, accepted + 1)
 
@@ -145,7 +148,7 @@ def _push_readable(book: Codebook, ids: list[int]) -> list[int]:
     return ids
 
 
-def _compress(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int], width: int) -> list[int]:
+def _compress_first_ids(book: Codebook, base_ids: Sequence[int] | Uint32s | Iterator[int], width: int) -> list[int]:
     """Compresses base ids and returns the first `width` ids. Takes no more base ids from an iterator than needed."""
     if not isinstance(base_ids, Iterator):
         return book.compress(base_ids)[:width].tolist()
@@ -166,13 +169,13 @@ class Draft:
 
     def __init__(self, drafter: Drafter, ids: Sequence[int]) -> None:
         self._drafter, self.ids, self.taken = drafter, list(ids), 0
-        drafter.note_pass(len(self.ids))
+        drafter.count_proposed(len(self.ids))
 
     def proposes(self, chosen: int) -> bool:
         """Returns whether the id `chosen` is the next proposed id."""
         return self.taken < len(self.ids) and self.ids[self.taken] == chosen
 
-    def take(self, chosen: int) -> bool:
+    def take_if_proposed(self, chosen: int) -> bool:
         """If the id `chosen` is the next proposed id, counts it as taken. Returns whether it is."""
         if not self.proposes(chosen):
             return False
@@ -181,7 +184,7 @@ class Draft:
 
     def end(self) -> None:
         """Reports to the drafter how many ids were accepted. Called when all were, or the next one was refused."""
-        self._drafter.note_end(len(self.ids), self.taken)
+        self._drafter.note_draft_end(len(self.ids), self.taken)
 
 
 # ---- the rows of a pass
@@ -199,12 +202,12 @@ def choose_drafts(
     ids per row that the cache holds.
     """
     nothing: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
-    costs = _costs_of(drafters)
+    costs = _shared_pass_costs(drafters)
     if not have_ids_to_weigh(drafters) or not (found := _offers_to_weigh(drafters, limits)):
         return nothing
-    offers, width = (found[0], None) if costs is None else _weigh(costs, found, held)
+    offers, width = (found[0], None) if costs is None else _choose_offers(costs, found, held)
     if costs is not None and width == 0:
-        _leave(drafters, costs, held)
+        _stop_weighing(drafters, costs, held)
         return nothing
     chosen = list[tuple[Source | None, int]]()
     for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True):
@@ -216,15 +219,19 @@ def choose_drafts(
     return chosen
 
 
-def _weigh(costs: PassCosts, found: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
+def _choose_offers(costs: PassCosts, candidates: Sequence[_Offers], held: int) -> tuple[_Offers, int]:
     """Returns the offers to take and the number of ids per row: of a trial if one is due, else of the highest gain."""
-    if len(found) == 1:
-        return found[0], costs.choose_draft_length(found[0].shares, held, found[0].most, found[0].seconds)
-    for offers in found:
+    if len(candidates) == 1:
+        return candidates[0], costs.choose_draft_length(
+            candidates[0].shares, held, candidates[0].most, candidates[0].seconds
+        )
+    for offers in candidates:
         if ids := costs.take_trial(offers.shares, held, offers.most, offers.seconds):
             return offers, ids
-    weighed = [(offers, costs.best_draft_length(offers.shares, held, offers.most, offers.seconds)) for offers in found]
-    return max(weighed, key=lambda one: costs.gain(one[0].shares, held, one[1], one[0].seconds))
+    weighed = [
+        (offers, costs.best_draft_length(offers.shares, held, offers.most, offers.seconds)) for offers in candidates
+    ]
+    return max(weighed, key=lambda one: costs.speedup(one[0].shares, held, one[1], one[0].seconds))
 
 
 def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
@@ -234,12 +241,12 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     """
     if not have_ids_to_weigh(drafters):
         return False
-    costs, found = _costs_of(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
+    costs, found = _shared_pass_costs(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
     if costs is None:
         return bool(found)
-    if any(costs.pays(offers.shares, held, offers.most, offers.seconds) for offers in found):
+    if any(costs.draft_pays(offers.shares, held, offers.most, offers.seconds) for offers in found):
         return True
-    _leave(drafters, costs, held)
+    _stop_weighing(drafters, costs, held)
     return False
 
 
@@ -248,12 +255,12 @@ def have_ids_to_weigh(drafters: Sequence[Drafter | None]) -> bool:
     return any(drafter is not None and drafter.has_ids_to_weigh() for drafter in drafters)
 
 
-def _leave(drafters: Sequence[Drafter | None], costs: PassCosts, held: int) -> None:
-    """Calls `Drafter.leave` for all rows of a pass, because no ids pay."""
-    until = costs.weigh_again_at(held, len(drafters))
+def _stop_weighing(drafters: Sequence[Drafter | None], costs: PassCosts, held: int) -> None:
+    """Calls `Drafter.stop_weighing_until` for all rows of a pass, because no ids pay."""
+    until = costs.next_weighing_pass(held, len(drafters))
     for drafter in drafters:
         if drafter is not None:
-            drafter.leave(until)
+            drafter.stop_weighing_until(until)
 
 
 class _Offers(NamedTuple):
@@ -271,17 +278,17 @@ class _Offers(NamedTuple):
 def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
     """Returns the rows' offers with the highest shares, if any; if these take time, also the best that take no time."""
     found = [
-        drafter.offers() if drafter is not None and limit > 0 else (None, None)
+        drafter.best_offers() if drafter is not None and limit > 0 else (None, None)
         for drafter, limit in zip(drafters, limits, strict=True)
     ]
-    surest = _gather_offers([one for one, _ in found], limits)
+    surest = _combine_offers([one for one, _ in found], limits)
     if surest is None or not surest.seconds:
         return [] if surest is None else [surest]
-    at_once = _gather_offers([one for _, one in found], limits)
+    at_once = _combine_offers([one for _, one in found], limits)
     return [surest] if at_once is None else [surest, at_once]
 
 
-def _gather_offers(rows: list[Offer | None], limits: Sequence[int]) -> _Offers | None:
+def _combine_offers(rows: list[Offer | None], limits: Sequence[int]) -> _Offers | None:
     """Combines the offers of a pass's rows, None for a row without; returns None if no row has an offer."""
     shares, seconds, most = list[float](), 0.0, 0
     for offer, limit in zip(rows, limits, strict=True):
@@ -291,7 +298,7 @@ def _gather_offers(rows: list[Offer | None], limits: Sequence[int]) -> _Offers |
     return _Offers(rows, shares, seconds, most) if most else None
 
 
-def _costs_of(drafters: Sequence[Drafter | None]) -> PassCosts | None:
+def _shared_pass_costs(drafters: Sequence[Drafter | None]) -> PassCosts | None:
     """Returns the pass costs, which all drafters of an engine share; None if the drafters have none."""
     for drafter in drafters:
         if drafter is not None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 from mlx_zip.engine.interface import Counts, Deliver, Engine, Event, Failed, Finished, Held, Submission, Ticket
-from mlx_zip.engine.request import as_our_error
+from mlx_zip.engine.request import as_mlx_zip_error
 from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.named import LABELS, PARTNERS, QUALITY
 
@@ -40,7 +40,7 @@ class OtherModel:
     quality: str | None = None
 
 
-def other_models(
+def make_other_models(
     main: Engine,
     named: str | None = None,
     open_model: Callable[[str], Engine] | None = None,
@@ -51,7 +51,7 @@ def other_models(
     named: name of a model that the user asked for, or None. open_model: opens a model by name; the default opens an
     engine that keeps no sessions. offered: descriptions of further models, by name.
     """
-    name, opened, found = main.info.name, open_model or _open_by_name, list[OtherModel]()
+    name, opened, found = main.info.name, open_model or _open_engine_without_sessions, list[OtherModel]()
     kinds = {PARTNERS[name]: "control"} if name in PARTNERS else {}
     if named is not None and named != name:
         kinds.setdefault(named, "model")
@@ -66,7 +66,7 @@ def other_models(
     return found
 
 
-def _open_by_name(name: str) -> Engine:
+def _open_engine_without_sessions(name: str) -> Engine:
     """Returns an engine that keeps no sessions. Raises what `open_engine` raises."""
     from mlx_zip.engine.mlx.mlx_engine import open_engine
 
@@ -127,7 +127,7 @@ class Engines:
                 self._users += 1
                 return self._other_engine
             self._moving = True
-        return self._open_instead(other)
+        return self._replace_other_model(other)
 
     def release(self, engine: Engine) -> None:
         """Ends the use of an engine that `acquire` returned. The model stays open until another model is acquired."""
@@ -161,14 +161,14 @@ class Engines:
     def _is_open(self, name: str) -> bool:
         return self._engine is not None and self._name == name and self._engine.alive
 
-    def _open_instead(self, other: OtherModel) -> Engine:
+    def _replace_other_model(self, other: OtherModel) -> Engine:
         """Closes the other model that is open, if any, opens `other`, and returns its engine, with one user."""
         try:
             if self._engine is not None:
                 self._engine.close()
             with self._changed:
                 self._engine, self._name = None, ""
-            opened = cast(Engine, InTurn(_open_or_raise_ours(other), self._turns))
+            opened = cast(Engine, InTurn(_open_or_raise_mlx_zip_error(other), self._turns))
             with self._changed:
                 self._engine, self._name, self._users = opened, other.name, 1
             return opened
@@ -178,7 +178,7 @@ class Engines:
                 self._changed.notify_all()
 
 
-def _open_or_raise_ours(other: OtherModel) -> Engine:
+def _open_or_raise_mlx_zip_error(other: OtherModel) -> Engine:
     """Returns the engine of a model. Raises `MlxZipError` with one clear message if the model cannot be opened."""
     try:
         return other.open()
@@ -224,7 +224,7 @@ class _Turns:
         """Runs or holds a request. Raises what the engine raises, and `EngineBusyError` if too many are held."""
         with self._lock:
             if goes := not self._held and self._engine in (None, request.engine):
-                self._note_begun(request)
+                self._count_begun(request)
             elif len(self._held) >= _MOST_HELD:
                 raise EngineBusyError(f"{len(self._held)} requests wait already; ask again later")
             else:
@@ -250,7 +250,7 @@ class _Turns:
         elif ticket.inner is not None:
             engine.cancel(ticket.inner)
 
-    def _note_begun(self, request: _Request) -> None:
+    def _count_begun(self, request: _Request) -> None:
         """Counts a request as running. The caller holds the lock."""
         self._engine = request.engine
         self._running += 1
@@ -260,7 +260,7 @@ class _Turns:
         try:
             request.ticket.inner = request.engine.submit(request.submission, partial(self._deliver, request))
         except BaseException:
-            self._note_ended()
+            self._count_ended()
             raise
         if request.ticket.cancelled:
             request.engine.cancel(request.ticket.inner)
@@ -269,7 +269,7 @@ class _Turns:
         """Delivers an event. After a request's last event, submits held requests that may now run."""
         self._deliver_or_cancel(request, event)
         if isinstance(event, Finished | Failed):
-            self._note_ended()
+            self._count_ended()
 
     def _deliver_or_cancel(self, request: _Request, event: Event) -> None:
         """Delivers an event. If the receiver raises, cancels the request and delivers no more events."""
@@ -282,7 +282,7 @@ class _Turns:
             request.deaf = True
             self.cancel(request.ticket, request.engine)
 
-    def _note_ended(self) -> None:
+    def _count_ended(self) -> None:
         """Counts a request as ended. If none is left running, submits the next held requests, all of one engine."""
         with self._lock:
             self._running -= 1
@@ -291,7 +291,7 @@ class _Turns:
             self._engine, begun = None, list[_Request]()
             while self._held and self._engine in (None, self._held[0].engine):
                 begun.append(self._held.popleft())
-                self._note_begun(begun[-1])
+                self._count_begun(begun[-1])
         for request in begun:
             self._submit_held(request)
 
@@ -300,7 +300,7 @@ class _Turns:
         try:
             self._submit_begun(request)
         except Exception as error:
-            self._deliver_or_cancel(request, Failed(as_our_error(error)))
+            self._deliver_or_cancel(request, Failed(as_mlx_zip_error(error)))
 
 
 class InTurn:

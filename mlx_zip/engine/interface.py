@@ -337,14 +337,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+    def count_prompt_ids(self, base_ids: Sequence[int], pack: Any = None) -> int:
         """Returns how many ids a prompt is compressed to, with a codebook that begins with `pack` (see `Submission`).
 
         Raises `GenerationError` if requests of this engine cannot begin with `pack`.
         """
 
     @abstractmethod
-    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+    def score_prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
         """Yields each id of a compressed prompt with its log-probability, while running requests go on.
 
         top_logprobs: number of most likely ids to report per position. pack: as in `Submission`. Raises what `submit`
@@ -415,7 +415,7 @@ class Engine(ABC):
         """Whether the engine can serve requests: False after `close`, and after a fault that ended its thread."""
 
     @abstractmethod
-    def on_death(self, call: Callable[[BaseException], None]) -> None:
+    def call_on_fault(self, call: Callable[[BaseException], None]) -> None:
         """Calls `call` with the exception once a fault ends the engine's thread, or at once if a fault already has."""
 
     @abstractmethod

@@ -43,7 +43,7 @@ class Share:
     def value(self) -> float:
         return self._accepted / (self._accepted + self._refused)
 
-    def note(self, proposed: int, accepted: int) -> None:
+    def note_draft(self, proposed: int, accepted: int) -> None:
         """Updates the estimate after a draft. Ids after the first refused id do not count."""
         self._accepted += accepted
         self._refused += accepted < proposed
@@ -95,13 +95,13 @@ class PassCosts:
     def __init__(self) -> None:
         # by (rows, length), then width: seconds of passes over one id, and multiples of these for all other widths
         self._times: dict[tuple[int, int], dict[int, _Times]] = {}
-        self._known: dict[tuple[int, int], _Known] = {}  # results of `_find_known`, until costs change
+        self._known: dict[tuple[int, int], _Known] = {}  # results of `_find_known_costs`, until costs change
         self._weighed: tuple[Any, int] = None, 0  # last input and result of `best_draft_length`, until costs change
         self.passes, self._tried = 0, -TRY_AGAIN_EVERY  # so that a cheap first trial is due at once
         self.head = HeadRecord()
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
-    def note(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
+    def note_pass(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:
         """Notes the seconds of a pass over `ids` ids per row on a cache of `held` ids per row.
 
         Ignores widths that are not in `WIDTHS`. Also ignores a pass over several ids unless a pass over one id, with as
@@ -111,7 +111,7 @@ class PassCosts:
         self.passes += not known
         if ids not in WIDTHS:
             return
-        widths = self._times.setdefault(_kind(rows, held), {})
+        widths = self._times.setdefault(_power_of_two_exponents(rows, held), {})
         if ids > 1:
             if 1 not in widths:
                 return
@@ -121,7 +121,7 @@ class PassCosts:
         if ids not in widths:
             widths[ids] = _Times()
         times, was_known = widths[ids], widths[ids].known
-        changed = times.note(seconds, -COMPARE_EVERY if known else self.passes, known)
+        changed = times.note_cost(seconds, -COMPARE_EVERY if known else self.passes, known)
         if changed and (ids > 1 or not was_known):
             self._known.clear()
             self._weighed = None, 0
@@ -134,10 +134,10 @@ class PassCosts:
 
     def _needs_comparison(self, rows: int, held: int) -> bool:
         """Returns whether a pass over one id must be timed before a pass over several ids."""
-        one = self._times.get(_kind(rows, held), {}).get(1)
+        one = self._times.get(_power_of_two_exponents(rows, held), {}).get(1)
         return one is None or self._is_old(one)
 
-    def weigh_again_at(self, held: int, rows: int) -> int:
+    def next_weighing_pass(self, held: int, rows: int) -> int:
         """Returns the value of `passes` at which a draft that does not pay now is to be weighed again."""
         return self.passes + (1 if self._needs_comparison(rows, held) else WEIGH_EVERY)
 
@@ -152,7 +152,7 @@ class PassCosts:
 
     def note_figure(self, figure: Figure, seconds: float) -> None:
         """Notes a figure of an earlier run. The figure counts as one timed pass, so newer times soon outweigh it."""
-        self.note(figure.ids, figure.held, seconds, figure.rows, known=True)
+        self.note_pass(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns the cost of a pass by width, divided by that of a pass over one id, on a cache of `held` ids per row.
@@ -160,13 +160,13 @@ class PassCosts:
         If a width's cost is unknown at this length, the result has the cost at the nearest length at which it is known
         or, if there is none, at which the width was timed. Widths that were never timed are missing.
         """
-        return self._find_known(held, rows).ratios
+        return self._find_known_costs(held, rows).ratios
 
-    def _find_known(self, held: int, rows: int) -> _Known:
-        key = _kind(rows, held)
+    def _find_known_costs(self, held: int, rows: int) -> _Known:
+        key = _power_of_two_exponents(rows, held)
         if (found := self._known.get(key)) is not None:
             return found
-        timed, known, nearest = dict[int, float](), dict[int, float](), self._nearest(*key)
+        timed, known, nearest = dict[int, float](), dict[int, float](), self._times_by_nearest_length(*key)
         for times in nearest:
             for width in list(times):
                 ratio = 1.0 if width == 1 else times[width].median
@@ -178,7 +178,7 @@ class PassCosts:
         found = self._known[key] = _Known({**timed, **known}, unknown, nearest[0][1] if nearest else None)
         return found
 
-    def _nearest(self, rows: int, length: int) -> list[dict[int, _Times]]:
+    def _times_by_nearest_length(self, rows: int, length: int) -> list[dict[int, _Times]]:
         """Returns the times by width for each length at which passes over one id were timed, nearest length first."""
         found = [
             (abs(key[1] - length), widths)
@@ -192,7 +192,7 @@ class PassCosts:
         ratios = self.ratios(held, rows)
         if not seconds or not ratios:
             return ratios
-        each = self._find_known(held, rows).share_of_pass(seconds)
+        each = self._find_known_costs(held, rows).fraction_of_pass(seconds)
         return {width: ratio + (width - 1) * each for width, ratio in ratios.items()}
 
     def choose_draft_length(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> int:
@@ -229,12 +229,12 @@ class PassCosts:
             self._weighed = weighed, next(untimed, best) - 1  # the narrowest width that was never timed comes first
         return self._weighed[1]
 
-    def gain(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
+    def speedup(self, shares: Sequence[float], held: int, ids: int, seconds: float = 0.0) -> float:
         """Returns ids per second emitted with `ids` proposed ids per row, divided by those of passes over one id."""
         ratios = self._ratios_with_proposing(held, len(shares), seconds)
         return 1.0 if len(ratios) < 2 else expected_ids(shares, ids) / _ratio_at(ratios, ids + 1)
 
-    def pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
+    def draft_pays(self, shares: Sequence[float], held: int, most: int, seconds: float = 0.0) -> bool:
         """Returns whether proposed ids are expected to save time, or a trial is due.
 
         Arguments as in `choose_draft_length`.
@@ -255,7 +255,7 @@ class PassCosts:
             return None
         if self._needs_comparison(len(shares), held):
             return None
-        known, every = self._find_known(held, len(shares)), min(TRY_EVERY << self._in_vain, TRY_AGAIN_EVERY)
+        known, every = self._find_known_costs(held, len(shares)), min(TRY_EVERY << self._in_vain, TRY_AGAIN_EVERY)
         if math.isinf(seconds):
             width = TRIED[0]
         elif unknown := [width for width in known.unknown if width <= most + 1]:
@@ -267,7 +267,7 @@ class PassCosts:
             tried = (width for width in TRIED if width <= most + 1)
             width = max(tried, key=lambda width: expected_ids(shares, width - 1) / ratios[width])
         cost = width if width in known.unknown else min(width, known.ratios[width])  # at most `width` single passes
-        loss = cost - expected_ids(shares, width - 1) + (width - 1) * known.share_of_pass(seconds)
+        loss = cost - expected_ids(shares, width - 1) + (width - 1) * known.fraction_of_pass(seconds)
         if 2 * loss > 1:
             waited = self.passes - max(self._tried, 0)
         return width if waited >= max(every, 2 * TRY_EVERY * loss) else None
@@ -284,7 +284,7 @@ class _Known(NamedTuple):
     unknown: list[int]
     one: _Times | None
 
-    def share_of_pass(self, seconds: float) -> float:
+    def fraction_of_pass(self, seconds: float) -> float:
         """Returns `seconds` divided by the time of a pass over one id, at most 1 (proposing an id then never gains)."""
         assert self.one is not None
         return min(1.0, seconds / self.one.median)
@@ -298,11 +298,11 @@ class PassClock:
         self._read_s = 0.0  # when the previous ids were read, which is the start of the running pass
         self._ahead = False  # whether the running pass had already begun at that time
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_seconds(self, seconds: float) -> None:
         """Excludes time spent on something else, such as proposing ids, from the running pass."""
         self._read_s += seconds
 
-    def note_read(self, costs: PassCosts | None, held: int, ahead: bool = False, goes_on: bool = False) -> None:
+    def note_pass_end(self, costs: PassCosts | None, held: int, ahead: bool = False, goes_on: bool = False) -> None:
         """Notes the time of the pass that gave the ids just read. costs: gets the time, None to note nothing.
 
         held: ids per row that the cache holds. ahead: whether the next pass has already begun. The time is not noted if
@@ -314,7 +314,7 @@ class PassClock:
             return
         now = time.perf_counter()
         if costs is not None and self.ids and self._read_s and ahead == self._ahead:
-            costs.note(self.ids, held, now - self._read_s, self.rows)
+            costs.note_pass(self.ids, held, now - self._read_s, self.rows)
         self.ids, self._read_s, self._ahead = 0, now, ahead
 
 
@@ -338,7 +338,7 @@ class _Times:
         """Forgets the costs, but not `known`."""
         self._last.clear()
 
-    def note(self, cost: float, at: int, known: bool) -> bool:
+    def note_cost(self, cost: float, at: int, known: bool) -> bool:
         """Notes the cost of a pass. Returns whether `median` or `known` changed. known: True to set `known` at once."""
         before, self.at = (self.median, self.known), at
         self._last.append(cost)
@@ -375,6 +375,6 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
     return ratios[wide] + max(0.0, slope) * (width - wide)
 
 
-def _kind(rows: int, held: int) -> tuple[int, int]:
+def _power_of_two_exponents(rows: int, held: int) -> tuple[int, int]:
     """Returns the exponents of the least powers of two not below `rows` and `held`; for `held` at least `SHORTEST`."""
     return (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.codec.codebook import base_ids_of_next
+from mlx_zip.codec.codebook import base_ids_of_next_id
 from mlx_zip.engine.drafts import Draft, Drafter, choose_drafts
 from mlx_zip.engine.interface import (
     Counted,
@@ -32,7 +32,7 @@ from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.engine.sampling.penalties import PenaltyTerms
 from mlx_zip.engine.sessions.store import Checkout
-from mlx_zip.engine.submissions import Checked, context_error, tokens_of
+from mlx_zip.engine.submissions import Checked, context_exceeded_error, push_and_count_tokens
 from mlx_zip.errors import EngineError, MlxZipError, first_message_line
 
 log = logging.getLogger(__name__)
@@ -125,55 +125,57 @@ class Request:
 
     # ---- from submission to the first id
 
-    def begin(self, served: Served, found: Checkout, differing: Differing | None = None) -> None:
-        """Starts the request and delivers `Started`. found: a cache that holds the beginning of the prompt or nothing.
+    def begin(self, served: Served, checkout: Checkout, differing: Differing | None = None) -> None:
+        """Starts the request and delivers `Started`.
 
-        differing: as in `Started`. Raises `PromptTooLongError` if the prompt leaves no position of the context for an
-        answer.
+        checkout: a cache that holds the beginning of the prompt or nothing. differing: as in `Started`. Raises
+        `PromptTooLongError` if the prompt leaves no position of the context for an answer.
         """
-        self.cache, self.cached_tokens = found.cache, found.base_tokens
-        self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(found.cache), 0
-        self.draws = self.inline.draws or served.make_draws(self.checked.sampling, found.random_state)
+        self.cache, self.cached_tokens = checkout.cache, checkout.base_tokens
+        self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(checkout.cache), 0
+        self.draws = self.inline.draws or served.make_request_sampler(self.checked.sampling, checkout.random_state)
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
-        rest, book = base_ids[found.base_tokens :], self.book
+        rest, book = base_ids[checkout.base_tokens :], self.book
         ids = rest if book is None or self.inline.ids is not None else compress_next(book, rest)
         self.prompt_ids = self.next_ids = np.asarray(ids if self.inline.ids is None else self.inline.ids)
-        self._read = base_ids[: found.base_tokens].tolist() if book is None else []
+        self._read = base_ids[: checkout.base_tokens].tolist() if book is None else []
         self._begun_at = 0 if book is None else book.mark()
-        used = book.base_length + len(rest) if book is not None and served.by_base else found.ids + len(self.prompt_ids)
+        used = (
+            book.base_length + len(rest) if book is not None and served.by_base else checkout.ids + len(self.prompt_ids)
+        )
         context = served.context
         room = math.inf if context is None else context - used
         if context is not None and room < 1:
-            raise context_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - found.ids), context)
+            raise context_exceeded_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - checkout.ids), context)
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self.max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
         self.drafter = served.make_drafter(lambda: [*self.held_base_ids(), *rest.tolist()], self.checked.prediction)
-        self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
+        self.send(Started(len(base_ids), checkout.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
         """Returns how many base tokens of the prompt fit into the context if `room` of the `prompt_ids` fit."""
         ids = self.prompt_ids[: max(0, room)]
-        return self.cached_tokens + len(ids) if self.book is None else tokens_of(self.book.copy(), ids)
+        return self.cached_tokens + len(ids) if self.book is None else push_and_count_tokens(self.book.copy(), ids)
 
     @property
     def book(self) -> Any:
         """The request's codebook, None for a plain model."""
         return None if self._state is None else self._state.books[self._row]
 
-    def bind(self, state: State | None, row: int) -> None:
+    def bind_to_row(self, state: State | None, row: int) -> None:
         """Makes the request use the codebook of row `row` of `state`. state: None for a plain model's cache."""
         self._state, self._row = state, row
         if state is None:
             return
         if self.canonical is not None:
-            self.canonical.bind(self.book)
+            self.canonical.follow_codebook(self.book)
         for processor in self.penalties:
             if isinstance(processor, PenaltyTerms):
-                processor.bind(state, row)
+                processor.bind_to_row(state, row)
 
     # ---- steps
 
@@ -183,17 +185,17 @@ class Request:
         if self.book is None:
             return np.zeros(0, np.uint32)
         known = 0 if self.book.params.policy != "freeze" else len(self._firsts)
-        new = self.book.rows(known, len(self.book) - known)[0][:, 0]
+        new = self.book.padded_entries(known, len(self.book) - known)[0][:, 0]
         self._firsts = np.concatenate([self._firsts[:known], new])
         return self._firsts
 
-    def note_read(self, ids: Sequence[int]) -> None:
+    def note_read_ids(self, ids: Sequence[int]) -> None:
         """Records ids that a plain model's cache has read. With hypertokens does nothing: the codebook logs all ids."""
         if self._state is None:
             self._read.extend(map(int, ids))
 
     def forget_last(self) -> None:
-        """Removes the last id from those recorded by `note_read`."""
+        """Removes the last id from those recorded by `note_read_ids`."""
         del self._read[-1:]
 
     @property
@@ -214,7 +216,7 @@ class Request:
 
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that may come next. Raises `CodecError` if the codebook cannot read the id."""
-        return (token,) if self.book is None else base_ids_of_next(self.book, token)
+        return (token,) if self.book is None else base_ids_of_next_id(self.book, token)
 
     def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """Returns `expansion`, cut after an eos id or at the limit, and the finish reason, None if there is none."""
@@ -243,15 +245,17 @@ class Request:
         if self.drafter is not None:
             self.drafter.append(base_ids)
         if self._entries is None and self.book is not None:
-            self._entries = follow_entries(self.book, self.submission.show)
+            self._entries = make_entry_tracker(self.book, self.submission.show)
         self.logprobs = chosen.logprobs
         self._emitted = Emitted(
             chosen.id, base_ids, chosen.logprob, likely, last=self.reason is not None, from_draft=chosen.from_draft
         )
         if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
-            self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
+            self._emitted = replace(
+                self._emitted, origin=self._entries.origin_of_next_id(self.book, chosen.id, len(expansion))
+            )
 
-    def most_proposed(self, last: int, most: int) -> int:
+    def max_proposed_ids(self, last: int, most: int) -> int:
         """Returns how many ids, at most `most`, may be proposed after `last`, the id chosen last.
 
         The answer's limits bound the number, and so does the position at which LongRoPE switches factors.
@@ -268,7 +272,7 @@ class Request:
                 room = min(room, (self._context - position - 1) // per_id)
         return max(0, int(min(room, most)))
 
-    def needs_long(self, token: int) -> bool:
+    def needs_long_factors_for(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
         if self._context is None:
             return False
@@ -289,7 +293,7 @@ class Request:
     def _proposed(self) -> int:
         return 0 if self.drafter is None else self.drafter.proposed
 
-    def newly_proposed(self) -> int:
+    def take_newly_proposed(self) -> int:
         """Returns how many ids drafts have proposed since the last call."""
         before, self._proposed_before = self._proposed_before, self._proposed
         return self._proposed - before
@@ -321,10 +325,10 @@ class Request:
             self._counted_s = now
             self.send(Counted(self.counts()))
 
-    def send_end(self) -> None:
+    def send_last_event(self) -> None:
         """Delivers the last event."""
         if self.error is not None:
-            self.send(Failed(without_frames(as_our_error(self.error))))
+            self.send(Failed(without_tracebacks(as_mlx_zip_error(self.error))))
         else:
             self.send(Finished(self.reason or "cancelled", self.counts()))
 
@@ -362,20 +366,20 @@ class Request:
         """Returns the base ids that the request's cache holds."""
         return self._read if self.book is None else self.book.base_ids(0).tolist()
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Drops the references to objects that take much memory, such as the cache."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
         self._entries = self.drafter = None
 
 
-def propose_together(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
+def propose_drafts(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
     """Returns per request a draft or None. One pass of the model will read all these drafts.
 
     last: per request, the id chosen last. most: per request, the maximum number of ids to propose. If a request's
     source raises, the exception becomes the request's `error`, and the request gets no draft.
     """
-    limits = [request.most_proposed(*one) for request, *one in zip(requests, last, most, strict=True)]
+    limits = [request.max_proposed_ids(*one) for request, *one in zip(requests, last, most, strict=True)]
     drafts = choose_drafts([request.drafter for request in requests], limits, max(one.held_ids for one in requests))
     proposed: list[Draft | None] = []
     for request, one, (source, width) in zip(requests, last, drafts, strict=True):
@@ -389,7 +393,7 @@ def propose_together(requests: Sequence[Request], last: Sequence[int], most: Seq
     return proposed
 
 
-def without_frames(error: MlxZipError) -> MlxZipError:
+def without_tracebacks(error: MlxZipError) -> MlxZipError:
     """Removes the tracebacks from an error and its causes, because they keep arrays in memory. Returns the error."""
     log.debug("a request failed", exc_info=error)
     waiting, seen = list[BaseException | None]([error]), set[int]()
@@ -402,7 +406,7 @@ def without_frames(error: MlxZipError) -> MlxZipError:
     return error
 
 
-def as_our_error(error: BaseException) -> MlxZipError:
+def as_mlx_zip_error(error: BaseException) -> MlxZipError:
     """Returns `error` itself if it is an `MlxZipError`, otherwise an `EngineError` caused by `error`."""
     if isinstance(error, MlxZipError):
         return error
@@ -446,12 +450,12 @@ class Origins:
         self._prompt = self._book.base_length
         self._learned: list[_Entry] = []  # installed since the last call of `installed`
 
-    def origin_of(self, book: Codebook, one: int, length: int) -> Origin | None:
+    def origin_of_next_id(self, book: Codebook, one: int, length: int) -> Origin | None:
         """Returns where the entry of the next id was learned, None for a base id.
 
         book: the request's codebook, which has not read that id. one: the id. length: number of base ids of `one`.
         """
-        self._follow(book)
+        self._replay_new_ids(book)
         slot = one - self._first_id
         if slot < 0:
             return None
@@ -461,11 +465,11 @@ class Origins:
 
     def installed(self, book: Codebook) -> tuple[_Entry, ...]:
         """Returns the entries that were installed since the last call. book: the request's codebook now."""
-        self._follow(book)
+        self._replay_new_ids(book)
         learned, self._learned = self._learned, []
         return tuple(learned)
 
-    def _follow(self, book: Codebook) -> None:
+    def _replay_new_ids(self, book: Codebook) -> None:
         """Replays the ids that the request's codebook has read since the last call."""
         more = book.mark() - self._book.mark()
         if more < 1:
@@ -476,6 +480,6 @@ class Origins:
                 self._learned.append(self._book.entry(slot))
 
 
-def follow_entries(book: Codebook, origins: bool) -> _NewEntries | Origins:
+def make_entry_tracker(book: Codebook, origins: bool) -> _NewEntries | Origins:
     """Returns an object that lists the entries that an answer installs; with `origins` also where they were learned."""
     return Origins(book) if origins or book.params.policy != "freeze" else _NewEntries(book)

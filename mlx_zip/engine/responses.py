@@ -82,7 +82,7 @@ class GenerationResponse:
         }
 
 
-def footer(response: GenerationResponse) -> str:
+def format_footer(response: GenerationResponse) -> str:
     """Returns mlx-lm's three lines of figures, in base tokens, one on hypertokens and, with drafts, one on drafts."""
     last = response
     drafts = (
@@ -128,7 +128,7 @@ class Answer:
         """Restarts the clock."""
         self._begun_s = time.perf_counter()
 
-    def take(self, event: Event, logprobs: Any = None) -> GenerationResponse | None:
+    def take_event(self, event: Event, logprobs: Any = None) -> GenerationResponse | None:
         """Returns the response for an event, None if the event needs no response. Raises the error of a `Failed` event.
 
         logprobs [W]: the log-probabilities that an emitted id was chosen from.
@@ -140,12 +140,12 @@ class Answer:
             self._prompt_ids, self._cached_tokens = event.prompt_ids, self._cached_tokens + event.cached_tokens
         elif isinstance(event, Emitted):
             piece = self._text.feed(event.base_ids, event.last)
-            return self._response(event.id, piece, logprobs, from_draft=event.from_draft)
+            return self._make_response(event.id, piece, logprobs, from_draft=event.from_draft)
         elif isinstance(event, Finished):  # no emitted id was marked as the last one
-            return self._response(self._last, self._text.finish("length"), None, step=False)
+            return self._make_response(self._last, self._text.finish("length"), None, step=False)
         return None
 
-    def _response(
+    def _make_response(
         self, token: int, piece: TextPiece, logprobs: Any, step: bool = True, from_draft: bool = False
     ) -> GenerationResponse:
         """Returns a response. step: whether `token` was just emitted; False for a last response without a new id."""
@@ -177,7 +177,7 @@ class Answer:
         )
 
 
-def answers(
+def stream_answers(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Mapping[str, Any]],
@@ -206,7 +206,7 @@ def answers(
             at, event = arrived.get()
             if at not in running:  # the text has ended, and the request was cancelled below
                 continue
-            if (response := running[at].take(event)) is not None:
+            if (response := running[at].take_event(event)) is not None:
                 yield at, response
             if isinstance(event, Finished) or (response is not None and response.finish_reason is not None):
                 engine.cancel(tickets.pop(at))

@@ -84,22 +84,22 @@ class Scheduler:
         """Whether there is anything to do."""
         return bool(self.waiting or self.readings or self.groups)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Adds a request, which waits until there is room."""
         self.waiting.append(request)
 
-    def work(self) -> None:
+    def run_round(self) -> None:
         """Does one round: ends cancelled requests, starts waiting requests, reads prompts, and takes one step."""
         self._end_cancelled_waiting()
-        self._admit()
+        self._admit_waiting()
         self.read_prompts()
         self._take_step()
-        self._end_outgrown()
+        self._end_latest_if_outgrown()
         self._rounds += 1
         if self._rounds % CLEAR_EVERY == 0:
-            self.served.free_unused()
+            self.served.free_unused_memory()
 
-    def purge(self) -> int:
+    def purge_sessions(self) -> int:
         """Deletes all kept sessions and returns their number. Requests that have not ended will leave no session.
 
         Raises what the store's `purge` raises.
@@ -138,7 +138,7 @@ class Scheduler:
             self.waiting.remove(request)
             self._end_request(request)
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         """Starts waiting requests in order of arrival while there is room."""
         while self.waiting and len(running := self.running) < self.max_running and self._has_room(running):
             request = self.waiting.popleft()
@@ -149,7 +149,7 @@ class Scheduler:
     def _has_room(self, running: Sequence[Request]) -> bool:
         if self.max_kv_bytes is None or not running:
             return True
-        needed = sum(max(request.checked.kv_bytes, self._kv_bytes_of(request.held_ids)) for request in running)
+        needed = sum(max(request.checked.kv_bytes, self._kv_bytes_of_ids(request.held_ids)) for request in running)
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
     def _begin_request(self, request: Request) -> None:
@@ -199,10 +199,14 @@ class Scheduler:
         """
         found: list[Reading] = []
         longest = total = reading.left
-        for other in list(self.readings) if reading.key is not None else ():
+        for other in list(self.readings) if reading.batch_key is not None else ():
             columns, ids = max(longest, other.left), total + other.left
             padded = columns * (len(found) + 2)
-            if other.key == reading.key and padded <= min(at_most, 1.25 * ids) and not other.request.handle.cancelled:
+            if (
+                other.batch_key == reading.batch_key
+                and padded <= min(at_most, 1.25 * ids)
+                and not other.request.handle.cancelled
+            ):
                 self.readings.remove(other)
                 found.append(other)
                 longest, total = columns, ids
@@ -214,22 +218,22 @@ class Scheduler:
         """Has every group take one step, and delivers the ids that the previous step chose."""
         before = [request for group in self.groups for request in group.requests]
         if not self._merges_now():
-            self._run_for_groups(lambda group: group.begin())
-        self._run_for_groups(lambda group: group.read())
-        leaving = [request for found in self._run_for_groups(lambda group: group.settle()) for request in found]
+            self._run_for_groups(lambda group: group.begin_step())
+        self._run_for_groups(lambda group: group.read_chosen_ids())
+        leaving = [request for found in self._run_for_groups(lambda group: group.remove_ended()) for request in found]
         self._regroup()
-        self._run_for_groups(lambda group: group.launch())
+        self._run_for_groups(lambda group: group.launch_pass())
         for request in before:
             self._deliver_emitted(request)
         for request in leaving:
             self._end_request(request)
-        self._run_for_groups(lambda group: group.finish())
+        self._run_for_groups(lambda group: group.finish_choosing())
 
     def _deliver_emitted(self, request: Request) -> None:
         """Delivers and counts a request's chosen id that is not yet delivered, if there is one."""
         if request.ended:
             return
-        self.totals.proposed += request.newly_proposed()
+        self.totals.proposed += request.take_newly_proposed()
         if request.emitted_base_tokens:
             self.totals.accepted += request.emitted_from_draft
             self.totals.passes += not request.emitted_from_draft
@@ -249,14 +253,14 @@ class Scheduler:
 
     def _merges_now(self) -> bool:
         """Returns whether this step merges groups; if so, the host must read the chosen ids before the step begins."""
-        return len(self.groups) > 1 and self.served.batches and any(o for _, *o in self._mergeable(self.groups))
+        return len(self.groups) > 1 and self.served.batches and any(o for _, *o in self._groups_to_merge(self.groups))
 
     def _regroup(self) -> None:
         """Removes rows for which LongRoPE's factors change, and merges groups that can take their steps together."""
         for group in list(self.groups):
             requests = list(group.requests)
-            if rows := group.switching():
-                for request in self._fail_if_it_raises(requests, partial(group.split, rows), (), group):
+            if rows := group.rows_switching_factors():
+                for request in self._fail_if_it_raises(requests, partial(group.split_off_rows, rows), (), group):
                     reading = self._fail_if_it_raises([request], partial(self._make_reading, request))
                     self.readings += [] if reading is None else [reading]
         self.groups = [group for group in self.groups if group.requests]
@@ -264,17 +268,17 @@ class Scheduler:
             return
         by_key: dict[bool, list[Group]] = {}
         for group in self.groups:
-            key = group.key()
+            key = group.uses_long_factors()
             if key is not None:
                 by_key.setdefault(key, []).append(group)
         for groups in by_key.values():
-            for first, *others in self._mergeable(groups):
+            for first, *others in self._groups_to_merge(groups):
                 if others:
                     requests = [request for group in (first, *others) for request in group.requests]
-                    self._fail_if_it_raises(requests, partial(first.join, others), None, first)
+                    self._fail_if_it_raises(requests, partial(first.merge_groups, others), None, first)
                     self.groups = [group for group in self.groups if group not in others and group.requests]
 
-    def _mergeable(self, groups: Sequence[Group]) -> list[list[Group]]:
+    def _groups_to_merge(self, groups: Sequence[Group]) -> list[list[Group]]:
         """Returns lists of groups to merge; in each list the group with the most rows comes first.
 
         Merging two groups saves one read of the weights per step, but adds padding to the shorter group's KV caches. So
@@ -294,16 +298,16 @@ class Scheduler:
 
     # ---- memory
 
-    def _kv_bytes_of(self, ids: int) -> int:
+    def _kv_bytes_of_ids(self, ids: int) -> int:
         return ids * self.served.kv_bytes_per_id
 
-    def _end_outgrown(self) -> None:
+    def _end_latest_if_outgrown(self) -> None:
         """If the KV caches exceed their bound, ends the request that began last, as if it had reached its limit."""
         if self.max_kv_bytes is None or not (
             requests := [request for group in self.groups for request in group.requests]
         ):
             return
-        if self._kv_bytes_of(sum(request.held_ids for request in requests)) > self.max_kv_bytes:
+        if self._kv_bytes_of_ids(sum(request.held_ids for request in requests)) > self.max_kv_bytes:
             max(requests, key=lambda request: request.begun_s).outgrown = True
 
     # ---- ends
@@ -323,7 +327,7 @@ class Scheduler:
                     raise  # the other machines may not have this error, and would go on alone
                 log.exception("%d request(s) failed", len(requests))
             if group is not None:
-                group.drop()
+                group.drop_requests()
             for request in requests:
                 if group is not None or not isinstance(error, MlxZipError):
                     request.whole = False  # what the cache holds is unknown now
@@ -345,12 +349,12 @@ class Scheduler:
         totals.cancelled += request.error is None and request.reason in (None, "cancelled")
         took = time.perf_counter() - (request.begun_s or request.submitted_s)
         totals.seconds = took if not totals.seconds else 0.9 * totals.seconds + 0.1 * took
-        request.send_end()
+        request.send_last_event()
         try:
             self._keep_session(request)
         finally:
             request.handle.ended = True
-            request.release()
+            request.release_memory()
             if not request.keep:
                 self.served.clear_draft_cache()
             self._ended(request)

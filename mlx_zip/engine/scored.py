@@ -49,7 +49,7 @@ def compress_parts(params: CodecParams | None, *parts: Uint32s, pack: Pack | Non
         book.push(book.compress(part))
         marks.append(book.mark())
     breaks = tuple(mark - 1 for mark in marks[:-1] if mark)
-    return Compressed(book.ids, book.logged()[1].astype(np.int64), pack, breaks)
+    return Compressed(book.ids, book.logged_base_ids()[1].astype(np.int64), pack, breaks)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Search(ABC):
 
     logits [1, W]: logits that the id is chosen from; after the search, closed and refused ids are at -inf. excluded:
     ids that canonical decoding excludes. token: the id that was found, None before. scores [1, W]: the scores that
-    `look` goes through. Raises what the constraint raises.
+    `look_for_id` goes through. Raises what the constraint raises.
     """
 
     scores: Any
@@ -44,39 +44,39 @@ class Search(ABC):
         self._open = _open_columns(mask, request.vocab_size, first_ids, logits.shape[1])
 
     @abstractmethod
-    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
+    def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
         """Returns logits [1, W] with closed and excluded ids at -inf, and scores [1, W] float32, not yet evaluated.
 
         The id with the highest score is the one drawn. open_ [W] bool: False for closed ids.
         """
 
     @abstractmethod
-    def close(self, logits: Any, open_: np.ndarray) -> Any:
+    def mask_closed_ids(self, logits: Any, open_: np.ndarray) -> Any:
         """Returns logits [1, W] with -inf where `open_` [W] bool is False."""
 
     @abstractmethod
-    def on_host(self, scores: Any) -> np.ndarray:
+    def copy_to_host(self, scores: Any) -> np.ndarray:
         """Waits until scores [1, W] are computed and returns them as an array [W] that the caller may write to."""
 
-    def begin(self) -> bool:
-        """Builds the scores for `look` without evaluating them, and returns True.
+    def build_scores(self) -> bool:
+        """Builds the scores for `look_for_id` without evaluating them, and returns True.
 
         Raises `GenerationError` if no id is open.
         """
         if not self._open.any():
             raise GenerationError(NOTHING)
-        self._chosen_from, self.scores = self.score(self._open, self._excluded)
+        self._chosen_from, self.scores = self.score_open_ids(self._open, self._excluded)
         return True
 
-    def look(self) -> bool:
-        """Goes through the scores from the highest down. Returns True if no id was found and `begin` must run again.
+    def look_for_id(self) -> bool:
+        """Goes through the scores from the highest down. Returns whether `build_scores` must run again to find an id.
 
         Raises `GenerationError` if the constraint allows no id.
         """
-        scores, before = self.on_host(self.scores), self._refused
+        scores, before = self.copy_to_host(self.scores), self._refused
         while scores[token := int(scores.argmax())] > -math.inf:
             if self._is_accepted(token):
-                self._end_with(token)
+                self._end_with_id(token)
                 return False
             self._refuse_id(token, scores)
         if self._refused == before:
@@ -97,24 +97,24 @@ class Search(ABC):
         self._open[closed] = False
         scores[closed] = -math.inf
 
-    def _end_with(self, token: int) -> None:
+    def _end_with_id(self, token: int) -> None:
         self.token = token
-        self.logits = self.close(self._chosen_from, self._open) if self._refused else self._chosen_from
+        self.logits = self.mask_closed_ids(self._chosen_from, self._open) if self._refused else self._chosen_from
 
 
-def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
+def search_next_ids(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
     """Finds the next ids of several rows. If a row's search raises, the exception becomes its request's `error`.
 
     compute: evaluates the scores of all rows whose search is not over, together.
     """
     left = list(searches)
     while left:
-        left = [one for one in left if _run_part(one, one.begin)]
+        left = [one for one in left if _run_or_set_error(one, one.build_scores)]
         compute([one.scores for one in left])
-        left = [one for one in left if _run_part(one, one.look)]
+        left = [one for one in left if _run_or_set_error(one, one.look_for_id)]
 
 
-def _run_part(one: Search, part: Callable[[], bool]) -> bool:
+def _run_or_set_error(one: Search, part: Callable[[], bool]) -> bool:
     """Runs a part of a search and returns its result. If it raises, sets the request's `error` and returns False."""
     try:
         return part()

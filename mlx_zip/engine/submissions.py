@@ -44,7 +44,7 @@ class ModelFacts:
     kv_bytes_per_id: int
 
 
-def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], None]:
+def make_pack_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], None]:
     """Returns a function, for any thread, that raises `ModelError` if a pack's rows were tuned for another model.
 
     model: fingerprint of the weights. sides_are_one: whether an entry has one row for input and output. width: numbers
@@ -58,11 +58,11 @@ def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], 
     return check
 
 
-def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
+def make_engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
     """Returns a model's facts for fronts. name: what the model was opened by. model: fingerprint of the weights."""
     both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
     sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
-    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, most_base_tokens(facts))
+    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, max_base_tokens(facts))
 
 
 @dataclass(frozen=True)
@@ -100,21 +100,21 @@ class Checks:
         too long.
         """
         sampling = Sampling.from_options(submission.sampling)
-        sampling.check_width(self.facts.width)
+        sampling.check_kept_ids_below(self.facts.width)
         sampling.check_biases(self.facts.vocab_size)
-        _check_limits(submission, self.facts.width)
+        _check_token_limits(submission, self.facts.width)
         base_ids = self._checked_prompt(submission.base_ids)
         prediction = self._checked_prediction(submission.prediction)
         start, pack_key = self._packs.find(submission.pack)
         self._check_context(base_ids, start)
-        kv_bytes = self._check_room(len(base_ids), submission.max_tokens)
+        kv_bytes = self._kv_bytes_to_reserve(len(base_ids), submission.max_tokens)
         return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes, prediction)
 
     def check_pack(self, pack: Any) -> None:
         """Raises `GenerationError` if requests cannot begin with `pack`."""
         self._packs.find(pack)
 
-    def prompt_size(self, base_ids: Sequence[int], pack: Any) -> int:
+    def count_prompt_ids(self, base_ids: Sequence[int], pack: Any) -> int:
         """Returns how many ids a prompt is compressed to, beginning with `pack`. Raises as `check_pack` does."""
         return self._count_ids(as_ids(base_ids), self._packs.find(pack)[0])
 
@@ -134,9 +134,9 @@ class Checks:
 
     def _checked_prediction(self, ids: Sequence[int]) -> Uint32s:
         """Returns a prediction as an array. Raises `GenerationError` if it is too long or has an invalid base id."""
-        base_ids, most = self._as_base_ids(ids, "prediction"), most_base_tokens(self.facts)
+        base_ids, most = self._as_base_ids(ids, "prediction"), max_base_tokens(self.facts)
         if most is not None and len(base_ids) > most:
-            raise prediction_error(most)
+            raise prediction_too_long_error(most)
         return base_ids
 
     def _as_base_ids(self, ids: Sequence[int], what: str) -> Uint32s:
@@ -154,13 +154,15 @@ class Checks:
         if context is None or len(base_ids) < context:
             return
         if params is None or self.facts.by_base:
-            raise context_error(len(base_ids), context - 1, context)
+            raise context_exceeded_error(len(base_ids), context - 1, context)
         params = params.with_start(start)
         ids, _ = compress(params, base_ids)
         if len(ids) >= context:
-            raise context_error(len(base_ids), tokens_of(Codebook(params), ids[: context - 1]), context)
+            raise context_exceeded_error(
+                len(base_ids), push_and_count_tokens(Codebook(params), ids[: context - 1]), context
+            )
 
-    def _check_room(self, prompt: int, max_tokens: int) -> int:
+    def _kv_bytes_to_reserve(self, prompt: int, max_tokens: int) -> int:
         """Returns the bytes of KV cache to reserve for a request, 0 if KV caches have no bound. prompt: base tokens.
 
         Raises `GenerationError` if the request may need more than the bound.
@@ -188,18 +190,18 @@ def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "p
         raise GenerationError(f"{what} id {values[at]} at index {at} is not a base id (0 to {vocab_size - 1})")
 
 
-def most_base_tokens(facts: ModelFacts) -> int | None:
+def max_base_tokens(facts: ModelFacts) -> int | None:
     """Returns the upper bound on the base tokens of a prompt or an answer, None without a limit."""
     per_position = 1 if facts.by_base or facts.params is None else max(1, facts.params.merge_size)
     return None if facts.context is None else (facts.context - 1) * per_position
 
 
-def prediction_error(most: int) -> GenerationError:
+def prediction_too_long_error(most: int) -> GenerationError:
     """Returns the error for a prediction longer than any answer. most: maximum base tokens of an answer."""
     return GenerationError(f"prediction: it has more than the {most} base tokens that an answer can have; shorten it")
 
 
-def context_error(tokens: int, most: int, context: int) -> PromptTooLongError:
+def context_exceeded_error(tokens: int, most: int, context: int) -> PromptTooLongError:
     """Returns the error for a prompt that leaves no position for an answer.
 
     tokens: base tokens of the prompt. most: how many base tokens fit. context: the model's maximum number of positions.
@@ -207,13 +209,13 @@ def context_error(tokens: int, most: int, context: int) -> PromptTooLongError:
     return PromptTooLongError.of(tokens, most, f"the model's context has {context} positions")
 
 
-def tokens_of(book: Codebook, ids: Uint32s) -> int:
+def push_and_count_tokens(book: Codebook, ids: Uint32s) -> int:
     """Pushes ids to a codebook and returns how many base tokens the codebook then holds."""
     book.push(ids)
     return book.base_length
 
 
-def _check_limits(submission: Submission, width: int | None) -> None:
+def _check_token_limits(submission: Submission, width: int | None) -> None:
     """Raises `GenerationError` for an invalid `max_tokens` or `top_logprobs`."""
     check_max_tokens(submission.max_tokens)
     top = submission.top_logprobs
@@ -251,7 +253,7 @@ class _Packs:
         try:
             with self._lock:
                 found = self._read_pack(pack)
-                return self._checked_start(found), found.fingerprint
+                return self._checked_pack(found), found.fingerprint
         except GenerationError:
             raise
         except (MlxZipError, OSError) as error:
@@ -266,9 +268,9 @@ class _Packs:
             facts = os.stat(path)
         except OSError as error:
             raise DataError(f"{path}: no such pack file") from error
-        return _get_or_make(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
+        return _get_or_make_cached(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
 
-    def _checked_start(self, pack: Pack) -> Any:
+    def _checked_pack(self, pack: Pack) -> Any:
         """Returns the pack. Checks each pack once, against tokenizer, codec and model."""
 
         def checked() -> Any:
@@ -278,10 +280,10 @@ class _Packs:
             self._facts.params.with_start(pack)
             return pack
 
-        return _get_or_make(self._checked, pack.fingerprint, checked)
+        return _get_or_make_cached(self._checked, pack.fingerprint, checked)
 
 
-def _get_or_make(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+def _get_or_make_cached(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     """Returns the value of `key`, made if missing. Evicts the least recently used value if there are too many."""
     if key not in kept:
         kept[key] = make()

@@ -72,7 +72,10 @@ class ThreadedEngine(Engine):
         self._scheduler: Any = None
         self._store: Any = None
         self._thread = threading.Thread(
-            target=self._run, args=(load, name, make_store or (lambda served: NoSessions())), name=name, daemon=True
+            target=self._load_and_serve,
+            args=(load, name, make_store or (lambda served: NoSessions())),
+            name=name,
+            daemon=True,
         )
         self._thread.start()
         self._loaded.wait()
@@ -90,7 +93,7 @@ class ThreadedEngine(Engine):
             if len(self._open) >= self._options.max_running + self._options.max_waiting:
                 waiting = len(self._open) - self._options.max_running
                 raise EngineBusyError(f"{waiting} requests wait already; ask again later", self._retry_after_s(waiting))
-            self._inbox.post(lambda: self._add(request))
+            self._inbox.post(lambda: self._add_request(request))
             self._open[request] = None
         return request.handle
 
@@ -98,9 +101,9 @@ class ThreadedEngine(Engine):
         """Checks a submission and returns its request. Raises what `submit` raises if the request cannot be met."""
         return Request(self._checks.check(submission), deliver)
 
-    def _add(self, request: Request) -> None:
+    def _add_request(self, request: Request) -> None:
         """Gives a request to the scheduler; called in the engine's thread."""
-        self._scheduler.add(request)
+        self._scheduler.add_request(request)
 
     def cancel(self, ticket: Ticket) -> None:
         assert isinstance(ticket, Handle)
@@ -111,10 +114,10 @@ class ThreadedEngine(Engine):
     def check_pack(self, pack: Any) -> None:
         self._checks.check_pack(pack)
 
-    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
-        return self._checks.prompt_size(base_ids, pack)
+    def count_prompt_ids(self, base_ids: Sequence[int], pack: Any = None) -> int:
+        return self._checks.count_prompt_ids(base_ids, pack)
 
-    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+    def score_prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
         self._check_alive()
         checked = self._checks.check(Submission(base_ids, max_tokens=1, top_logprobs=top_logprobs, pack=pack))
         params = self._checks.facts.params
@@ -170,7 +173,7 @@ class ThreadedEngine(Engine):
         self._inbox.ask(lambda: self._update_figures(self._store.drop(name)))
 
     def purge_sessions(self) -> int:
-        return self._inbox.ask(lambda: self._update_figures(self._scheduler.purge()))
+        return self._inbox.ask(lambda: self._update_figures(self._scheduler.purge_sessions()))
 
     def _update_figures(self, result: Any = None) -> Any:
         """Publishes the store's current figures to other threads; returns `result`."""
@@ -195,7 +198,7 @@ class ThreadedEngine(Engine):
     def alive(self) -> bool:
         return not self._closing and self._fault is None and self._thread.is_alive()
 
-    def on_death(self, call: Callable[[BaseException], None]) -> None:
+    def call_on_fault(self, call: Callable[[BaseException], None]) -> None:
         with self._lock:
             self._on_death.append(call)
             fault = self._fault
@@ -213,27 +216,27 @@ class ThreadedEngine(Engine):
 
     # ---- the engine's thread
 
-    def _run(self, load: Load, name: str, make_store: MakeStore) -> None:
+    def _load_and_serve(self, load: Load, name: str, make_store: MakeStore) -> None:
         """Loads the model and serves until the engine is closed or a fault ends it."""
-        self._inbox.own()
+        self._inbox.become_owner()
         try:
-            self._load(load, name, make_store)
+            self._load_model(load, name, make_store)
             self._loaded.set()
-            self._serve()
+            self._serve_requests()
             self._scheduler.served.settle()
             self._fail_open_requests(EngineStoppedError("the engine has been closed"))
         except BaseException as fault:
-            self._die(fault)
+            self._stop_after_fault(fault)
         finally:
             self._loaded.set()
             self._scheduler = self._store = None  # drops the last references to the model
-            self._free_thread()
+            self._free_thread_resources()
 
-    def _load(self, load: Load, name: str, make_store: MakeStore) -> None:
+    def _load_model(self, load: Load, name: str, make_store: MakeStore) -> None:
         """Loads the model, and creates the checks, the session store and the scheduler."""
         options = self._options
         served = self._make_served(load, name)
-        self.info = _with_bounds_of(served.info, options)
+        self.info = _info_with_bounds(served.info, options)
         bound = self._max_kv_bytes(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
@@ -281,28 +284,28 @@ class ThreadedEngine(Engine):
         """
         return None
 
-    def _free_thread(self) -> None:
+    def _free_thread_resources(self) -> None:
         """Frees the resources of the engine's thread, which is about to end."""
 
-    def _serve(self) -> None:
+    def _serve_requests(self) -> None:
         """Runs other threads' calls and requests until the engine is closed and nothing is left to do."""
         scheduler, going = self._scheduler, True
         while going:
             going = not self._closing  # requests submitted before the closing are in the inbox now
             if not scheduler.busy:
-                self._inbox.take(self._tend_when_idle() if going else 0)
+                self._inbox.run_queued_calls(self._work_when_idle() if going else 0)
             going = going or scheduler.busy
             if scheduler.busy:
                 self._prepare_device()
             while scheduler.busy:
                 if self._closing and time.monotonic() >= self._deadline:
                     scheduler.cancel_all()
-                scheduler.work()
+                scheduler.run_round()
                 self._running = len(scheduler.running)
-                self._inbox.take(0)
-            scheduler.served.free_unused()
+                self._inbox.run_queued_calls(0)
+            scheduler.served.free_unused_memory()
 
-    def _tend_when_idle(self) -> float | None:
+    def _work_when_idle(self) -> float | None:
         """Does an idle engine's work, such as writing sessions. Returns seconds until the next call, None for never."""
         due = self._free_when_idle()
         return TEND_S if self._store.continue_writing() else due
@@ -314,8 +317,8 @@ class ThreadedEngine(Engine):
             for key in request.handle.answers:  # the store has them now, or no session was kept
                 self._noted.pop(key, None)
 
-    def _die(self, fault: BaseException) -> None:
-        """Ends all requests because of a fault, and calls the functions given to `on_death`."""
+    def _stop_after_fault(self, fault: BaseException) -> None:
+        """Ends all requests because of a fault, and calls the functions given to `call_on_fault`."""
         stopped = EngineStoppedError(
             f"a fault has ended the engine: {type(fault).__name__}: {first_message_line(fault)}"
         )
@@ -333,18 +336,18 @@ class ThreadedEngine(Engine):
             try:
                 call(fault)
             except Exception:
-                log.exception("a function given to on_death failed")
+                log.exception("a function given to call_on_fault failed")
 
     def _fail_open_requests(self, error: EngineStoppedError) -> None:
         """Refuses all further calls and fails all open requests with `error`."""
-        self._inbox.shut()
+        self._inbox.refuse_calls()
         if self._scheduler is not None:
             self._scheduler.fail_all(error)
         if self._store is not None:
             self._close_store()
         for request in list(self._open):
             request.error = error
-            request.send_end()
+            request.send_last_event()
         self._open.clear()
         self._running = 0
 
@@ -356,7 +359,7 @@ class ThreadedEngine(Engine):
             log.exception("sessions could not be written")
 
 
-def _with_bounds_of(info: EngineInfo, options: ServeOptions) -> EngineInfo:
+def _info_with_bounds(info: EngineInfo, options: ServeOptions) -> EngineInfo:
     bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
     most = options.max_running + options.max_waiting
     return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
@@ -401,7 +404,10 @@ _Call = Callable[[], Any]
 
 
 class _Inbox:
-    """Calls of other threads, run by one thread, the owner. `post`, `ask` raise `EngineStoppedError` after `shut`."""
+    """Calls of other threads, run by one thread, the owner.
+
+    `post` and `ask` raise `EngineStoppedError` after `refuse_calls`.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
@@ -409,7 +415,7 @@ class _Inbox:
         self._shut = False
         self._owner: int | None = None
 
-    def own(self) -> None:
+    def become_owner(self) -> None:
         """Makes the calling thread the owner."""
         self._owner = threading.get_ident()
 
@@ -433,12 +439,12 @@ class _Inbox:
         return future.result()
 
     def wake(self) -> None:
-        """Makes `take` return soon."""
+        """Makes `run_queued_calls` return soon."""
         with self._lock:
             if not self._shut:
                 self._calls.put((lambda: None, None))
 
-    def take(self, wait_s: float | None) -> None:
+    def run_queued_calls(self, wait_s: float | None) -> None:
         """Runs all queued calls. If none is queued, waits for one up to `wait_s` seconds, or for ever if None."""
         try:
             entry = self._calls.get(timeout=wait_s) if wait_s != 0 else self._calls.get_nowait()
@@ -448,7 +454,7 @@ class _Inbox:
         except queue.Empty:
             return
 
-    def shut(self) -> None:
+    def refuse_calls(self) -> None:
         """Refuses all queued and later calls with `EngineStoppedError`."""
         with self._lock:
             self._shut = True

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score, scores_itself
+from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows, scores_itself
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.errors import DataError
 from mlx_zip.layout import has_hypertokens
@@ -214,7 +214,7 @@ def measure_bits(
         mx.reset_peak_memory()
     begun = time.perf_counter()
     rows = [compress_row(model, prefix, window.base_ids, pack=pack) for window in windows.windows]
-    scored = score(model, rows, batch_size, availability, progress)
+    scored = score_rows(model, rows, batch_size, availability, progress)
     seconds = time.perf_counter() - begun
     bits = [count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)]
     ids = sum(len(row.ids) - 1 for row in rows)

@@ -32,7 +32,7 @@ from mlx_zip.models.model_folder import (
     is_plain_model,
     read_model_config,
 )
-from mlx_zip.models.rows.fingerprints import model_fingerprint
+from mlx_zip.models.rows.fingerprints import compute_model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.pack import Pack
@@ -325,14 +325,14 @@ def _load_model(
         "row_store": row_store,
     }
     plain = is_plain_model(str(folder))
-    chosen = chosen_packs.load_options(pack, codebook_size, plain)
+    chosen = chosen_packs.pack_load_options(pack, codebook_size, plain)
     if not plain:
         return runner.load(folder, **loading, **chosen)
     loaded = runner.load(folder, **loading)
     rows = None if chosen["pack"] is None else chosen["pack"].rows
     if rows is None or rows.plain is None:
         return loaded
-    own = loaded[0].fingerprint if scores_itself(loaded[0]) else model_fingerprint(loaded[0])
+    own = loaded[0].fingerprint if scores_itself(loaded[0]) else compute_model_fingerprint(loaded[0])
     return runner.load(folder, **loading, **chosen) if rows.model == own else loaded
 
 
@@ -388,7 +388,7 @@ def _check_model_files(folder: Path, codebook_size: int | None, pack: Pack | Non
     """
     section = _read_zip_config(folder, codebook_size)
     if section is not None and pack is not None:
-        chosen_packs.check_codec(pack, section)
+        chosen_packs.check_pack_fits_codec(pack, section)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no weights (model*.safetensors)")

@@ -20,7 +20,7 @@ import numpy as np
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
-from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
+from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import check_context_fits, cut_windows, measure_bits, prefix_id
@@ -127,7 +127,7 @@ class ZipLM(TemplateLM):
         requests: ((context, continuation), base ids of the context, base ids of the continuation).
         """
         pairs = [self._compress_request(text, context, continuation) for (_, text), context, continuation in requests]
-        scores = score(self.model, [row for row, _ in pairs], self.batch_size)
+        scores = score_rows(self.model, [row for row, _ in pairs], self.batch_size)
         answers = []
         for request, (_, first), scored in zip(requests, pairs, scores, strict=True):
             part = slice(first - 1, None)

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.engine.mlx import prompt_caches
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
-from mlx_zip.engine.mlx.scoring import codec, scores_itself
+from mlx_zip.engine.mlx.scoring import codec_of_model, scores_itself
 from mlx_zip.engine.responses import GenerationResponse
 from mlx_zip.errors import DataError
 from mlx_zip.layout import has_hypertokens
@@ -180,7 +180,7 @@ def _stream_turn(
         return
     prompt = turns[0].prompt
     kept_ids, kept_base_ids = prompt_caches.reusable_prefix(cache, prompt)
-    prompt_caches.trim_to(cache, kept_ids)
+    prompt_caches.trim_cache_to(cache, kept_ids)
     prompt, turns[0].context = prompt[kept_base_ids:], _copy_codebook(cache)
     yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))
 
@@ -211,7 +211,7 @@ def _count_turn(model: Any, turn: _RunningTurn, pack: Pack | None) -> GeneratedT
     grams, repeated = count_repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
     if has_hypertokens(model):
-        book = Codebook(codec(model, pack)) if turn.context is None else turn.context
+        book = Codebook(codec_of_model(model, pack)) if turn.context is None else turn.context
         canonical = count_canonical_steps(book, turn.prompt, turn.base_ids)
         invalid = count_invalid(book, turn.tokens)
         hypertokens = sum(model.layout.is_hyper(token) for token in turn.tokens)

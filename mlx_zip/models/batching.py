@@ -69,13 +69,13 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
     """
     if not caches:
         raise ModelError("there are no caches to merge")
-    kvs = [_kv_that_batches(model, cache) for cache in caches]
+    kvs = [_batchable_kv_caches(model, cache) for cache in caches]
     states = [state for cache in caches if (state := find_zip_state(cache)) is not None]
     last = [ZipState.merge(states)] if states else []
     return [*(_merge_layer(layer) for layer in zip(*kvs, strict=True)), *last]
 
 
-def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequence[int]) -> list[Any]:
+def merge_empty_caches(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequence[int]) -> list[Any]:
     """Merges empty caches, one per sequence, into the cache of one batch, for prompts of different lengths.
 
     left_padding [B]: number of padding ids before each prompt. Raises `ModelError` as `merge_caches` does.
@@ -95,7 +95,7 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
     cache: of one sequence or of a batch. Do not use it afterwards: the batch takes over its codebooks. Raises
     `ModelError`, leaving both unchanged, if `batch` is the cache of a single request, and as `merge_caches` does.
     """
-    kv, more = _kv_that_batches(model, batch), _kv_that_batches(model, cache)
+    kv, more = _batchable_kv_caches(model, batch), _batchable_kv_caches(model, cache)
     if any(isinstance(layer, _SINGLE_CACHES) for layer in flatten_cache_lists(kv)):
         raise ModelError("the cache to add to is one of a single request: merge it first")
     state, other = find_zip_state(batch), find_zip_state(cache)
@@ -112,7 +112,7 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
     Left padding that all kept sequences share is removed. Raises `ModelError`, leaving the cache unchanged, if
     `indices` is empty, an index is out of range or occurs twice, or the shared left padding has not all been read yet.
     """
-    kv, state = _kv_and_state(batch)
+    kv, state = _split_batch_cache(batch)
     _raise_unless_indices(kv, indices)
     held = _left_padding(kv) if state is None else state.left_padding
     padding = [held[i] for i in indices]
@@ -130,10 +130,10 @@ def restore_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
     """Restores the first columns that the last call added to a batch's cache and that `trim` has removed since.
 
     kept [B]: number of these columns that each sequence keeps, at least 1. The codebooks must have read the ids of
-    these columns (`ZipState.push_to_row`). A sequence that keeps fewer columns than another gets left padding, and its
-    keys and values are shifted. `LONG_PADDING` or more columns of left padding in all sequences are removed.
+    these columns (`ZipState.push_to_sequence`). A sequence that keeps fewer columns than another gets left padding, and
+    its keys and values are shifted. `LONG_PADDING` or more columns of left padding in all sequences are removed.
     """
-    kv, state = _kv_and_state(batch)
+    kv, state = _split_batch_cache(batch)
     most = max(kept)
     shift = mx.array([[most - one] for one in kept])
     for layer in kv:
@@ -143,7 +143,7 @@ def restore_columns(batch: Sequence[Any], kept: Sequence[int]) -> None:
         layer.left_padding = layer.left_padding + shift[:, 0]
         layer.offset = layer._idx - layer.left_padding
     if state is not None:
-        state.pad_rows(kept)
+        state.pad_sequences(kept)
     if min(_left_padding(kv) if state is None else state.left_padding) >= LONG_PADDING:
         filter_cache(batch, range(len(kept)))
 
@@ -154,7 +154,7 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
     The batch's cache does not change, and logits processors stay bound to the batch's codebook. Raises `ModelError` if
     `index` is out of range.
     """
-    kv, state = _kv_and_state(batch)
+    kv, state = _split_batch_cache(batch)
     _raise_unless_indices(kv, [index])
     last = [] if state is None else [state.extract(index)]
     return [*(_extract_layer(layer, index) for layer in kv), *last]
@@ -173,7 +173,7 @@ def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
+def _batchable_kv_caches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     """Returns the KV caches of `cache`. Raises `ModelError` if one cannot be batched or `cache` is of another model."""
     kv = model.split_cache(cache)[0] if has_hypertokens(model) else cache
     for layer in flatten_cache_lists(kv):
@@ -185,7 +185,7 @@ def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     return kv
 
 
-def _kv_and_state(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
+def _split_batch_cache(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
     """Returns a batch's KV caches and `ZipState` (None: plain model). Raises `ModelError` for another cache."""
     state, kv = find_zip_state(batch), kv_caches(batch)
     if not kv or not all(isinstance(layer, _BATCH_CACHES) for layer in flatten_cache_lists(kv)):

@@ -35,11 +35,11 @@ def read_ids_on_host(ids: mx.array, state: ZipState) -> HostIds:
     """
     if ids.size == 1 and state.takes_single_id():
         one = cast(int, ids.item())
-        _raise_unless_32_bits(one, one)
+        _raise_unless_ids_fit_32_bits(one, one)
         return one
     host = np.array(ids).reshape(len(ids), -1)
     if host.dtype != np.uint32:
-        _raise_unless_32_bits(int(host.min()), int(host.max()))
+        _raise_unless_ids_fit_32_bits(int(host.min()), int(host.max()))
     return np.ascontiguousarray(host.astype(np.uint32, copy=False))
 
 
@@ -48,7 +48,7 @@ def ids_per_sequence(ids: HostIds) -> int:
     return 1 if isinstance(ids, int) else ids.shape[1]
 
 
-def _raise_unless_32_bits(low: int, high: int) -> None:
+def _raise_unless_ids_fit_32_bits(low: int, high: int) -> None:
     if low < 0 or high > 0xFFFFFFFF:
         raise ModelError(f"ids from {low} to {high} are not all 32-bit token ids")
 

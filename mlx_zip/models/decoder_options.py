@@ -258,7 +258,7 @@ def pretraining_context(parameters: Mapping[str, Any], config: Mapping[str, Any]
     return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
 
 
-def yarn_rule(
+def yarn_settings(
     parameters: Mapping[str, Any], config: Mapping[str, Any], columns: int
 ) -> tuple[float, float, float, float]:
     """Returns YaRN's (factor, low, high, magnitude). columns: number of a head's columns that are rotated.
@@ -285,7 +285,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     return 0.1 * stretch + 1.0
 
 
-def longrope_rule(
+def longrope_factors(
     parameters: Mapping[str, Any], config: Mapping[str, Any], columns: int
 ) -> tuple[Sequence[float], Sequence[float], float]:
     """Returns LongRoPE's short factors and long factors, one per pair of columns, and the factor on rotated columns."""

@@ -71,7 +71,7 @@ def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
         mx.eval(weights)  # reads the file
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {failure_reason(error)}") from error
-    if about.get("format") != FORMAT or not _are_matrices_and_vectors(weights):
+    if about.get("format") != FORMAT or not _are_head_tensors(weights):
         raise ModelError(f"{path} is no draft head that this version knows; delete it to go on without")
     theirs = weights["down.weight"].shape[0], about.get("vocab_size")
     if theirs != (width, str(vocab_size)):
@@ -88,7 +88,7 @@ def load_draft_head(path: Path, width: int, vocab_size: int) -> DraftHead:
     return head
 
 
-def _are_matrices_and_vectors(weights: dict[str, mx.array]) -> bool:
+def _are_head_tensors(weights: dict[str, mx.array]) -> bool:
     """Returns whether the tensors could be a head's: all are floating-point, and `down.weight` is a matrix."""
     floats = all(mx.issubdtype(one.dtype, mx.floating) and one.size for one in weights.values())
     return floats and "down.weight" in weights and weights["down.weight"].ndim == 2
@@ -133,9 +133,9 @@ class HeadedModel:
 
     def base_logits(self, h: mx.array) -> mx.array:
         """Returns logits [..., V or more] of the body's output h [..., D]."""
-        return self.model.base_logits(h) if self.hyper else self.products(h)
+        return self.model.base_logits(h) if self.hyper else self.products_with_output_rows(h)
 
-    def products(self, h: mx.array) -> mx.array:
+    def products_with_output_rows(self, h: mx.array) -> mx.array:
         """Returns the products [..., V or more] of h [..., D] with the output rows: logits without a soft cap."""
         return self.matrix.as_linear(h) if self._is_embedding else self.matrix(h)
 
@@ -177,14 +177,14 @@ class HeadFile:
         return self._head
 
 
-def use_head_in_folder(folder: Path, model: Any) -> None:
+def use_draft_head_in_folder(folder: Path, model: Any) -> None:
     """Sets `model.draft_head` if the model's folder has a head. The head's file is not read yet."""
     path = folder / DRAFT_HEAD
     if os.path.lexists(path):  # a broken link counts as a head, so drafts raise an error
         model.draft_head = HeadFile(path)
 
 
-def make_proposer(model: Any) -> Proposer | None:
+def make_head_proposer(model: Any) -> Proposer | None:
     """Returns a `Proposer` with the head in the model's folder, or None if there is no head.
 
     Raises `ModelError` as `HeadFile.head_for` does.
@@ -210,7 +210,7 @@ class Proposer:
             return [], []
         state, one, ids, shares = h, mx.array([[last]]), [], []
         for _ in range(most):
-            state = self.head(state, rows.of(one).astype(state.dtype)).astype(h.dtype)
+            state = self.head(state, rows.rows_of_ids(one).astype(state.dtype)).astype(h.dtype)
             logits = rows.logits(state).astype(mx.float32)
             one = mx.argmax(logits, axis=-1)
             ids.append(one)
@@ -230,14 +230,14 @@ class _OutputRows:
         self._slots = 0 if state is None or state.outputs.array is None else state.encoded_outputs[0]
         self.end = model.vocab_size + self._slots
 
-    def of(self, ids: mx.array) -> mx.array:
+    def rows_of_ids(self, ids: mx.array) -> mx.array:
         """Returns the rows [1, 1, D] of ids [1, 1]."""
         vocab = self._model.vocab_size
         base = self._model.base_rows(mx.minimum(ids, vocab - 1))
         if not self._slots:
             return base
         assert self._state is not None
-        hyper = self._state.outputs.take(mx.clip(ids - vocab, 0, self._slots - 1))
+        hyper = self._state.outputs.take_rows(mx.clip(ids - vocab, 0, self._slots - 1))
         return mx.where((ids < vocab)[..., None], base, hyper.astype(base.dtype))
 
     def logits(self, h: mx.array) -> mx.array:

@@ -30,10 +30,10 @@ from mlx.utils import tree_unflatten
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.decoder_options import (
     count_rotated_columns,
-    longrope_rule,
+    longrope_factors,
     pretraining_context,
     rope_errors_as_config_errors,
-    yarn_rule,
+    yarn_settings,
 )
 
 
@@ -159,7 +159,7 @@ def _llama3_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], conf
 
 def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns YaRN's `Rope`: stretches slow dimensions by `factor`, keeps fast ones, with a linear ramp between."""
-    factor, low, high, magnitude = yarn_rule(parameters, config, dims)
+    factor, low, high, magnitude = yarn_settings(parameters, config, dims)
     ramp = mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / max(high - low, 0.001), 0, 1)
     inverse = (1 / waves) * (1 - ramp) + (1 / (factor * waves)) * ramp
     return Rope(dims, 1 / inverse, magnitude=magnitude)
@@ -167,7 +167,7 @@ def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config
 
 def _longrope_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns LongRoPE's `Rope`, which has two sets of factors, short and long, with one factor per wavelength."""
-    short, long, magnitude = longrope_rule(parameters, config, dims)
+    short, long, magnitude = longrope_factors(parameters, config, dims)
     return Rope(dims, waves * mx.array([*short], mx.float32), waves * mx.array([*long], mx.float32), magnitude)
 
 

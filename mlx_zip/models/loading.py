@@ -20,7 +20,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.files import expand_home
 from mlx_zip.layout import MODEL_TYPE, has_hypertokens
-from mlx_zip.models.draft_head import use_head_in_folder
+from mlx_zip.models.draft_head import use_draft_head_in_folder
 from mlx_zip.models.machines import (
     Group,
     raise_unless_machines_agree,
@@ -138,7 +138,7 @@ def _load_on_this_machine(
     if pack is not None:
         pack.check_made_for(loaded[1], "the pack (--pack)")
     if group is None:
-        use_head_in_folder(folder, model)
+        use_draft_head_in_folder(folder, model)
     if has_hypertokens(model):
         if fingerprint:
             model.row_source.keep_fingerprint(model, fingerprint)
@@ -147,9 +147,9 @@ def _load_on_this_machine(
             model.row_source.config = replace(model.config, canonical=canonical)
         model.row_source.store = RowStore() if row_store is None else row_store
         if pack is not None:
-            model.take_pack(pack)
+            model.use_pack(pack)
         elif adapter_path is None:
-            use_pack_in_folder(folder, model.config.start, lambda: loaded[1], model.take_pack)
+            use_pack_in_folder(folder, model.config.start, lambda: loaded[1], model.use_pack)
     return model, loaded[1], fingerprint
 
 

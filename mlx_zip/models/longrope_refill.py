@@ -47,10 +47,10 @@ class LongRopeRefill:
         model, state = self._model, self._state
         embeddings = self._h
         if embeddings is None:
-            model.row_source.settle_unsubmitted()
+            model.row_source.store_unsubmitted_rows()
             model.bind_tuned_rows(state)
             model.fill_outputs(state)  # `embed` reads input rows from this table if both sides have the same rows
-            self._log = state.log(model.config.pad_id)
+            self._log = state.padded_id_log(model.config.pad_id)
             embeddings = self._h = model.embed(state, self._log)
         begin, end = self.done, min(self.done + at_most, self.total)
         positions = positions_of_log(state, self._log, begin, end, model.config.position_mode, self._long)
@@ -59,7 +59,7 @@ class LongRopeRefill:
         self.done = end
         return h
 
-    def finish(self) -> None:
+    def install_refilled_caches(self) -> None:
         """Puts the new keys and values into the request's KV caches. All ids must have been read.
 
         If this raises, also on an interrupt, all KV caches are restored, because all layers must use the same factors.
@@ -81,7 +81,7 @@ def plan_rope_factors(
     if model.traits.long_context is None:
         return {}, None
     kv, state = model.split_cache(cache)
-    long = model.needs_long(state, ids)
+    long = model.call_needs_long_factors(state, ids)
     again = state.offset and long != state.long_rope
     return {"long": long}, LongRopeRefill(model, kv, state, long) if again else None
 

@@ -62,7 +62,7 @@ class _PatchingLoader(importlib.abc.Loader):
         _PATCHES[module.__name__](module)
 
 
-def _add_zip_state(cache_module: Any) -> None:
+def _register_zip_state(cache_module: Any) -> None:
     """Adds `ZipState` to mlx_lm's cache module, where mlx_lm looks for the classes of saved cache entries."""
     cache_module.ZipState = import_module("mlx_zip.models.rows.zip_state").ZipState
 
@@ -127,7 +127,7 @@ def _yield_base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: A
             yield base_id, logprobs
 
 
-_PATCHES: dict[str, Callable[[Any], None]] = {_CACHE_MODULE: _add_zip_state, _GENERATE_MODULE: _patch_generation}
+_PATCHES: dict[str, Callable[[Any], None]] = {_CACHE_MODULE: _register_zip_state, _GENERATE_MODULE: _patch_generation}
 
 
 def register() -> None:

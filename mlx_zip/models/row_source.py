@@ -88,42 +88,42 @@ class RowSource:
         """Returns the fingerprint of the model as it is now (`mlx_zip.models.rows.fingerprints`)."""
         return self._fingerprint.of_model(model)
 
-    def keep_fingerprint(self, model: nn.Module, found: str) -> None:
-        """Makes `found` the model's fingerprint: the whole model's, because `model` is this machine's share of it."""
-        self._fingerprint.set(model, found)
+    def keep_fingerprint(self, model: nn.Module, fingerprint: str) -> None:
+        """Sets the model's fingerprint to that of the whole model, because `model` is this machine's share of it."""
+        self._fingerprint.set(model, fingerprint)
 
     # ---- the store
 
     def submit_rows(self) -> list[mx.array]:
         """Returns the rows encoded since the last call, not yet computed; compute them along with the step's id."""
-        return [] if self.store is None else self.store.submit()
+        return [] if self.store is None else self.store.submit_rows()
 
-    def settle_submitted(self) -> None:
+    def store_submitted_rows(self) -> None:
         """Puts the rows that `submit_rows` returned into the store.
 
         Call this after the id that was computed with these rows has been read; then this does not wait.
         """
         if self.store is not None:
-            self.store.settle_submitted()
+            self.store.store_submitted_rows()
 
-    def settle_unsubmitted(self) -> None:
+    def store_unsubmitted_rows(self) -> None:
         """Puts the rows of earlier calls that `submit_rows` has not returned into the store."""
         if self.store is not None:
-            self.store.settle_unsubmitted()
+            self.store.store_unsubmitted_rows()
 
-    def settle(self) -> None:
+    def store_all_rows(self) -> None:
         """Puts all rows encoded so far into the store, and waits for rows that are still being computed."""
         if self.store is not None:
-            self.store.settle()
+            self.store.store_all_rows()
 
-    def rows(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+    def rows_of_entries(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Returns a side's rows [N, D] of N > 0 entries (base_ids [N, M], lengths [N]), from the store or encoded."""
-        encode = partial(self.encode, side)
+        encode = partial(self.encode_rows_of_side, side)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
-        return self.store.rows(self._row_kind(side), base_ids, lengths, encode)
+        return self.store.find_or_encode_rows(self._row_kind(side), base_ids, lengths, encode)
 
-    def encode(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+    def encode_rows_of_side(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Encodes the rows [N, D] of N > 0 entries; uses `SingleEncoder` for a single entry, except in training."""
         if len(lengths) == 1 and not side.training:
             single = self._row_kinds.single_encoder(side.name, side.encoder, side.matrix)
@@ -146,41 +146,41 @@ class RowSource:
             return
         limit = self.config.codebook_size if state.places is None else None
         if side.name == "output":
-            rows = state.outputs.at(places)
+            rows = state.outputs.rows_at(places)
         elif len(places) == 1 and state.places is None:
             rows = self._row_of_slot(state, side, int(places[0]))
         else:
-            rows = self.rows(side, *state.entries(places))
+            rows = self.rows_of_entries(side, *state.entries(places))
         if len(places) == 1:
             state.inputs.put_run(int(places[0]), rows, limit)
         else:
-            state.inputs.put(places, rows, limit)
+            state.inputs.put_rows(places, rows, limit)
         state.encoded_inputs[places] = True
 
     def fill_outputs(self, state: ZipState, side: RowSide) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if state.places is not None:
-            return state.share_outputs(partial(self.rows, side))
+            return state.share_outputs(partial(self.rows_of_entries, side))
         slot, limit = state.only_missing_output(), self.config.codebook_size
         if slot is not None:
             state.outputs.put_run(slot, self._row_of_slot(state, side, slot), limit)
         else:
             slots = np.array(state.missing_outputs()[0], np.int64)
             if len(slots):
-                state.outputs.put(slots, self.rows(side, *state.entries(slots)), limit)
+                state.outputs.put_rows(slots, self.rows_of_entries(side, *state.entries(slots)), limit)
         return state.mark_outputs_encoded()
 
     def _row_of_slot(self, state: ZipState, side: RowSide, slot: int) -> mx.array:
         """Returns the row [1, D] of one slot of a single sequence; looks it up in the store without numpy."""
         book, row = state.books[0], None
-        entry = partial(book.rows, slot, 1)
+        entry = partial(book.padded_entries, slot, 1)
         if self.store is not None and not side.training:
-            kind, words = self._row_kind(side), book.words(slot)
-            row = self.store.row(kind, words)
+            kind, words = self._row_kind(side), book.entry_words(slot)
+            row = self.store.find_row_in_memory(kind, words)
             if row is not None:
                 return row
-            row = self.store.encode_one(kind, words, lambda: self.encode(side, *entry()))
-        row = self.rows(side, *entry()) if row is None else row
+            row = self.store.encode_one(kind, words, lambda: self.encode_rows_of_side(side, *entry()))
+        row = self.rows_of_entries(side, *entry()) if row is None else row
         state.submit(row)
         return row
 

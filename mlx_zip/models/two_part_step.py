@@ -1,9 +1,9 @@
 """A model call for one id per sequence, in two parts, so that the device can begin before the host has read the ids.
 
-`run` builds the decoder's body for ids that are still on the device. `follow` reads the ids, updates the codebooks and
-builds the head. So the host reads an id while the device runs the body for this id. The host must read the id from the
-array of the step that chose the id, because MLX makes the arrays of a graph available only when the whole graph is
-computed.
+`run_body` builds the decoder's body for ids that are still on the device. `compute_logits` reads the ids, updates the
+codebooks and builds the head. So the host reads an id while the device runs the body for this id. The host must read
+the id from the array of the step that chose the id, because MLX makes the arrays of a graph available only when the
+whole graph is computed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ INPUT_ROWS_TOGETHER = 5
 
 
 class TwoPartStep:
-    """Runs a model on a cache, one id per sequence at a time; `run` and `follow` together are one model call.
+    """Runs a model on a cache, one id per sequence at a time.
 
-    The body looks up an id that the host has not read in the table of input rows. `run` puts the missing rows of
-    installed entries into this table when `INPUT_ROWS_TOGETHER` of them are missing. In the rare case that an id is
-    read before its row is in the table, `follow` runs the body again.
+    `run_body` and `compute_logits` together are one model call. The body looks up an id that the host has not read in
+    the table of input rows. `run_body` puts the missing rows of installed entries into this table when
+    `INPUT_ROWS_TOGETHER` of them are missing. In the rare case that an id is read before its row is in the table,
+    `compute_logits` runs the body again.
     """
 
     def __init__(self, model: Model, cache: Sequence[Any]) -> None:
         self.model, self.cache = model, cache
 
-    def run(self, ids: mx.array) -> mx.array | None:
-        """Returns the body's output [B, 1, D] for ids [B], which may still be on the device; `follow` takes the output.
+    def run_body(self, ids: mx.array) -> mx.array | None:
+        """Returns the body's output [B, 1, D] for ids [B], which may still be on the device.
 
-        Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
-        `Model.trim_cache` to trim them. Returns None, leaving the KV caches unchanged, if the ids may make LongRoPE
-        switch between its short and long factors. Raises `ModelError`, leaving everything unchanged, if the cache does
-        not fit the model.
+        `compute_logits` takes the output. Until `compute_logits` returns, the KV caches are one id longer than the
+        codebooks. If one of the two methods raises, call `Model.trim_cache` to trim them. Returns None, leaving the KV
+        caches unchanged, if the ids may make LongRoPE switch between its short and long factors. Raises `ModelError`,
+        leaving everything unchanged, if the cache does not fit the model.
         """
         model = self.model
         kv, state = model.split_cache(self.cache)
@@ -62,16 +63,16 @@ class TwoPartStep:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            h = _put_hyper_rows(hyper, table.take(state.places_at_slots(slots)), h)
-        h = model.run_layers(model.scaled(h), kv, positions)
+            h = _put_hyper_rows(hyper, table.take_rows(state.places_at_slots(slots)), h)
+        h = model.run_layers(model.scale_embeddings(h), kv, positions)
         set_plain_offsets(kv, state.left_padding)
         return h
 
-    def follow(self, h: mx.array, ids: mx.array) -> mx.array:
-        """Reads ids [B] and returns their logits [B, 1, W]. h [B, 1, D]: what `run(ids)` returned.
+    def compute_logits(self, h: mx.array, ids: mx.array) -> mx.array:
+        """Reads ids [B] and returns their logits [B, 1, W]. h [B, 1, D]: what `run_body(ids)` returned.
 
-        Runs the body a second time if an id is a hypertoken that had no input row during `run`; `state.second_bodies`
-        counts these cases. Raises what `Model.__call__` raises.
+        Runs the body a second time if an id is a hypertoken that had no input row during `run_body`;
+        `state.second_bodies` counts these cases. Raises what `Model.__call__` raises.
         """
         model, kv, state = self.model, self.cache[:-1], self.cache[-1]
         host_ids = read_ids_on_host(ids, state)
@@ -82,7 +83,7 @@ class TwoPartStep:
             state.second_bodies += 1
             for layer_cache in kv:
                 layer_cache.trim(1)
-            h = model.hidden(kv, state, host_ids)
+            h = model.run_body(kv, state, host_ids)
         return model.joint_head(h, state, advance, causal=False)
 
     def _fill_missing_inputs(self, state: ZipState) -> None:
@@ -109,7 +110,7 @@ class TwoPartStep:
 def _split_base_and_hyper(vocab_size: int, capacity: int, ids: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Returns three arrays [B, 1] for ids [B, 1]: base ids (0 for hypertokens), whether each is a hypertoken, slots.
 
-    Slots are clipped below `capacity`, and negative ids become base id 0; for illegal ids `follow` raises.
+    Slots are clipped below `capacity`, and negative ids become base id 0; for illegal ids `compute_logits` raises.
     """
     hyper = ids >= vocab_size
     return mx.where(hyper | (ids < 0), 0, ids), hyper, mx.clip(ids - vocab_size, 0, capacity - 1)

@@ -106,9 +106,9 @@ class Model(nn.Module):
         Columns of slots without an entry and of the base tail are -inf. causal: whether an entry that an id of this
         call installs can be chosen only from that id's position on; by default, as upstream, it can be chosen at all L
         positions. cache: from `make_cache`, updated in place; None starts a new request. long: whether LongRoPE uses
-        its long factors; None decides by the last id's position. For a prompt read in several calls, give `needs_long`
-        of the whole prompt. Raises, before anything changes, `CodecError` for an illegal id and `ModelError` if the
-        cache does not fit the model.
+        its long factors; None decides by the last id's position. For a prompt read in several calls, give
+        `call_needs_long_factors` of the whole prompt. Raises, before anything changes, `CodecError` for an illegal id
+        and `ModelError` if the cache does not fit the model.
         """
         if cache is None:
             raise_unless_ids_shape(ids)
@@ -122,12 +122,12 @@ class Model(nn.Module):
         raise_unless_ids_shape(ids)
         kv, state = self.split_cache(cache)
         host_ids, before = read_ids_on_host(ids, state), state.offset
-        self.row_source.settle_unsubmitted()
+        self.row_source.store_unsubmitted_rows()
         self.bind_tuned_rows(state)
         try:
             advance = state.advance(host_ids)
             self.fill_outputs(state)  # first, so that new rows can be encoded while the rest of the call is built
-            h = self.hidden(kv, state, host_ids, long)
+            h = self.run_body(kv, state, host_ids, long)
             return self.joint_head(h, state, advance, causal), h
         except BaseException:  # after an interrupt, for example, codebook and KV caches must still agree
             self.trim_cache(cache, before)
@@ -182,7 +182,7 @@ class Model(nn.Module):
         if pack.rows is not None:
             pack.rows.check_model(self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
 
-    def take_pack(self, pack: PackOrEntries) -> None:
+    def use_pack(self, pack: PackOrEntries) -> None:
         """Makes requests begin with this pack from now on, unless they name another. pack: as in `make_cache`.
 
         Raises `ConfigError` naming the entry that does not fit, and `ModelError` if the rows are of another model.
@@ -209,7 +209,7 @@ class Model(nn.Module):
                 raise ModelError(f"a KV cache holds {length} ids, the codebook {state.offset}; trim all together")
         return kv, state
 
-    def needs_long(self, state: ZipState, ids: np.ndarray) -> bool:
+    def call_needs_long_factors(self, state: ZipState, ids: np.ndarray) -> bool:
         """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors; False without LongRoPE.
 
         Raises `CodecError` if the call would refuse an id.
@@ -234,12 +234,12 @@ class Model(nn.Module):
             return
         for pack in self.row_source.resolve_packs(state):
             self.check_pack(pack)
-        sides = [(self.side("output"), state.outputs), (self.side("input"), state.inputs)]
+        sides = [(self.side_named("output"), state.outputs), (self.side_named("input"), state.inputs)]
         self.row_source.put_tuned_rows(state, sides[:1] if self.sides_are_one else sides)
 
     # ---- from ids to the body's output
 
-    def hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds, long: bool | None = None) -> mx.array:
+    def run_body(self, kv: Sequence[Any], state: ZipState, ids: HostIds, long: bool | None = None) -> mx.array:
         """Returns the body's output [B, L, D] for ids [B, L], which the state has just read. long: as in `__call__`.
 
         If the call changes LongRoPE's factors, it also fills the KV caches again from the whole id log. A decode loop
@@ -262,7 +262,7 @@ class Model(nn.Module):
     def embed(self, state: ZipState, ids: HostIds) -> mx.array:
         """Returns embeddings [B, L, D] of ids [B, L]: from the embedding, or from input rows for hypertokens."""
         if isinstance(ids, int):
-            return self.scaled(self._embed_one(state, ids))
+            return self.scale_embeddings(self._embed_single_id(state, ids))
         hyper = self.layout.is_hyper(ids)
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
@@ -271,14 +271,14 @@ class Model(nn.Module):
                 h = self._embed_evicted(h, state, ids, slots)
             if (slots >= 0).any():
                 h = self._embed_slots(h, state, slots)
-        return self.scaled(h)
+        return self.scale_embeddings(h)
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
         """Returns h [B, L, D] with the input rows of slots [B, L] in it. Where the slot is -1, the row of h is kept."""
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
-        rows = self.input_row_table(state).take(mx.array(places))
+        rows = self.input_row_table(state).take_rows(mx.array(places))
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
@@ -288,12 +288,12 @@ class Model(nn.Module):
         """
         sequence, column, *entries = state.evicted_since_read(ids)
         if len(column):
-            rows = self.row_source.rows(self.side("input"), *entries)
+            rows = self.row_source.rows_of_entries(self.side_named("input"), *entries)
             h[mx.array(sequence), mx.array(column)] = rows.astype(h.dtype)
             slots[sequence, column] = -1
         return h
 
-    def _embed_one(self, state: ZipState, one: int) -> mx.array:
+    def _embed_single_id(self, state: ZipState, one: int) -> mx.array:
         """Returns the embedding [1, 1, D] of one id of a single sequence."""
         hyper = self.layout.is_hyper(one)
         h = self.model.embed_tokens(mx.array([[0 if hyper else one]]))
@@ -316,14 +316,14 @@ class Model(nn.Module):
     def fill_outputs(self, state: ZipState) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if not state.has_all_output_rows():
-            self.row_source.fill_outputs(state, self.side("output"))
+            self.row_source.fill_outputs(state, self.side_named("output"))
 
     @property
     def input_side(self) -> RowSide:
         """The side that input rows are encoded for: the output side if both sides have the same rows."""
-        return self.side("output" if self.sides_are_one else "input")
+        return self.side_named("output" if self.sides_are_one else "input")
 
-    def scaled(self, h: mx.array) -> mx.array:
+    def scale_embeddings(self, h: mx.array) -> mx.array:
         """Returns embeddings h times Gemma's factor, or h itself for other models."""
         scale = self.traits.embed_scale
         return h if scale == 1.0 else h * mx.array(scale).astype(h.dtype)
@@ -359,7 +359,7 @@ class Model(nn.Module):
         base = self.base_logits(h)
         parts = [base[..., : self.layout.vocab_size]]
         if state.outputs.array is not None:
-            hyper = self.cap(state.outputs.times_rows(h).astype(base.dtype))
+            hyper = self.soft_cap_logits(state.outputs.times_rows(h).astype(base.dtype))
             opened = advance.available if causal else advance.live
             parts += self._slot_logits(hyper, h, state, opened, advance.evicted if causal else ())
         columns = sum(part.shape[-1] for part in parts)
@@ -384,7 +384,7 @@ class Model(nn.Module):
 
     def base_logits(self, h: mx.array) -> mx.array:
         """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped if the model has a cap."""
-        return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
+        return self.soft_cap_logits(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
     def _restore_evicted_logits(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:
         """Corrects `hyper` for entries that were evicted within the call, and returns it.
@@ -393,24 +393,24 @@ class Model(nn.Module):
         where a slot held an entry that was evicted later in the call, the logit is replaced by that entry's.
         """
         base_ids, lengths = np.stack([one.base_ids for one in evicted]), np.array([one.length for one in evicted])
-        rows = self.row_source.rows(self.side("output"), base_ids, lengths)
+        rows = self.row_source.rows_of_entries(self.side_named("output"), base_ids, lengths)
         number = np.repeat(np.arange(len(evicted)), [one.end - one.begin for one in evicted])
         column = np.concatenate([np.arange(one.begin, one.end) for one in evicted])
         sequence = np.array([one.sequence for one in evicted])[number]
         slot = np.array([one.slot for one in evicted])[number]
         where = mx.array(sequence), mx.array(column)
         logits = (h @ rows.swapaxes(-1, -2)).astype(hyper.dtype)  # [B, L, evicted entries]
-        hyper[(*where, mx.array(slot))] = self.cap(logits[(*where, mx.array(number))])
+        hyper[(*where, mx.array(slot))] = self.soft_cap_logits(logits[(*where, mx.array(number))])
         return hyper
 
-    def cap(self, logits: mx.array) -> mx.array:
+    def soft_cap_logits(self, logits: mx.array) -> mx.array:
         """Returns logits under Gemma 2's soft cap. Apply it before the mask: the cap would turn -inf into -cap."""
         cap = self.traits.soft_cap
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
     # ---- rows
 
-    def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
+    def encode_rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
         """Returns the input rows and the output rows [N, D] of N entries, encoded now.
 
         base_ids [N, merge_size]: padded with the pad id. lengths [N]: how many base ids of each entry are real.
@@ -423,13 +423,13 @@ class Model(nn.Module):
         real = (base_ids >= 0) & (base_ids < vocab)
         if not real.all() or not ((lengths >= 1) & (lengths <= width)).all():
             raise ModelError(f"entries must hold base ids below {vocab} and be 1 to {width} long")
-        read, written = self.side("input"), self.side("output")
+        read, written = self.side_named("input"), self.side_named("output")
         return (
             encode_entries(read.encoder, read.matrix, base_ids, lengths),
             encode_entries(written.encoder, written.matrix, base_ids, lengths),
         )
 
-    def side(self, name: str) -> RowSide:
+    def side_named(self, name: str) -> RowSide:
         """Returns the `RowSide` called `name`, "input" or "output"."""
         if name == "input":
             return RowSide(name, self.input_encoder, self.model.embed_tokens, self.training)

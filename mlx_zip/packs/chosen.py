@@ -28,7 +28,7 @@ def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Pack | None:
     return merge_packs(found) if len(found) > 1 else found[0]
 
 
-def load_options(pack: Pack | None, codebook_size: int | None, plain: bool) -> dict[str, Any]:
+def pack_load_options(pack: Pack | None, codebook_size: int | None, plain: bool) -> dict[str, Any]:
     """Returns the arguments `pack` and `codebook_size` to call `load` with.
 
     pack: the chosen pack, None for the model's own. codebook_size: maximum number of hypertokens, None for the model's
@@ -58,7 +58,7 @@ def check_pack_fits(pack: Pack, model: Any, tokenizer: Any) -> None:
     """Raises `DataError` or `GenerationError`, naming the pack, if it does not fit the tokenizer or the model."""
     pack.check_made_for(tokenizer)
     if has_hypertokens(model):
-        check_codec(pack, model.config)
+        check_pack_fits_codec(pack, model.config)
 
 
 def pack_flag_with_files(pack: Pack) -> str:
@@ -66,16 +66,16 @@ def pack_flag_with_files(pack: Pack) -> str:
     return f"--pack {' '.join(pack.by_name)}"
 
 
-def check_codec(pack: Pack, config: ZipConfig) -> None:
+def check_pack_fits_codec(pack: Pack, config: ZipConfig) -> None:
     """Raises `GenerationError` naming the pack if its entries do not fit a zip2zip model's codebook."""
-    check_slots(pack, config.codebook_size)
+    check_pack_fits_slots(pack, config.codebook_size)
     try:
         config.codec_params.with_start(pack)
     except CodecError as error:
         raise GenerationError(f"{pack_flag_with_files(pack)} does not fit the model: {error}") from error
 
 
-def check_slots(pack: Pack, room: int) -> None:
+def check_pack_fits_slots(pack: Pack, room: int) -> None:
     """Raises `GenerationError` naming the pack if it has more entries than a codebook of `room` slots holds."""
     if len(pack) > room:
         raise GenerationError(

@@ -38,7 +38,7 @@ def read_entries(path: str | Path) -> tuple[Entry, ...]:
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: a pack is a {', '.join(SUFFIXES)} file")
-    return checked_entries(path, _read_json(path) if path.suffix == ".json" else _read_arrays(path))
+    return checked_entries(path, _read_json_entries(path) if path.suffix == ".json" else _read_array_entries(path))
 
 
 def write_entries(
@@ -82,7 +82,7 @@ def _lengths_file(path: Path) -> Path:
     return path.with_suffix(".lengths.npy")
 
 
-def _read_json(path: Path) -> list[tuple[Any, ...]]:
+def _read_json_entries(path: Path) -> list[tuple[Any, ...]]:
     """Reads the entries of a .json pack without checking their ids. Raises `DataError` naming the file."""
     try:
         check_regular_file(path)
@@ -100,7 +100,7 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
     return [tuple(entry) for entry in data]
 
 
-def _read_arrays(path: Path) -> list[tuple[int, ...]]:
+def _read_array_entries(path: Path) -> list[tuple[int, ...]]:
     """Reads the entries of a .npz or .npy pack. Raises `DataError` naming the file."""
     if path.suffix == ".npy":
         return _unpad_entries(path, read_npy(path, _WHAT), read_npy(_lengths_file(path), f"the lengths of {path.name}"))
@@ -111,12 +111,12 @@ def _read_arrays(path: Path) -> list[tuple[int, ...]]:
 
 
 def _unpad_entries(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
-    """Returns padded entries [P, M] and lengths [P] as tuples without padding. Errors as in `_check_arrays`."""
-    _check_arrays(path, entries, lengths)
+    """Returns padded entries [P, M] and lengths [P] as tuples without padding. Errors as in `_check_entry_arrays`."""
+    _check_entry_arrays(path, entries, lengths)
     return [tuple(row[:n]) for row, n in zip(entries.tolist(), lengths.tolist(), strict=True)]
 
 
-def _check_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> None:
+def _check_entry_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> None:
     """Raises `DataError` unless both are integers, entries [P, M] and lengths [P] with values 2..M."""
     if entries.dtype.kind not in "iu" or lengths.dtype.kind not in "iu":
         raise DataError(f"{path}: entries and lengths must be integers, not {entries.dtype} and {lengths.dtype}")

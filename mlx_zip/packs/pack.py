@@ -330,7 +330,7 @@ def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool 
         names = ", ".join(sorted(name[:12] for name in known))
         raise DataError(f"the packs are of different tokenizers ({names}) and cannot be merged")
     if not drop_rows:
-        _check_same_model(packs)
+        _check_tuned_for_one_model(packs)
     in_turn = chain.from_iterable(zip_longest(*(enumerate(pack.entries) for pack in packs)))  # None: a pack has ended
     places: dict[Entry, tuple[int, int]] = {}  # entry -> (number of its pack, its slot there)
     for number, slot_and_entry in enumerate(in_turn):
@@ -344,13 +344,13 @@ def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool 
     return Pack(entries, tokenizer, about, rows, parts=tuple(packs))
 
 
-def _check_same_model(packs: Sequence[Pack]) -> None:
+def _check_tuned_for_one_model(packs: Sequence[Pack]) -> None:
     """Raises `DataError` unless no pack has tuned rows, or all have them for the same model."""
     rows = [pack.rows for pack in packs]
     if all(one is None for one in rows):
         return
     first = rows[0]
-    if first is None or not all(one is not None and one.same_model(first) for one in rows):
+    if first is None or not all(one is not None and one.is_for_same_model(first) for one in rows):
         raise DataError(
             "the packs are not all tuned for the same model, so their rows cannot be merged: merge them without rows "
             "(vocab pack merge --drop-rows), then tune the result"
@@ -364,6 +364,6 @@ def _merged_rows(packs: Sequence[Pack], places: Sequence[tuple[int, int]]) -> Tu
         return None
     first = np.cumsum([0, *(len(pack.entries) for pack in packs)])
     output = np.concatenate([one.output for one in rows])
-    joined = output if rows[0].one else np.concatenate([one.input for one in rows])
+    joined = output if rows[0].sides_are_one else np.concatenate([one.input for one in rows])
     whole = TunedRows(joined, output, rows[0].model, rows[0].plain)
-    return whole.chosen([int(first[pack]) + slot for pack, slot in places])
+    return whole.select([int(first[pack]) + slot for pack, slot in places])

@@ -88,7 +88,7 @@ class TunedRows:
                 raise DataError(f"{name} rows hold values that are not finite")
 
     @property
-    def one(self) -> bool:
+    def sides_are_one(self) -> bool:
         """Whether input and output rows are the same array object."""
         return self.input is self.output
 
@@ -96,32 +96,33 @@ class TunedRows:
     def fingerprint(self) -> str:
         """Hex digest of the rows, the model's fingerprint and the plain model's codec."""
         digest = sha256(json.dumps([self.model, self.plain and asdict(self.plain)], sort_keys=True).encode())
-        for rows in (self.output,) if self.one else (self.input, self.output):
+        for rows in (self.output,) if self.sides_are_one else (self.input, self.output):
             digest.update(f"{rows.dtype} {rows.shape}".encode() + np.ascontiguousarray(rows).tobytes())
         return digest.hexdigest()
 
-    def chosen(self, index: Sequence[int]) -> TunedRows:
+    def select(self, index: Sequence[int]) -> TunedRows:
         """Returns the tuned rows of these slots only, in the order given."""
         at = np.array(index, np.int64)
         output = self.output[at]
-        return TunedRows(output if self.one else self.input[at], output, self.model, self.plain)
+        return TunedRows(output if self.sides_are_one else self.input[at], output, self.model, self.plain)
 
-    def same_model(self, other: TunedRows) -> bool:
+    def is_for_same_model(self, other: TunedRows) -> bool:
         """Returns whether both are tuned for the same model."""
-        return (self.model, self.plain, self.one) == (other.model, other.plain, other.one)
+        return (self.model, self.plain, self.sides_are_one) == (other.model, other.plain, other.sides_are_one)
 
-    def check_model(self, model: str, one: bool, width: int) -> None:
+    def check_model(self, model: str, sides_are_one: bool, width: int) -> None:
         """Raises `ModelError` unless the rows were tuned for the model with this fingerprint and fit it.
 
-        one: whether the model has one row per entry, used as input row and as output row. width: values per row.
+        sides_are_one: whether the model has one row per entry, used as input row and as output row. width: values per
+        row.
         """
         if self.model != model:
             raise ModelError(
                 f"the pack's rows were tuned for another model ({self.model[:12]}) than this one ({model[:12]}): use "
                 "the pack with that model, or tune it for this one (mlx_zip vocab pack tune)"
             )
-        if self.one != one:
-            wanted = "one array" if one else "two arrays"
+        if self.sides_are_one != sides_are_one:
+            wanted = "one array" if sides_are_one else "two arrays"
             raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
         if (found := self.output.shape[1]) != width:
             raise ModelError(f"the pack's rows have {found} values, the model's have {width}: tune the pack again")
@@ -129,7 +130,7 @@ class TunedRows:
 
 def rows_to_arrays(rows: TunedRows) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """Returns tuned rows as a pack's file holds them: arrays by name, and the field `rows` of `about`."""
-    arrays = {"output_rows": rows.output} | ({} if rows.one else {"input_rows": rows.input})
+    arrays = {"output_rows": rows.output} | ({} if rows.sides_are_one else {"input_rows": rows.input})
     return arrays, {"model": rows.model, "plain": rows.plain and asdict(rows.plain)}
 
 

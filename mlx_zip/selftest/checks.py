@@ -139,7 +139,7 @@ def _compare_rows(source: Path, model: Any, _: Any) -> tuple[bool, str]:
     worst = 0.0
     for k, prompt in enumerate(expected["prompts"]):
         _, entries = compress(model.config.codec_params, prompt["base_ids"])
-        sides = model.rows(entries.base_ids, entries.lengths)
+        sides = model.encode_rows(entries.base_ids, entries.lengths)
         for side, name in zip(sides, ("hyper_embedding_rows", "hyper_linear_rows"), strict=True):
             worst = _larger_difference(worst, np.array(side) - arrays[f"p{k}_{name}"])
     return worst <= ROWS_TOLERANCE, f"largest difference {worst:.2e} (at most {ROWS_TOLERANCE:.0e})"

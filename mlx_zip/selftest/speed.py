@@ -93,9 +93,9 @@ def _measure_push_speed() -> tuple[None, str]:
 
 def _measure_bandwidth() -> tuple[None, str]:
     """Measures the memory bandwidth: bytes read and written per second when a number is added to a 64 MB array."""
-    from mlx_zip.device import make_memory_sums
+    from mlx_zip.device import make_memory_workload
 
-    work, count = make_memory_sums()
+    work, count = make_memory_workload()
     return None, f"{count / statistics.median(_time_trials(work)) / 1e9:.1f} GB/s"
 
 

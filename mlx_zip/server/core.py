@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
-from mlx_zip.engine.submissions import prediction_error
+from mlx_zip.engine.submissions import prediction_too_long_error
 from mlx_zip.errors import (
     EngineBusyError,
     EngineStoppedError,
@@ -162,7 +162,7 @@ class Core:
         def work(check: Check) -> list[PromptId]:
             check()
             found = []
-            for one in self.engine.prompt_ids(base_ids, turn.logprobs or 0, self.named_packs.resolve(turn.pack)):
+            for one in self.engine.score_prompt_ids(base_ids, turn.logprobs or 0, self.named_packs.resolve(turn.pack)):
                 check()
                 found.append(one)
             return found
@@ -245,7 +245,7 @@ class Core:
             return LongEncoding(self._texts, check)(self.engine.tokenizer, text)
         except PromptTooLongError as error:
             assert self._texts.most is not None
-            raise prediction_error(self._texts.most) from error
+            raise prediction_too_long_error(self._texts.most) from error
 
     async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, Splitter]:
         """Submits a turn; if the task is cancelled meanwhile, cancels the request as soon as its ticket is known.

@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_s + AFTER_DRAIN_S),
             )
         )
-        core.engine.on_death(self._stop_after_fault)
+        core.engine.call_on_fault(self._stop_after_fault)
 
     def _stop_after_fault(self, fault: BaseException) -> None:
         """Stops the server because the engine's thread has ended; called in that thread."""

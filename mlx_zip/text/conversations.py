@@ -65,11 +65,11 @@ def document_openings(tokenizer: Any, documents: Sequence[Document], base_ids: i
     """
     if base_ids < 1:
         raise DataError(f"openings (--opening) must be at least 1 base id long, got {base_ids}")
-    texts = [_first_text(tokenizer, document.text, base_ids) for document in documents]
+    texts = [_text_of_first_ids(tokenizer, document.text, base_ids) for document in documents]
     return [Prompt(text) for text in texts if text]
 
 
-def _first_text(tokenizer: Any, text: str, base_ids: int) -> str:
+def _text_of_first_ids(tokenizer: Any, text: str, base_ids: int) -> str:
     n_bytes = encode_with_bytes(tokenizer, text)[1][:base_ids].sum()
     return text.encode("utf-8")[:n_bytes].decode("utf-8", "ignore")
 

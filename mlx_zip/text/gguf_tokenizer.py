@@ -146,7 +146,9 @@ class _MetadataReader:
         ids = {name: self.token_id(name) for name in (*_IDS, *_ENDINGS, *_OTHER_IDS)}
         try:
             with bare_exceptions_as_value_errors():
-                library, begins = self.build_byte_level() if self.kind == "gpt2" else self.build_sentencepiece()
+                library, begins = (
+                    self.build_byte_level_tokenizer() if self.kind == "gpt2" else self.build_sentencepiece_tokenizer()
+                )
                 self.add_tokens(library)
                 begins = self.pop_value("add_bos_token", bool, begins)
                 ends = self.pop_value("add_eos_token", bool, False)
@@ -190,7 +192,7 @@ class _MetadataReader:
         known = [i for i, text in enumerate(self.tokens) if text in _ENDING_TEXTS and self.types[i] == _CONTROL]
         return tuple(dict.fromkeys(i for i in (*own, *known) if i is not None))
 
-    def build_byte_level(self) -> tuple[Any, bool]:
+    def build_byte_level_tokenizer(self) -> tuple[Any, bool]:
         """Returns the tokenizer of a byte-level vocabulary, and whether texts begin with the bos token by default."""
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -225,7 +227,7 @@ class _MetadataReader:
             pairs.append((left, right))
         return pairs
 
-    def build_sentencepiece(self) -> tuple[Any, bool]:
+    def build_sentencepiece_tokenizer(self) -> tuple[Any, bool]:
         """Returns the tokenizer of a SentencePiece vocabulary, and True: texts begin with the bos token by default."""
         if self.kind != "llama":
             raise self.error(f"{_GGML}model {self.kind[:80]!r} is not supported; supported: gpt2, llama")

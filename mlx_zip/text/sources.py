@@ -225,7 +225,7 @@ def source_files(name: str) -> list[str]:
     return [name] if kind != "data set" or Path(name).is_file() else []
 
 
-def is_local(name: str) -> bool:
+def is_read_from_files(name: str) -> bool:
     """Returns whether `name` is read from files, so that the size is known, and not from a data set."""
     return source_kind(name) != "data set"
 

@@ -101,12 +101,12 @@ class TextStream:
         for n, base_id in enumerate(expansion, start=1):
             self.base_tokens += 1
             if base_id in self._eos:
-                return self._last_piece(text, tuple(expansion[:n]), "stop")
+                return self._make_last_piece(text, tuple(expansion[:n]), "stop")
             text += self._stops.feed(self._next_segment(base_id))
             if self._stops.matched:
                 return TextPiece(text, tuple(expansion[:n]), "stop")
             if self.base_tokens == self._max_tokens or (last and n == len(expansion)):
-                return self._last_piece(text, tuple(expansion[:n]), "length")
+                return self._make_last_piece(text, tuple(expansion[:n]), "length")
         return TextPiece(text, tuple(expansion), None)
 
     @property
@@ -124,7 +124,7 @@ class TextStream:
 
         reason: the finish_reason, unless the text held back completes a stop string (then "stop").
         """
-        return self._last_piece("", (), reason)
+        return self._make_last_piece("", (), reason)
 
     def _next_segment(self, base_id: int) -> str:
         if base_id >= self._tokens:
@@ -142,7 +142,7 @@ class TextStream:
         new, self._taken = text[self._taken :], max(self._taken, len(text))
         return new
 
-    def _last_piece(self, text: str, counted: tuple[int, ...], reason: str) -> TextPiece:
+    def _make_last_piece(self, text: str, counted: tuple[int, ...], reason: str) -> TextPiece:
         """Returns the last piece: `text` plus held-back text. counted: the piece's base ids. reason: see `finish`."""
         self._detokenizer.finalize()
         text += self._stops.feed(self._take_new_text())

@@ -156,11 +156,11 @@ class TokenTexts:
         if (found := self._known.get(key)) is None:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            text = self._text(key)
+            text = self._decode_text(key)
             found = self._known[key] = (text, text.encode() if REPLACEMENT not in text else self._bytes(key))
         return found
 
-    def _text(self, base_ids: tuple[int, ...]) -> str:
+    def _decode_text(self, base_ids: tuple[int, ...]) -> str:
         """Returns the text that the base ids add after other text (a decoder may drop a space at the beginning)."""
         return self.decode([*self._before, *base_ids])[len(self.decode(self._before)) :]
 

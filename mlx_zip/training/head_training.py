@@ -106,7 +106,7 @@ class HeadTrainee(Trainee):
         h, rows = self._read(arrays, long)
         logits = headed.base_logits(h)[..., :vocab].astype(mx.float32)
         if rows is not None:
-            hyper = _close_slots(self.model.cap(h @ rows.swapaxes(-1, -2)), arrays, 0)
+            hyper = _close_slots(self.model.soft_cap_logits(h @ rows.swapaxes(-1, -2)), arrays, 0)
             logits = mx.concatenate([logits, hyper], axis=-1)
         shares = _exclude_ids(mx.softmax(logits, axis=-1), arrays)
         mean_row = headed.mean_base_row(shares[..., :vocab])

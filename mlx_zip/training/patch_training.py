@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, errors_as
-from mlx_zip.files import remove_unfinished
+from mlx_zip.files import remove_unfinished_files
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
@@ -125,8 +125,8 @@ def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.
     longest = int(lengths.max())
     symbols = corpus.rows[ids.reshape(-1), :longest].astype(np.int32)
     places = np.flatnonzero(np.arange(longest) < lengths[:, None])
-    e = model.encode(mx.array(corpus.rows[kinds].astype(np.int32)))[mx.array(index.reshape(ids.shape))]
-    h = model.contexts(e).reshape(len(lengths), -1)
+    e = model.encode_patches(mx.array(corpus.rows[kinds].astype(np.int32)))[mx.array(index.reshape(ids.shape))]
+    h = model.latent_states(e).reshape(len(lengths), -1)
     states = model.states(h, mx.array(symbols[:, :-1]))
     logits = model.head(states.reshape(-1, states.shape[-1])[mx.array(places)])
     return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")
@@ -325,7 +325,7 @@ def fit_patch_model(
     record = _make_run_record(texts, text, options, settings)
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     with errors_as(TrainingError, str(out), OSError), lock_run_folder(out, "RUN"):
-        remove_unfinished(out)
+        remove_unfinished_files(out)
         with catch_stop_signals() as asked:
             done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
         source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}

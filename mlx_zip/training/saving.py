@@ -40,7 +40,7 @@ from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.rows.encoders import quantization_settings
-from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes, model_fingerprint, named_arrays
+from mlx_zip.models.rows.fingerprints import SideFingerprints, compute_model_fingerprint, host_bytes, named_arrays
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, Pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
@@ -111,7 +111,9 @@ def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str,
     kept = {
         name: np.array(value).astype("float32" if dtype == "float32" else "float16") for name, value in rows.items()
     }
-    tuned = TunedRows(kept.get("input_rows", kept["output_rows"]), kept["output_rows"], model_fingerprint(model))
+    tuned = TunedRows(
+        kept.get("input_rows", kept["output_rows"]), kept["output_rows"], compute_model_fingerprint(model)
+    )
     save_pack(file, Pack(tuple(model.config.start or ()), tokenizer_fingerprint(tokenizer), rows=tuned))
 
 

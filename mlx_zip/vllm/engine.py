@@ -39,7 +39,7 @@ from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
+from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_pack_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, EngineError, GenerationError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
@@ -115,7 +115,7 @@ class VllmEngine(ThreadedEngine):
     def _memory_figures(self) -> dict[str, int]:
         return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
 
-    def _free_thread(self) -> None:
+    def _free_thread_resources(self) -> None:
         if self._llm is not None:
             self._llm.engine_core.shutdown()
 
@@ -281,12 +281,12 @@ class VllmServed:
             by_base=self.by_base,
             params=self.params,
             tokenizer=tokenizer_fingerprint(tokenizer),
-            check_start=start_check(fingerprint, sides_are_one, model.hf_config.hidden_size),
+            check_start=make_pack_check(fingerprint, sides_are_one, model.hf_config.hidden_size),
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
         if pack is not None:
             self.facts.check_start(pack)
-        self.info: EngineInfo = engine_info(name, fingerprint, self.facts)
+        self.info: EngineInfo = make_engine_info(name, fingerprint, self.facts)
         self._names = itertools.count()
 
     def new_cache(self, start: Any) -> IdLog:
@@ -297,7 +297,7 @@ class VllmServed:
         """Returns `cache`, which holds the codebook; None for a plain model."""
         return cache if cache.books else None
 
-    def make_draws(self, options: Sampling, state: Any) -> NoDraws:
+    def make_request_sampler(self, options: Sampling, state: Any) -> NoDraws:
         """Returns a placeholder for a sampler: vLLM chooses the ids."""
         return NoDraws(options.temp == 0)
 
@@ -314,7 +314,7 @@ class VllmServed:
     def settle(self) -> None:
         """Does nothing: no text is kept here, and vLLM allocates its memory when it loads the model."""
 
-    clear_draft_cache = free_unused = settle
+    clear_draft_cache = free_unused_memory = settle
 
     def submit(self, request: Request) -> Running:
         """Submits a request to vLLM. Raises `GenerationError` if vLLM refuses the request."""
@@ -327,7 +327,7 @@ class VllmServed:
         with _refusals():
             self.llm.add_request(name, prompt, sampling_params(request, self.broken_id, most, self.pack))
         if book is None:
-            request.note_read(request.prompt_ids)
+            request.note_read_ids(request.prompt_ids)
         else:
             book.push(request.prompt_ids)
         return Running(request, name)
@@ -406,10 +406,10 @@ class VllmScheduler(Scheduler):
         self.readings: deque[Any] = deque()  # of `Running`
         self._llm, self._broken_id = served.llm, served.broken_id
 
-    def work(self) -> None:
+    def run_round(self) -> None:
         """Gives waiting requests to vLLM, aborts cancelled ones, and has vLLM take a step."""
         self._end_cancelled_waiting()
-        self._admit()
+        self._admit_waiting()
         for running in list(self.readings):
             if running.request.handle.cancelled or running.request.error is not None:
                 self._end_running(running)
@@ -442,7 +442,7 @@ class VllmScheduler(Scheduler):
     def _count_cached(self, request: Request, ids: int) -> None:
         """Sets a request's cached tokens: base tokens of its first `ids` ids, found in vLLM's prefix cache."""
         book, before = request.book, request.cached_tokens
-        request.cached_tokens = ids if book is None else int(book.logged(0, ids)[1].sum())
+        request.cached_tokens = ids if book is None else int(book.logged_base_ids(0, ids)[1].sum())
         self.totals.cached_tokens += request.cached_tokens - before
 
     def _take_id(self, request: Request, chosen: Chosen) -> None:
@@ -451,7 +451,7 @@ class VllmScheduler(Scheduler):
         request.count_chosen(chosen)
         if request.reason is None:
             if request.book is None:
-                request.note_read([chosen.id])
+                request.note_read_ids([chosen.id])
             else:
                 request.book.push(chosen.id)
         self._deliver_emitted(request)

@@ -76,7 +76,7 @@ class RunningRequest:
         new = book.push(ids)
         if self.keeps_entries:
             slots = range(known, len(book))
-            return slots, [book.words(slot) for slot in slots]
+            return slots, [book.entry_words(slot) for slot in slots]
         return new.slots.tolist(), entry_keys(new.base_ids, new.lengths)
 
     def hypertokens(self, ids: Sequence[int]) -> list[int]:
@@ -94,7 +94,7 @@ class RunningRequest:
         ids: read last; at: hypertokens' indices.
         """
         own, slots = self.start.keys, [ids[n] - self._first_id for n in at]
-        base_ids, lengths = self.book.logged(self.book.mark() - len(ids))
+        base_ids, lengths = self.book.logged_base_ids(self.book.mark() - len(ids))
         keys = entry_keys(base_ids[at], lengths[at])
         return [own[slot] if slot < len(own) else key for slot, key in zip(slots, keys, strict=True)]
 

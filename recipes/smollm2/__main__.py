@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_zip import named
-from mlx_zip.arguments import Parser, check_at_least
+from mlx_zip.arguments import Parser, check_flags_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import atomic_file, exit_on_signals
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(args.out).expanduser().resolve()
     shared = args.shared and Path(args.shared).expanduser().resolve()
     try:
-        check_at_least(args, 1, "leg")
+        check_flags_at_least(args, 1, "leg")
         if not args.out:
             raise DataError("--out names no folder")
         if shared is None and not args.small:

@@ -70,13 +70,13 @@ def test_a_text_that_is_too_short_has_no_launches():
 
 
 def test_bodies_that_ran_twice_are_counted(capsys, monkeypatch):
-    follow = TwoPartStep.follow
+    follow = TwoPartStep.compute_logits
 
     def twice(self, h, ids):
         self.cache[-1].second_bodies += 1
         return follow(self, h, ids)
 
-    monkeypatch.setattr(TwoPartStep, "follow", twice)
+    monkeypatch.setattr(TwoPartStep, "compute_logits", twice)
     found, table = record(capsys, *ON, "--sizes", "24+12", "--trials", 1, "--ahead", "on")
     assert found["setting"]["ahead"] is True
     assert found["second_bodies"] >= 1.0

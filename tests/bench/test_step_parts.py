@@ -26,7 +26,7 @@ def models():
 @pytest.fixture
 def stalled(monkeypatch):
     """Makes `follow` settle everything before it learns the id: the body that was just handed over, and all tables."""
-    bodies, run, advance = [], TwoPartStep.run, ZipState.advance
+    bodies, run, advance = [], TwoPartStep.run_body, ZipState.advance
 
     def running(self, ids):
         bodies.append(run(self, ids))
@@ -38,7 +38,7 @@ def stalled(monkeypatch):
             time.sleep(WAIT_S)  # this model's body is computed at once; a larger one takes its time
         return advance(self, ids)
 
-    monkeypatch.setattr(TwoPartStep, "run", running)
+    monkeypatch.setattr(TwoPartStep, "run_body", running)
     monkeypatch.setattr(ZipState, "advance", settling)
 
 

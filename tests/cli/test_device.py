@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.cli import main
-from mlx_zip.device import DEVICE_VARIABLE, choose_device
+from mlx_zip.device import DEVICE_VARIABLE, set_device_from_environment
 from mlx_zip.errors import ConfigError
 from support.places import TESTS
 
@@ -59,14 +59,14 @@ def device():
 def test_without_the_variable_the_device_stays(monkeypatch):
     before = mx.default_device()
     monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
-    choose_device()
+    set_device_from_environment()
     assert mx.default_device() == before
 
 
 @pytest.mark.usefixtures("device")
 def test_the_cpu_is_everywhere(monkeypatch):
     monkeypatch.setenv(DEVICE_VARIABLE, "cpu")
-    choose_device()
+    set_device_from_environment()
     assert mx.default_device() == mx.Device(mx.cpu)
 
 
@@ -80,4 +80,4 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys):
 def test_an_unknown_device_is_refused_with_those_that_are_known(monkeypatch):
     monkeypatch.setenv(DEVICE_VARIABLE, "npu")
     with pytest.raises(ConfigError, match="MLX_ZIP_DEVICE=npu: it is one of cpu, gpu"):
-        choose_device()
+        set_device_from_environment()

@@ -388,7 +388,7 @@ def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
     monkeypatch.setattr(
         engine_choice, "_pick_engine", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None)
     )
-    monkeypatch.setattr(engine_choice, "choose_device", lambda: None)
+    monkeypatch.setattr(engine_choice, "set_device_from_environment", lambda: None)
     monkeypatch.setattr(app, "engine_options", lambda args, *_: {"engine": args.engine})
     monkeypatch.setattr(app, "open_chosen_engine", lambda adapter, name, **options: (name, options["engine"]))
     for asked, expected in (("auto", "torch"), ("mlx", "mlx")):

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip import named
 from mlx_zip.cli.serving import app
-from mlx_zip.engine.engines import other_models
+from mlx_zip.engine.engines import make_other_models
 from support.fake_engine import FakeEngine
 from support.named_models import install_package, use_stand_in
 
@@ -87,7 +87,7 @@ def test_the_app_offers_what_is_at_hand_beside_the_bundled_model(
 
 def test_an_offered_model_can_be_chosen_and_says_what_it_is() -> None:
     opened: list[str] = []
-    found = other_models(
+    found = make_other_models(
         FakeEngine(), None, lambda name: opened.append(name) or FakeEngine(), {"stories": "", **named.MADE}
     )
     assert [(one.name, one.kind) for one in found if one.kind != "off"] == [
@@ -104,6 +104,6 @@ def test_an_offered_model_can_be_chosen_and_says_what_it_is() -> None:
 def test_smollm2_races_against_its_untouched_base() -> None:
     main = FakeEngine()
     main.info = main.info.__class__(**{**vars(main.info), "name": "smollm2"})
-    control = other_models(main)[0]
+    control = make_other_models(main)[0]
     assert (control.name, control.kind) == ("smollm2-base", "control")
     assert control.label == "smollm2-base: the model that it was made from, without hypertokens"

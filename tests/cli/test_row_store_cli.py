@@ -97,8 +97,8 @@ def test_evaluate_reads_and_fills_the_folder_too(run, tmp_path, monkeypatch):
     size = sum_disk_usage(list_row_files(folder))
     assert size > 0
     found = []
-    find = RowFolder.find
-    monkeypatch.setattr(RowFolder, "find", lambda *args: found.append(find(*args)) or found[-1])
+    find = RowFolder.find_rows
+    monkeypatch.setattr(RowFolder, "find_rows", lambda *args: found.append(find(*args)) or found[-1])
     assert run(*flags)[0] == 0
     assert all(there.all() for there, _ in found)
     assert found

@@ -154,7 +154,7 @@ def tiny_shape(monkeypatch):
     monkeypatch.setattr(steps, "SHAPE", "tiny")
     monkeypatch.setattr(steps, "TRIALS", 1)
     monkeypatch.setattr(steps, "TOKENS", 24)
-    monkeypatch.setattr(steps, "on_gpu", lambda: True)
+    monkeypatch.setattr(steps, "default_device_is_gpu", lambda: True)
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_a_part_that_fails_is_a_failed_check():
 
 def test_bandwidth_is_measured_on_a_gpu_only(tiny_shape, monkeypatch):
     assert steps.measure_bandwidth()["gb_per_s"] > 0
-    monkeypatch.setattr(steps, "on_gpu", lambda: False)
+    monkeypatch.setattr(steps, "default_device_is_gpu", lambda: False)
     assert "skipped" in steps.measure_bandwidth()
 
 

@@ -238,11 +238,11 @@ def test_an_entrys_words_are_its_base_ids():
     book.push([1, 2, 1, 2, 3, 1, 2])
     assert len(book) > 1
     for slot, (_, entry) in enumerate(book.entries):
-        assert np.frombuffer(book.words(slot), np.uint32).tolist() == list(entry)
+        assert np.frombuffer(book.entry_words(slot), np.uint32).tolist() == list(entry)
         assert book.entry(slot) == entry
     for slot in (len(book), -1, 1 << 32, 1 << 70):
         with pytest.raises(CodecError):
-            book.words(slot)
+            book.entry_words(slot)
 
 
 def test_an_entry_is_read_by_its_slot_also_where_its_id_is_disabled():

@@ -80,11 +80,11 @@ def test_an_id_means_what_its_slot_held_when_it_was_read():
     book, _ = opened("lru", 2, [1, 2, 3, 10, 4, 5, 10])
     assert book.base_ids().tolist() == [1, 2, 3, 1, 2, 4, 5, *book.expand(10).tolist()]
     assert book.expand(10).tolist() != [1, 2]
-    rows, lengths = book.logged(3, 1)
+    rows, lengths = book.logged_base_ids(3, 1)
     assert rows.tolist() == [[1, 2, 0]]
     assert lengths.tolist() == [2]
     with pytest.raises(CodecError, match="not all in the log"):
-        book.logged(3, 9)
+        book.logged_base_ids(3, 9)
 
 
 def test_the_next_hypertoken_may_come_as_long_as_a_slot_is_free():

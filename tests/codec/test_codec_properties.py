@@ -114,7 +114,7 @@ def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
     assert [(*entry, at) for entry, at in zip(new, new.at.tolist(), strict=True)] == installed
     assert dict(book.entries) == expected.entries
     assert book.expand(ids).tolist() == expected.expand(ids)
-    rows, lengths = book.logged()
+    rows, lengths = book.logged_base_ids()
     assert [tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)] == expected.runs
     ends = list(accumulate(map(len, expected.runs)))
     assert book.ends().tolist() == ends

@@ -200,7 +200,7 @@ def test_hyper_rows_of_both_sides_equal_the_published_ones(pair: Pair) -> None:
         cache = pair.model.make_cache()
         pair.model(mx.array([prompt]), cache=cache)
         entries = find_zip_state(cache).books[0].entries
-        sides = pair.model.rows(entries.base_ids, entries.lengths)
+        sides = pair.model.encode_rows(entries.base_ids, entries.lengths)
         errors += [worst(np.array(got), want) for got, want in zip(sides, published, strict=True)]
     assert max(errors) < ROWS_TOLERANCE
 

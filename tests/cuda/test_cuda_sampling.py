@@ -17,7 +17,7 @@ from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler  # noqa: E4
 from mlx_zip.engine.mlx import served as mlx_served  # noqa: E402
 from mlx_zip.engine.sampling.options import Sampling  # noqa: E402
 from mlx_zip.engine.sampling.processors import BaseTokenPenalties as MlxPenalties  # noqa: E402
-from mlx_zip.engine.sampling.processors import make_processors, make_sampler  # noqa: E402
+from mlx_zip.engine.sampling.processors import make_penalty_processors, make_sampler  # noqa: E402
 from support import tiny  # noqa: E402
 
 CPU, WIDTH = torch.device("cpu"), 300
@@ -174,7 +174,7 @@ def test_penalties_of_a_model_without_hypertokens_are_those_of_mlx_lm(name):
     book.push(ids)
     ours = BaseTokenPenalties(options, State(book), 0)(torch.from_numpy(logits))  # type: ignore[arg-type]
     expected = mx.array(logits)
-    for processor in make_processors(options, 48, None):
+    for processor in make_penalty_processors(options, 48, None):
         expected = processor(mx.array(ids), expected)
     np.testing.assert_allclose(ours.numpy(), np.array(expected), rtol=2e-6)
 

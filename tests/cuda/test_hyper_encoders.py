@@ -60,7 +60,7 @@ def entries(count: int = 9) -> tuple[np.ndarray, np.ndarray]:
 
 def check(model: Model, folder: Any, kernels: bool) -> None:
     ids, lengths = entries()
-    inputs, outputs = (np.array(rows) for rows in model.rows(ids, lengths))
+    inputs, outputs = (np.array(rows) for rows in model.encode_rows(ids, lengths))
     ours = open_model(folder, "cpu", kernels=kernels)
     made = ours.encode(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(lengths))
     assert made.shape == (len(ids), ours.sides, 64)

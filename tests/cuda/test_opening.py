@@ -91,7 +91,7 @@ def test_the_ends_of_generation_config_replace_those_of_config(folder):
 
 def test_a_model_used_without_hypertokens_takes_no_pack(folder):
     with pytest.raises(ModelError, match="this model has no hypertokens"):
-        open_model(folder, "cpu", hypertokens=False).take_pack([[5, 6]])
+        open_model(folder, "cpu", hypertokens=False).use_pack([[5, 6]])
 
 
 def test_rotations_that_differ_between_layers_are_refused(tmp_path):

@@ -69,7 +69,7 @@ class Oracle:
     def append(self, base_ids: Any) -> None:
         self._at += len(base_ids)
 
-    def match(self) -> int:
+    def match_length(self) -> int:
         return self.propose(0)[1]
 
     def propose(self, most: int) -> tuple[np.ndarray, int]:
@@ -361,13 +361,13 @@ def test_auto_proposes_by_what_passes_cost_to_requests_alone_and_in_company(open
         alone = [ask(made, prompt, max_tokens=60)[1].wait() for prompt in prompts]
     learn(oracle, alone, prompts)
     accepted, together, noted = [], [], []
-    real = PassCosts.note
+    real = PassCosts.note_pass
 
     def note(self, ids, held, seconds, rows):
         noted.append((ids, rows))
         real(self, ids, held, seconds, rows)
 
-    monkeypatch.setattr(PassCosts, "note", note)
+    monkeypatch.setattr(PassCosts, "note_pass", note)
     for curve in ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}):
         monkeypatch.setattr(PassCosts, "ratios", lambda self, held, rows, curve=curve: curve)
         with engine(model, "auto", ahead) as made:

@@ -272,7 +272,7 @@ def test_tuned_rows_of_a_pack_are_used(tied, tmp_path):
     pack = tuned_pack(mlx, ((5, 6, 7), (8, 9), tuple(prompt[3:7])))
     expected = greedy(mlx, prompt, 30, pack=pack)
     assert ours(model, prompt, 30, pack=pack) == expected
-    model.take_pack(pack)
+    model.use_pack(pack)
     assert ours(model, prompt, 30) == expected
     assert model.pack is pack
 

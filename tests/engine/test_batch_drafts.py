@@ -33,7 +33,7 @@ class Oracles:
     def append(self, base_ids):
         self._at += len(base_ids)
 
-    def match(self):
+    def match_length(self):
         return self.propose(0)[1]
 
     def propose(self, most):
@@ -238,7 +238,7 @@ def test_long_padding_that_all_rows_have_is_given_up():
         kept = [4, 1] if turn % 2 else [1, 4]
         for row, n in enumerate(kept):
             for one in ids[row, :n].tolist():
-                cache[-1].push_to_row(row, one)
+                cache[-1].push_to_sequence(row, one)
         restore_columns(cache, kept)
     assert [book.mark() for book in cache[-1].books] == [100, 100]
     assert cache[-1].offset < 100 + 64

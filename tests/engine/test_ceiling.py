@@ -12,7 +12,7 @@ from support.serving import tiny_engine
 def test_the_ceiling_is_the_bandwidth_over_the_bytes_of_a_step(monkeypatch):
     calls = []
     monkeypatch.setattr(mlx_engine, "_bandwidths", {})
-    monkeypatch.setattr(mlx_engine, "measure_memory_speed", lambda limit_s: calls.append(limit_s) or 1e9)
+    monkeypatch.setattr(mlx_engine, "measure_memory_bandwidth", lambda limit_s: calls.append(limit_s) or 1e9)
     with tiny_engine() as engine:
         found, again = engine.ceiling(), engine.ceiling()
         off = engine.without_hypertokens("off")
@@ -39,10 +39,10 @@ def test_a_step_reads_no_encoders_and_of_an_untied_embedding_nothing():
 
 def test_the_bandwidth_is_measured_on_this_device():
     assert device.measure_product_bandwidth(2, side=64) > 0
-    assert device.measure_memory_speed(0.1) > 0
+    assert device.measure_memory_bandwidth(0.1) > 0
 
 
 def test_no_trial_begins_after_the_limit():
     calls = []
-    device.fastest_seconds(lambda: calls.append(1), 0.0)
+    device.time_fastest_call(lambda: calls.append(1), 0.0)
     assert len(calls) == 1

@@ -29,7 +29,7 @@ def folder(monkeypatch, tmp_path):
 def kept(curve=CURVE, held=1000, key=KEY):
     file = CostFile(key)
     for width, seconds in curve.items():
-        file.costs.note(width, held, seconds, known=True)
+        file.costs.note_pass(width, held, seconds, known=True)
     file.save()
     return file
 
@@ -38,7 +38,7 @@ def first_choice(slower=1.0):
     """How many ids a new run proposes after its first pass, which is over one id."""
     costs = CostFile(KEY).costs
     assert costs.choose_draft_length([0.7], 1000, 15) == 0
-    costs.note(1, 1000, slower * CURVE[1])
+    costs.note_pass(1, 1000, slower * CURVE[1])
     return costs.choose_draft_length([0.7], 1000, 15)
 
 
@@ -46,16 +46,16 @@ def first_choice(slower=1.0):
 def test_the_next_run_chooses_by_the_kept_costs_from_its_second_step(slower):
     before = kept()
     assert CostFile(KEY).costs.ratios(1000) == pytest.approx(before.costs.ratios(1000))
-    before.costs.note(1, 1000, CURVE[1])
+    before.costs.note_pass(1, 1000, CURVE[1])
     assert first_choice(slower) == before.costs.choose_draft_length([0.7], 1000, 15) > 0
 
 
 def test_passes_are_compared_with_those_of_their_own_run():
     kept()
     costs = CostFile(KEY).costs
-    costs.note(1, 1000, 2 * CURVE[1])
+    costs.note_pass(1, 1000, 2 * CURVE[1])
     for _ in range(3):
-        costs.note(8, 1000, 2 * CURVE[8])
+        costs.note_pass(8, 1000, 2 * CURVE[8])
     assert costs.ratios(1000)[8] == pytest.approx(CURVE[8] / CURVE[1])
 
 
@@ -64,7 +64,7 @@ def test_a_run_on_a_slower_machine_leaves_what_passes_cost_in_relation_to_each_o
     slower = CostFile(KEY)
     slower.costs = PassCosts()
     for _ in range(2):
-        slower.costs.note(1, 1000, 2 * CURVE[1])
+        slower.costs.note_pass(1, 1000, 2 * CURVE[1])
     slower.save()
     assert CostFile(KEY).costs.ratios(1000) == pytest.approx({n: CURVE[n] / CURVE[1] for n in CURVE})
 
@@ -73,8 +73,8 @@ def test_newer_times_replace_the_kept_ones():
     kept()
     again = CostFile(KEY)
     for _ in range(4):
-        again.costs.note(1, 1000, 0.020)
-        again.costs.note(8, 1000, 0.160)
+        again.costs.note_pass(1, 1000, 0.020)
+        again.costs.note_pass(8, 1000, 0.160)
     assert again.costs.ratios(1000)[8] == pytest.approx(8.0)
     again.save()
     assert CostFile(KEY).costs.ratios(1000)[8] == pytest.approx(8.0)
@@ -138,8 +138,8 @@ def test_a_folder_that_cannot_be_written_to_is_said_once_and_no_error(folder, ca
 
 def test_what_another_process_has_timed_meanwhile_stays_in_the_file():
     one, other = CostFile(KEY), CostFile(KEY)
-    one.costs.note(1, 1000, 0.01, known=True)
-    other.costs.note(1, 9000, 0.02, known=True)
+    one.costs.note_pass(1, 1000, 0.01, known=True)
+    other.costs.note_pass(1, 9000, 0.02, known=True)
     one.save()
     other.save()
     assert set(CostFile(KEY).costs.figures()) == {(1, 1024, 1), (1, 16384, 1)}
@@ -153,7 +153,7 @@ def test_a_file_is_written_rarely_and_only_after_a_change(monkeypatch):
     for now[0] in range(0, 200, 10):
         file.save(every_s=60)
         if now[0] < 100:
-            file.costs.note(1, 1000, 0.01 + now[0])
+            file.costs.note_pass(1, 1000, 0.01 + now[0])
     assert written == [60, 120]
 
 
@@ -161,7 +161,7 @@ def test_writers_at_one_time_leave_a_whole_file(folder):
     def save_often(held):
         file = CostFile(KEY)
         for n in range(20):
-            file.costs.note(1, held, 0.01 / (n + 1))
+            file.costs.note_pass(1, held, 0.01 / (n + 1))
             file.save()
 
     with ThreadPoolExecutor() as pool:

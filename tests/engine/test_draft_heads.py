@@ -213,18 +213,18 @@ def rates_of_answers(monkeypatch, curve, head_s, are_right, kept):
 
     for width in WIDTHS[:4] if kept else ():
         for length in range(8, 28):
-            costs.note(width, 1 << length, 0.009 * curve[width], known=True)
+            costs.note_pass(width, 1 << length, 0.009 * curve[width], known=True)
     for is_right in are_right:
         head, began, ids = HeadSource(SimpleNamespace(propose=propose), costs.head), now[0], 0
         drafter = Drafter([], costs, head)
-        drafter.see(mx.zeros(1), 5, ())
+        drafter.note_body_output(mx.zeros(1), 5, ())
         for _ in range(75):
             [(source, width)] = choose_drafts([drafter], [15], 100)
             proposed = 0 if source is None else len(drafter.propose(source, 5, None, width))
             now[0] += 0.009 * curve[1 + proposed]
-            costs.note(1 + proposed, 100, 0.009 * curve[1 + proposed])
+            costs.note_pass(1 + proposed, 100, 0.009 * curve[1 + proposed])
             if proposed:
-                drafter.note_end(proposed, proposed * is_right)
+                drafter.note_draft_end(proposed, proposed * is_right)
             ids += 1 + proposed * is_right
         rates.append(0.009 * ids / (now[0] - began))
     return rates
@@ -271,7 +271,7 @@ def test_a_head_proposes_the_ids_that_its_states_say(family):
     rows = np.array(headed.matrix.weight)[: headed.vocab_size]
     if family != "plain":
         book = cache[-1].books[0]
-        rows = np.concatenate([rows, np.array(model.rows(*book.rows(0, len(book)))[1])])
+        rows = np.concatenate([rows, np.array(model.encode_rows(*book.padded_entries(0, len(book)))[1])])
     state, one, wanted = h[0, -1], last, []
     for _ in range(4):
         state = head(state, mx.array(rows[one]))

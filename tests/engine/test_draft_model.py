@@ -119,10 +119,10 @@ def test_a_next_request_goes_on_from_what_the_last_one_read(monkeypatch):
 def test_nothing_is_proposed_beyond_the_draft_models_context_and_of_ids_that_a_model_does_not_know():
     model = model_of("plain")
     full = source_of(model, tiny.base_ids(512))
-    assert full.share() == 0
+    assert full.acceptance_share() == 0
     nearly_full = source_of(model, tiny.base_ids(510))
     assert len(list(nearly_full.propose(5))) == 2
-    assert source_of(model, [*PROMPT, 40]).share() == 0
+    assert source_of(model, [*PROMPT, 40]).acceptance_share() == 0
     written = list(source_of(model, PROMPT).propose(8))
     known = max(written)
     assert list(source_of(model, PROMPT, vocab_size=known).propose(8)) == written[: written.index(known)]
@@ -139,22 +139,22 @@ def test_the_surest_source_proposes_and_each_has_its_own_number_of_ids():
 
     assert proposed() == 7  # a match of so many ids is surer than a model
     for _ in range(12):
-        drafter.note_end(7, 0)
+        drafter.note_draft_end(7, 0)
     assert proposed() == 2
     for _ in range(40):
-        drafter.note_end(2, 0)
+        drafter.note_draft_end(2, 0)
     assert proposed() == 1  # lookup again, which was refused last
 
 
 def test_what_proposing_takes_counts_in_the_choice_of_the_width():
     costs = PassCosts()
     for width in (1, 2, 4, 8):
-        costs.note(width, 100, 1.0, known=True)
-    costs.note(1, 100, 1.0)
+        costs.note_pass(width, 100, 1.0, known=True)
+    costs.note_pass(1, 100, 1.0)
     widths = [costs.choose_draft_length([0.7], 100, 15, seconds) for seconds in (0.0, 0.1, 0.5, 0.9)]
     assert widths == [15, 3, 1, 0]
-    assert costs.pays([0.7], 100, 15, 0.1)
-    assert not costs.pays([0.7], 100, 15, 0.9)
+    assert costs.draft_pays([0.7], 100, 15, 0.1)
+    assert not costs.draft_pays([0.7], 100, 15, 0.9)
 
 
 def test_a_first_draft_waits_for_passes_that_pay_for_it():
@@ -162,7 +162,7 @@ def test_a_first_draft_waits_for_passes_that_pay_for_it():
     drafter = Drafter([source_of(model_of("plain"), PROMPT)], costs)
     for _ in range(200):
         widths.append(choose_drafts([drafter], [15], 100)[0][1])
-        costs.note(1, 100, 0.01)
+        costs.note_pass(1, 100, 0.01)
     assert 100 < widths.index(1) < 160 + WEIGH_EVERY
 
 

@@ -21,7 +21,7 @@ from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
-from mlx_zip.engine.request import propose_together
+from mlx_zip.engine.request import propose_drafts
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import GenerationError, ModelError
 from support import plain_families, tiny
@@ -45,7 +45,7 @@ class Oracle:
     def append(self, base_ids):
         self.at += len(base_ids)
 
-    def match(self):
+    def match_length(self):
         return self.propose(0)[1]
 
     def propose(self, most):
@@ -112,8 +112,8 @@ def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_
     drafter.propose(source, 1, None, width)
     widths = []
     for proposed, accepted in [(7, 7), (14, 14), (15, 2), (3, 0), (1, 1), (2, 2)]:
-        drafter.note_pass(proposed)
-        drafter.note_end(proposed, accepted)
+        drafter.count_proposed(proposed)
+        drafter.note_draft_end(proposed, accepted)
         [(source, width)] = choose_drafts([drafter], [100], 0)
         widths.append(len(drafter.propose(source, 1, None, width)))
     assert widths == [14, 15, 3, 1, 2, 4]
@@ -255,15 +255,15 @@ def test_no_id_is_proposed_where_longropes_factors_would_change(mode, oracle):
         rooms = []
 
         def noted(requests, last, most, rooms=rooms):
-            [draft], request, book = propose_together(requests, last, most), requests[0], requests[0].book.copy()
+            [draft], request, book = propose_drafts(requests, last, most), requests[0], requests[0].book.copy()
             found = [] if draft is None else draft.ids
             book.push([last[0], *found])
             end = book.mark() if mode == "compressed" else book.base_length
-            rooms.append(not found or request.needs_long(last[0]) or end <= border)
+            rooms.append(not found or request.needs_long_factors_for(last[0]) or end <= border)
             return [draft]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mlx_zip.engine.mlx.group.propose_together", noted)
+            patch.setattr("mlx_zip.engine.mlx.group.propose_drafts", noted)
             answer_of(model, prompt, max_tokens=before + 8, draft="lookup")
         assert all(rooms)
         reached += rooms

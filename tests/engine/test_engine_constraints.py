@@ -111,8 +111,8 @@ def test_refused_hypertokens_are_closed_one_by_one(kind):
 
 
 def test_a_step_waits_for_the_scores_once_however_many_hypertokens_are_refused(monkeypatch):
-    begun, begin = [], Search.begin
-    monkeypatch.setattr(Search, "begin", lambda self: begun.append(self.request) or begin(self))
+    begun, begin = [], Search.build_scores
+    monkeypatch.setattr(Search, "build_scores", lambda self: begun.append(self.request) or begin(self))
     with tiny_engine(model={"start": [[10, i] for i in range(14, 38)]}) as engine:
         constraints = [Only([10], least=100) for _ in range(3)]
         asked = [

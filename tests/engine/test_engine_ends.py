@@ -55,12 +55,12 @@ def raises(*_):
 def test_everybody_is_told_when_even_giving_up_the_caches_fails():
     told = threading.Event()
     made = engine()
-    made.on_death(lambda fault: told.set())
+    made.call_on_fault(lambda fault: told.set())
     watches = running(made)
 
     def goes():
         made._scheduler.served.free = raises
-        made._scheduler.groups[0].launch = raises
+        made._scheduler.groups[0].launch_pass = raises
 
     made._inbox.post(goes)
     for watch in watches:
@@ -75,7 +75,7 @@ def test_everybody_is_told_when_even_giving_up_the_caches_fails():
 def test_everybody_is_told_when_a_step_fails_and_its_group_cannot_be_dropped():
     told = threading.Event()
     made = engine()
-    made.on_death(lambda fault: told.set())
+    made.call_on_fault(lambda fault: told.set())
     watches = running(made)
 
     def goes():
@@ -95,7 +95,7 @@ def test_a_store_that_cannot_be_closed_does_not_hide_why_the_engine_ended(caplog
 
     told = []
     made = engine(make_store=lambda served: Store())
-    made.on_death(told.append)
+    made.call_on_fault(told.append)
     with caplog.at_level(logging.CRITICAL, "mlx_zip"):
         made._inbox.post(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         made._thread.join(WAIT_S)
@@ -266,7 +266,7 @@ def test_a_request_that_came_just_before_closing_is_answered(monkeypatch):
             asked.append(ask(engine, tiny.base_ids(9), max_tokens=5)[1])
             engine.close(drain_s=60)
 
-    monkeypatch.setattr(engine._scheduler.served, "free_unused", between_two_rounds)
+    monkeypatch.setattr(engine._scheduler.served, "free_unused_memory", between_two_rounds)
     go.set()
     engine.sessions()
     engine._thread.join(60)
@@ -276,8 +276,8 @@ def test_a_request_that_came_just_before_closing_is_answered(monkeypatch):
 def test_a_function_that_fails_when_told_of_the_end_keeps_nobody_else_from_being_told():
     told = []
     with tiny_engine() as engine:
-        engine.on_death(lambda fault: 1 / 0)
-        engine.on_death(told.append)
+        engine.call_on_fault(lambda fault: 1 / 0)
+        engine.call_on_fault(told.append)
         ask(engine, tiny.base_ids(9), constraint=Broken("mask", 2, KeyboardInterrupt))
         engine._thread.join(60)
     assert [type(fault) for fault in told] == [KeyboardInterrupt]
@@ -287,7 +287,7 @@ def test_a_function_that_fails_when_told_of_the_end_keeps_nobody_else_from_being
 def test_a_fault_of_the_thread_ends_all_requests_and_is_told(fault):
     told = []
     with tiny_engine(max_running=3) as engine:
-        engine.on_death(told.append)
+        engine.call_on_fault(told.append)
         ask(engine, tiny.base_ids(9), constraint=Broken("mask", 2, fault))
         others = [ask(engine, tiny.base_ids(9), max_tokens=-1)[1] for _ in range(3)]
         ends = [watch.wait().end for watch in others]
@@ -299,7 +299,7 @@ def test_a_fault_of_the_thread_ends_all_requests_and_is_told(fault):
         with pytest.raises(EngineStoppedError):
             ask(engine, tiny.base_ids(9))
         late = []
-        engine.on_death(late.append)
+        engine.call_on_fault(late.append)
         assert late == told
 
 

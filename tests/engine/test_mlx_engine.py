@@ -185,7 +185,7 @@ def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode,
 @pytest.fixture
 def work(monkeypatch):
     """What engines do, in order: ("again", ids) for a context that is read again, ("step", requests) for a step."""
-    seen, read, launch = [], LongRopeRefill.read_next, Group.launch
+    seen, read, launch = [], LongRopeRefill.read_next, Group.launch_pass
 
     def noting_read(self, at_most):
         before = self.done
@@ -198,7 +198,7 @@ def work(monkeypatch):
         return launch(self)
 
     monkeypatch.setattr(LongRopeRefill, "read_next", noting_read)
-    monkeypatch.setattr(Group, "launch", noting_launch)
+    monkeypatch.setattr(Group, "launch_pass", noting_launch)
     return seen
 
 
@@ -461,13 +461,13 @@ def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch(monkeypatch):
         served = engine._scheduler.served
         served._weight_bytes = served.kv_bytes_per_id * 100
         some = [tiny.base_ids(400, 1), tiny.base_ids(8, 2), tiny.base_ids(10, 3)]
-        work = engine._scheduler.work
+        work = engine._scheduler.run_round
 
         def counted():
             work()
             sizes.add(tuple(sorted(len(group.requests) for group in engine._scheduler.groups)))
 
-        monkeypatch.setattr(engine._scheduler, "work", counted)
+        monkeypatch.setattr(engine._scheduler, "run_round", counted)
         watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=25)[1] for prompt in some])
         for watch, prompt in zip(watches, some, strict=True):
             same(watch.wait(), alone(model, prompt, max_tokens=25))

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.codec import compress
 from mlx_zip.engine.mlx import drafted
-from mlx_zip.engine.mlx.drafted import DraftedPass, read_last_again
+from mlx_zip.engine.mlx.drafted import DraftedPass, read_last_id_again
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
@@ -31,7 +31,7 @@ class Oracle:
     def append(self, base_ids):
         self.at += len(base_ids)
 
-    def match(self):
+    def match_length(self):
         return self.propose(0)[1]
 
     def propose(self, most):
@@ -51,14 +51,14 @@ def oracle(monkeypatch):
 @pytest.fixture
 def coarse(monkeypatch):
     """Passes over several ids get noise of the size that counts as rounding."""
-    real, rng = DraftedPass._read, np.random.default_rng(0)
+    real, rng = DraftedPass._read_ids, np.random.default_rng(0)
 
     def with_noise(self, served, ids):
         logits = real(self, served, ids)
         size = mx.abs(mx.where(logits == -mx.inf, 0, logits)).max(axis=-1, keepdims=True)
         return logits + 0.9 * ROUNDING * size * mx.array(rng.choice([-1.0, 1.0], logits.shape).astype(np.float32))
 
-    monkeypatch.setattr(DraftedPass, "_read", with_noise)
+    monkeypatch.setattr(DraftedPass, "_read_ids", with_noise)
     monkeypatch.setitem(drafted.ROUNDING, mx.float32, ROUNDING)
 
 
@@ -138,7 +138,7 @@ def test_the_last_id_is_read_again_as_it_was_read_and_the_cache_stays(family):
     ids = PROMPT if family == "plain" else compress(model.config.codec_params, PROMPT)[0].tolist()
     model(mx.array([ids[:-1]]), cache=cache)
     logits = model(mx.array([ids[-1:]]), cache=cache)[:, -1]
-    np.testing.assert_array_equal(read_last_again(served, cache, ids[-1]), logits)
+    np.testing.assert_array_equal(read_last_id_again(served, cache, ids[-1]), logits)
     assert {entry.size() for entry in cache} == {len(ids)}
     after = model(mx.array([[5]]), cache=cache)
     other = make_prompt_cache(model)

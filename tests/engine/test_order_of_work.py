@@ -34,16 +34,16 @@ class Work:
         """Adds a request with a prompt of `length` ids and returns it."""
         submission = Submission([name] * length, max_tokens)
         request = Request(self.checks.check(submission), lambda event: self.events.append((name, event)))
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         return request
 
     def rounds(self, count):
         for _ in range(count):
-            self.scheduler.work()
+            self.scheduler.run_round()
 
     def all(self):
         while self.scheduler.busy:
-            self.scheduler.work()
+            self.scheduler.run_round()
 
     def steps(self, name):
         """The number of steps of a request so far."""

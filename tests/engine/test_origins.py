@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec import Codebook, CodecParams, twin
 from mlx_zip.engine import Counted, Emitted
-from mlx_zip.engine.request import Origins, follow_entries
+from mlx_zip.engine.request import Origins, make_entry_tracker
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.packs.pack import Pack
 from support import tiny
@@ -66,7 +66,9 @@ def test_origins_are_those_of_a_replay_by_the_plain_python_codec(params, seed, p
     book.rewind(prompt)
     found, origins = [], Origins(book)
     for one in ids[prompt:]:
-        origin = origins.origin_of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
+        origin = origins.origin_of_next_id(
+            book, one, len(book.expand(one)) if one < V + len(book) else length(book, one)
+        )
         book.push(one)
         found.append((origin and tuple(origin), origins.installed(book)))
     assert found == replayed(params, ids, prompt)
@@ -76,7 +78,7 @@ def length(book, one):
     """Base ids of a hypertoken that installs its own entry."""
     book = book.copy()
     book.push(one)
-    return int(book.logged(book.mark() - 1)[1][0])
+    return int(book.logged_base_ids(book.mark() - 1)[1][0])
 
 
 @settings(max_examples=30)
@@ -91,7 +93,9 @@ def test_ids_may_be_delivered_before_they_are_read(params, seed, read):
         done += n
         if done < len(ids):
             one = ids[done]
-            origin = origins.origin_of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
+            origin = origins.origin_of_next_id(
+                book, one, len(book.expand(one)) if one < V + len(book) else length(book, one)
+            )
             assert (origin and tuple(origin)) == replayed(params, ids, 10)[done - 10][0]
         learned += origins.installed(book)
     assert tuple(learned) == sum((entries for _, entries in replayed(params, ids, 10)), ())
@@ -103,7 +107,7 @@ def test_entries_are_found_alike_with_and_without_their_origins(seed):
     params = CodecParams(V, 12, 3)
     book, ids = Codebook(params), legal_ids(params, seed, 40)
     book.push(ids[:10])
-    plain, full = follow_entries(book, False), follow_entries(book, True)
+    plain, full = make_entry_tracker(book, False), make_entry_tracker(book, True)
     for one in ids[10:]:
         book.push(one)
         assert plain.installed(book) == full.installed(book)
@@ -119,9 +123,9 @@ def logs(monkeypatch):
 
     def recorded(book, origins):
         found.append((book.params, book.ids.tolist()))
-        return follow_entries(book, origins)
+        return make_entry_tracker(book, origins)
 
-    monkeypatch.setattr("mlx_zip.engine.request.follow_entries", recorded)
+    monkeypatch.setattr("mlx_zip.engine.request.make_entry_tracker", recorded)
     return found
 
 

@@ -66,9 +66,9 @@ def engine_of(name, sessions=False, max_running=8, **run):
 def test_requests_in_company_share_a_batch_and_get_mlx_lm_s_ids(name, ahead, monkeypatch):
     rng, sizes = random.Random(1), set()
     with engine_of(name, ahead=ahead) as engine:
-        work, groups = engine._scheduler.work, lambda: engine._scheduler.groups
+        work, groups = engine._scheduler.run_round, lambda: engine._scheduler.groups
         monkeypatch.setattr(
-            engine._scheduler, "work", lambda: (work(), sizes.update(len(group.requests) for group in groups()))
+            engine._scheduler, "run_round", lambda: (work(), sizes.update(len(group.requests) for group in groups()))
         )
         watches = []
         for number in range(7):

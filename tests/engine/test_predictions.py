@@ -46,7 +46,7 @@ def test_the_prediction_goes_on_where_the_answer_is(answer, expected):
     prediction = [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 9]
     source = source_after(prediction, answer)
     assert source.propose(3).tolist() == expected
-    assert (source.share() > 0) == bool(expected)
+    assert (source.acceptance_share() > 0) == bool(expected)
     whole = PredictionSource(np.array(prediction, np.uint32))
     whole.append(answer)
     assert whole.propose(3).tolist() == expected
@@ -61,13 +61,13 @@ def test_of_several_places_the_next_one_behind_the_difference_is_taken():
 
 def test_a_prediction_that_was_refused_is_less_sure_the_next_time():
     source = source_after([1, 2, 3, 4, 5, 6], [])
-    before = source.share()
+    before = source.acceptance_share()
     source.propose(4)
-    source.note(4, 0)
-    assert source.share() < before
+    source.note_draft(4, 0)
+    assert source.acceptance_share() < before
     for one in range(50):
         source.append([100 + one])
-    assert source.share() == 0
+    assert source.acceptance_share() == 0
 
 
 # ---- what is emitted

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Emitted
-from mlx_zip.engine.mlx.scoring import compress_row, score
+from mlx_zip.engine.mlx.scoring import compress_row, score_rows
 from mlx_zip.errors import EngineStoppedError, GenerationError, PromptTooLongError
 from mlx_zip.packs.pack import Pack
 from support import tiny
@@ -30,9 +30,9 @@ def test_a_prompts_ids_are_as_likely_as_evaluation_says(family, changes, pack, k
     model, prompt = model_of(family, changes), tiny.base_ids(60, 3)
     first, rest = np.array(prompt[:1], np.uint32), np.array(prompt[1:], np.uint32)
     row = compress_row(model, first, rest, pack=pack)
-    (expected,) = score(model, [row])
+    (expected,) = score_rows(model, [row])
     with tiny_engine(family, model=changes, kind=kind, run={"prefill_step_size": 16}) as engine:
-        found = list(engine.prompt_ids(prompt, 3, pack))
+        found = list(engine.score_prompt_ids(prompt, 3, pack))
     assert [i for one in found for i in one.base_ids] == prompt
     assert [len(one.base_ids) for one in found] == row.spans.tolist()
     assert (found[0].logprob, found[0].likely) == (None, ())
@@ -51,7 +51,7 @@ def test_a_prompts_ids_are_as_likely_as_evaluation_says(family, changes, pack, k
 @both
 def test_other_requests_go_on_between_two_parts(kind):
     with tiny_engine(kind=kind, run={"prefill_step_size": 4}) as engine:
-        parts = engine.prompt_ids(tiny.base_ids(60, 3))
+        parts = engine.score_prompt_ids(tiny.base_ids(60, 3))
         first = next(parts)
         ids = ask(engine, tiny.base_ids(9, 1), max_tokens=5)[1].wait().ids
         assert sum(len(one.base_ids) for one in (first, *parts)) == 60
@@ -63,7 +63,7 @@ def test_the_figures_of_requests_are_those_without(kind):
     with tiny_engine(kind=kind) as engine:
         prompt = tiny.base_ids(30, 3)
         before = ask(engine, prompt, max_tokens=8)[1].wait()
-        list(engine.prompt_ids(prompt))
+        list(engine.score_prompt_ids(prompt))
         after = ask(engine, prompt, max_tokens=8)[1].wait()
         assert [event.id for event in before.events if isinstance(event, Emitted)] == after.ids
         assert engine.figures().requests == 2
@@ -73,19 +73,19 @@ def test_the_figures_of_requests_are_those_without(kind):
 def test_what_no_request_may_have_is_refused_before_anything_is_read(kind):
     with tiny_engine(kind=kind, max_prompt_tokens=20) as engine:
         with pytest.raises(PromptTooLongError):
-            engine.prompt_ids(tiny.base_ids(30, 3))
+            engine.score_prompt_ids(tiny.base_ids(30, 3))
         with pytest.raises(GenerationError, match="empty"):
-            engine.prompt_ids([])
+            engine.score_prompt_ids([])
         with pytest.raises(GenerationError, match="top_logprobs"):
-            engine.prompt_ids([3], 1000)
-        assert [one.base_ids for one in engine.prompt_ids([3])] == [(3,)]
+            engine.score_prompt_ids([3], 1000)
+        assert [one.base_ids for one in engine.score_prompt_ids([3])] == [(3,)]
     with pytest.raises(EngineStoppedError):
-        engine.prompt_ids([3])
+        engine.score_prompt_ids([3])
 
 
 def test_an_engine_that_closes_ends_what_reads_a_prompt():
     engine = tiny_engine(run={"prefill_step_size": 4})
-    parts = engine.prompt_ids(tiny.base_ids(60, 3))
+    parts = engine.score_prompt_ids(tiny.base_ids(60, 3))
     next(parts), next(parts)
     closing = threading.Thread(target=engine.close)
     closing.start()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_zip.codec.ids import common_length
+from mlx_zip.codec.ids import common_prefix_length
 from mlx_zip.engine.sessions.mlx_caches import copy_prefix
 from mlx_zip.engine.sessions.session_list import PrefixIndex
 from mlx_zip.errors import EngineError
@@ -292,8 +292,8 @@ def test_a_search_among_a_thousand_long_sessions_compares_few_edges(monkeypatch)
         sessions.append(np.concatenate([system, rng.integers(0, 30000, 1500)]).astype(np.uint32))
         index.add(str(number), sessions[-1])
     compared = []
-    compare = lambda edge, ids: compared.append(edge) or common_length(edge, ids)
-    monkeypatch.setattr("mlx_zip.engine.sessions.session_list.common_length", compare)
+    compare = lambda edge, ids: compared.append(edge) or common_prefix_length(edge, ids)
+    monkeypatch.setattr("mlx_zip.engine.sessions.session_list.common_prefix_length", compare)
     found = index.find(sessions[700][:1990])
     assert found.depth == 1990
     assert list(found.names()) == ["700"]

@@ -116,7 +116,7 @@ def test_a_machine_that_is_lost_ends_the_others_engine_soon_also_when_nothing_is
 @pytest.mark.slow
 def test_a_request_that_came_just_before_closing_is_answered_on_one_machine_of_a_run_too(tmp_path, monkeypatch):
     engine = open_split_engine(mx.distributed.init(), write_model(tmp_path / "model", "llama"), sessions=None)
-    take, asked, go = engine._inbox.take, [], threading.Event()
+    take, asked, go = engine._inbox.run_queued_calls, [], threading.Event()
 
     def then_closes(wait_s):
         take(wait_s)
@@ -124,7 +124,7 @@ def test_a_request_that_came_just_before_closing_is_answered_on_one_machine_of_a
             asked.append(ask(engine, tiny.base_ids(9), max_tokens=5)[1])
             engine.close(drain_s=LIMIT_S)
 
-    monkeypatch.setattr(engine._inbox, "take", then_closes)
+    monkeypatch.setattr(engine._inbox, "run_queued_calls", then_closes)
     go.set()
     engine._thread.join(LIMIT_S)
     assert asked[0].wait().end.reason == "length"
@@ -134,7 +134,7 @@ def test_how_likely_a_prompt_is_nobody_is_told_and_the_engine_goes_on(tmp_path):
     folder = write_model(tmp_path / "model", "llama")
     with open_split_engine(mx.distributed.init(), folder, sessions=None) as engine:
         with pytest.raises(GenerationError, match="split over several machines does not tell"):
-            engine.prompt_ids(tiny.base_ids(9))
+            engine.score_prompt_ids(tiny.base_ids(9))
         assert ask(engine, tiny.base_ids(9), max_tokens=5)[1].wait().end.reason == "length"
 
 

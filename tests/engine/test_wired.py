@@ -88,8 +88,8 @@ def test_after_a_long_pause_it_is_free_and_the_next_request_wires_it_again(limit
 def test_nobody_has_to_call_for_a_pause_to_end(limits):
     freed = threading.Event()
     with tiny_engine(keep_wired_s=0.05) as engine:
-        free = engine._wired.free
-        engine._wired.free = lambda: (free(), freed.set())
+        free = engine._wired.unwire
+        engine._wired.unwire = lambda: (free(), freed.set())
         ask(engine, PROMPT, max_tokens=4)[1].wait()
         assert freed.wait(20)
         assert limits[-1] == BEFORE
@@ -110,7 +110,7 @@ def test_memory_is_free_on_request_unless_requests_run(limits):
 def test_scoring_a_prompt_wires_it_too(limits):
     with tiny_engine() as engine:
         engine.unwire_idle_memory()
-        assert list(engine.prompt_ids(PROMPT))
+        assert list(engine.score_prompt_ids(PROMPT))
         assert limits == [BEFORE, RECOMMENDED, BEFORE, RECOMMENDED]
 
 
@@ -151,17 +151,17 @@ def test_a_device_that_recommends_nothing_is_left_alone(monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a processor"})
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: pytest.fail("set"))
     memory = WiredMemory(1.0, [])
-    memory.hold()
-    assert memory.free_if_idle() is None
-    memory.free()
+    memory.wire()
+    assert memory.unwire_if_idle() is None
+    memory.unwire()
 
 
 def test_a_fault_while_the_device_is_waited_for_sets_the_limit_back_anyway(limits, monkeypatch):
     memory = WiredMemory(1.0, [mx.default_stream(mx.cpu)])
-    memory.hold()
+    memory.wire()
     monkeypatch.setattr(mx, "synchronize", lambda stream: pytest.fail("the device is gone"))
     with pytest.raises(pytest.fail.Exception):
-        memory.free()
+        memory.unwire()
     assert limits == [BEFORE, RECOMMENDED, BEFORE]
 
 

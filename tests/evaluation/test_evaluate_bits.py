@@ -10,7 +10,7 @@ from mlx_lm.models import gemma3_text, llama
 
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx import scoring
-from mlx_zip.engine.mlx.scoring import compress_row, score
+from mlx_zip.engine.mlx.scoring import compress_row, score_rows
 from mlx_zip.errors import DataError, ModelError
 from mlx_zip.evaluation.bits import BitsResult, ScoredWindow, Windows, compare_bits, measure_bits, ratio_standard_error
 from mlx_zip.packs.pack import Pack
@@ -218,9 +218,9 @@ def test_a_window_may_fill_the_models_positions_and_no_more():
 def test_bad_arguments_are_refused():
     rows = [compress_row(LLAMA, np.array([1, 5], np.uint32))]
     with pytest.raises(ModelError, match="--batch-size"):
-        score(LLAMA, rows, batch_size=0)
+        score_rows(LLAMA, rows, batch_size=0)
     with pytest.raises(ModelError, match="availability 'all'"):
-        score(LLAMA, rows, availability="all")
+        score_rows(LLAMA, rows, availability="all")
 
 
 # ---- what is reported

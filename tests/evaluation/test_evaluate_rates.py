@@ -99,7 +99,7 @@ def test_of_a_prompt_that_a_cache_holds_whole_the_end_is_read_again():
     cache, prompt = MODEL.make_cache(), TOKENIZER.encode("no no no no no no")
     responses(prompt, prompt_cache=cache)
     kept_ids, kept = prompt_caches.reusable_prefix(cache, prompt)
-    prompt_caches.trim_to(cache, kept_ids)
+    prompt_caches.trim_cache_to(cache, kept_ids)
     book = cache[-1].books[0]
     assert book.expand(book.ids).tolist() == prompt[:kept]
     assert kept < len(prompt)

@@ -13,7 +13,7 @@ from mlx_zip import cli  # noqa: E402
 from mlx_zip.cuda import scorer  # noqa: E402
 from mlx_zip.cuda.evaluation_model import EvaluatedModel, load_evaluated  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
-from mlx_zip.engine.mlx.scoring import compress_row, score  # noqa: E402
+from mlx_zip.engine.mlx.scoring import compress_row, score_rows  # noqa: E402
 from mlx_zip.errors import DataError  # noqa: E402
 from mlx_zip.evaluation.bits import measure_bits  # noqa: E402
 from mlx_zip.evaluation.rates import RateSettings, measure_rates  # noqa: E402
@@ -80,10 +80,10 @@ def test_a_plain_model_s_bits_are_those_of_mlx(tmp_path):
 def test_parts_small_enough_for_the_memory_give_the_same_scores(monkeypatch, logits, tmp_path):
     _, other = both("llama", tmp_path / "m", canonical=True)
     rows = [compress_row(other, np.array(tiny.base_ids(50, seed), np.uint32)) for seed in range(2)]
-    expected = score(other, rows)
+    expected = score_rows(other, rows)
     monkeypatch.setattr(scorer, "LOGITS", logits)
     monkeypatch.setattr(scorer, "CHUNK", 16)
-    for one, before in zip(score(other, rows), expected, strict=True):
+    for one, before in zip(score_rows(other, rows), expected, strict=True):
         np.testing.assert_allclose(one.logprobs, before.logprobs, atol=1e-4)
         assert one.greedy.tolist() == before.greedy.tolist()
 
@@ -91,7 +91,7 @@ def test_parts_small_enough_for_the_memory_give_the_same_scores(monkeypatch, log
 def test_an_id_is_greedy_where_it_is_with_mlx(tmp_path):
     model, other = both("llama", tmp_path / "m")
     rows = [compress_row(model, np.array(tiny.base_ids(60, seed), np.uint32)) for seed in range(4)]
-    expected, got = score(model, rows), score(other, rows)
+    expected, got = score_rows(model, rows), score_rows(other, rows)
     assert [one.greedy.tolist() for one in got] == [one.greedy.tolist() for one in expected]
     assert any(one.greedy.any() for one in got)
 
@@ -102,7 +102,7 @@ def test_ids_after_a_whole_row_are_as_likely_as_in_a_row_of_their_own(case, tmp_
     _, other = both(family, tmp_path / "m", **changes)
     first, ids = np.array(tiny.base_ids(60, 5), np.uint32), [4, 9, 20]
     whole = [compress_row(other, first, np.array([one], np.uint32)) for one in ids]
-    expected = [one.logprobs[-1] for one in score(other, whole)]
+    expected = [one.logprobs[-1] for one in score_rows(other, whole)]
     np.testing.assert_allclose(other.score_next(compress_row(other, first), ids), expected, atol=1e-5)
 
 

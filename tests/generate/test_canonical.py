@@ -15,7 +15,7 @@ from mlx_zip import cli
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.generate import batch_generate, load
-from mlx_zip.engine.mlx.scoring import compress_row, score
+from mlx_zip.engine.mlx.scoring import compress_row, score_rows
 from mlx_zip.engine.sampling.canonical import CanonicalDecoding, exclude_ids, exclude_ids_in_rows, restore_likely_ids
 from mlx_zip.engine.sampling.exclusions import ForbiddenFollowers, find_excluded_ids
 from mlx_zip.errors import ConfigError
@@ -245,7 +245,7 @@ def test_excluded_ids_have_no_probability_and_the_others_share_it(most, monkeypa
         p = np.exp(logits - np.logaddexp.reduce(logits))
         logits[gone] = -math.inf if p[gone].sum() <= most else logits[gone]
         expected.append(logits[target] - np.logaddexp.reduce(logits))
-    np.testing.assert_allclose(score(model, [row])[0].logprobs, expected, atol=2e-5)
+    np.testing.assert_allclose(score_rows(model, [row])[0].logprobs, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -263,7 +263,7 @@ def test_after_the_end_of_a_part_every_id_may_stand():
     part = np.array([5, 6, 7, 5], np.uint32)
     parts = compress_row(model, part, np.array([6, 9], np.uint32))
     assert parts.breaks == (3,)
-    assert np.isfinite(score(model, [parts])[0].logprobs).all()
+    assert np.isfinite(score_rows(model, [parts])[0].logprobs).all()
 
 
 # ---- config

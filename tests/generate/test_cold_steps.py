@@ -39,8 +39,8 @@ class Watched(RowStore):
 
 @pytest.fixture
 def store(monkeypatch):
-    made, run = Watched(), TwoPartStep.run
-    monkeypatch.setattr(TwoPartStep, "run", lambda self, ids: made.note_body(lambda: run(self, ids)))
+    made, run = Watched(), TwoPartStep.run_body
+    monkeypatch.setattr(TwoPartStep, "run_body", lambda self, ids: made.note_body(lambda: run(self, ids)))
     return made
 
 
@@ -95,12 +95,12 @@ def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
 
     monkeypatch.setattr(Model, "run_layers", with_a_slow_end)
     ahead, ended, before = TwoPartStep(model, cache), threading.Event(), model.row_source.store.encoded
-    h = ahead.run(y)
+    h = ahead.run_body(y)
     mx.async_eval(h)
     waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
     waiter.start()
-    ahead.follow(h, y)
-    model.row_source.settle_submitted()
+    ahead.compute_logits(h, y)
+    model.row_source.store_submitted_rows()
     assert not ended.is_set()
     encoded = model.row_source.store.encoded - before
     assert encoded > INPUT_ROWS_TOGETHER  # the input rows of `run`, the output row of `follow`

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_zip import stream_generate
-from mlx_zip.engine.mlx.prompt_caches import answers_in, notes_on
+from mlx_zip.engine.mlx.prompt_caches import answers_in_cache, notes_on
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.text.prompts import Chat
@@ -120,7 +120,7 @@ def test_after_any_edits_the_cache_begins_with_the_conversation_and_goes_on_as_a
     cache, messages = new_cache(model), [message("user", ASKED)]
     for edit, n in [("ask", 0), *edits]:
         cache, messages = edited(edit, n, cache, messages)
-        wanted = Chat(messages).ids(tokenizer, answers_in(cache))
+        wanted = Chat(messages).ids(tokenizer, answers_in_cache(cache))
         responses = list(stream_generate(model, tokenizer, messages, 6, prompt_cache=cache))
         state = find_zip_state(cache)
         base_ids = notes_on(cache).ids if state is None else state.books[0].base_ids(0).tolist()

@@ -62,7 +62,7 @@ def columns(monkeypatch):
 def counted(monkeypatch):
     """How often a body ran ahead, and how often again with the right rows."""
     seen = {"ahead": 0, "waited": 0, "again": 0}
-    run, hidden = TwoPartStep.run, Model.hidden
+    run, hidden = TwoPartStep.run_body, Model.run_body
 
     def counting_ahead(self, *args):
         h = run(self, *args)
@@ -73,8 +73,8 @@ def counted(monkeypatch):
         seen["again"] += isinstance(ids, int)
         return hidden(self, kv, state, ids, *more)
 
-    monkeypatch.setattr(TwoPartStep, "run", counting_ahead)
-    monkeypatch.setattr(Model, "hidden", counting_hidden)
+    monkeypatch.setattr(TwoPartStep, "run_body", counting_ahead)
+    monkeypatch.setattr(Model, "run_body", counting_hidden)
     return seen
 
 
@@ -337,7 +337,7 @@ def test_whatever_raises_the_cache_is_even_and_holds_what_was_yielded(where, ahe
     if where == "second block":
         model.model.layers[1] = interrupted
     if where == "id":
-        monkeypatch.setattr(TwoPartStep if ahead else Model, "follow" if ahead else "joint_head", interrupted)
+        monkeypatch.setattr(TwoPartStep if ahead else Model, "compute_logits" if ahead else "joint_head", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(steps)
     assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
@@ -418,7 +418,7 @@ def test_after_a_trim_below_longropes_border_the_short_factors_are_back():
             model(mx.array([[one]]), cache=cache)
         trim_prompt_cache(cache, 12)
     assert caches[0][-1].long_rope
-    h = TwoPartStep(model, caches[0]).run(mx.array([[5]]))
+    h = TwoPartStep(model, caches[0]).run_body(mx.array([[5]]))
     assert h is None
     expected = tiny.last_logits(model, [5], caches[1])
     np.testing.assert_allclose(tiny.last_logits(model, [5], caches[0]), expected, atol=1e-5)
@@ -464,8 +464,10 @@ def test_a_row_that_exists_is_not_encoded_again(ahead, monkeypatch):
     with those that follow; else one per hypertoken read.
     """
     model, encoded = tiny.tiny_model(), []
-    encode = RowSource.encode
-    monkeypatch.setattr(RowSource, "encode", lambda self, *args: encoded.append(len(args[-1])) or encode(self, *args))
+    encode = RowSource.encode_rows_of_side
+    monkeypatch.setattr(
+        RowSource, "encode_rows_of_side", lambda self, *args: encoded.append(len(args[-1])) or encode(self, *args)
+    )
     cache = model.make_cache()
     list(decode(model, cache, ahead=ahead))
     book = cache[-1].books[0]

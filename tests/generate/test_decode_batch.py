@@ -106,7 +106,7 @@ def test_processors_follow_their_sequences_when_others_leave(ahead):
 def test_nothing_is_left_when_the_last_sequence_has_ended():
     requests = together(tiny.tiny_model(), False)
     found = requests.run(STEPS, end=[(3, 0), (5, 1), (5, 2)])
-    requests.scheduler.work()
+    requests.scheduler.run_round()
     assert [len(ids) for ids in found] == [3, 5, 5]
     assert not requests.scheduler.busy
 
@@ -175,11 +175,13 @@ def test_outside_of_their_steps_nothing_is_left_for_the_device_to_begin_with(mon
 
 def test_ids_of_rows_that_have_ended_are_no_part_of_the_bodys_graph(monkeypatch):
     """An array of that graph would be on the host only when the body has ended."""
-    requests, waiting_for, run = together(tiny.tiny_model(), True), [], TwoPartStep.run
+    requests, waiting_for, run = together(tiny.tiny_model(), True), [], TwoPartStep.run_body
     requests.run(2)
     requests.requests[1].handle.cancelled = True
-    monkeypatch.setattr(TwoPartStep, "run", lambda self, ids: waiting_for.append(count_launches(ids)) or run(self, ids))
+    monkeypatch.setattr(
+        TwoPartStep, "run_body", lambda self, ids: waiting_for.append(count_launches(ids)) or run(self, ids)
+    )
     for _ in range(3):
-        requests.scheduler.work()
+        requests.scheduler.run_round()
     assert [sum(one.values()) for one in waiting_for] == [0, 0, 0]
     assert len(requests.cache[-1].books) == 2

@@ -301,14 +301,14 @@ def test_a_row_that_has_ended_does_not_end_or_disturb_the_others():
 
 
 def test_a_row_that_has_ended_leaves_the_batch(monkeypatch):
-    sizes, launch = [], Group.launch
+    sizes, launch = [], Group.launch_pass
 
     def noting(group):
         launch(group)
         sizes.append((len(find_zip_state(group.cache).books), group.cache[0].keys.shape[0]))
 
     stop = generate(MODEL, ENDLESS, PROMPTS[0], max_tokens=30)[:3]
-    monkeypatch.setattr(Group, "launch", noting)
+    monkeypatch.setattr(Group, "launch_pass", noting)
     rows = [row for row, _ in stream_batch(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop)]
     assert (len(PROMPTS), len(PROMPTS)) in sizes
     assert all(books == kv for books, kv in sizes)

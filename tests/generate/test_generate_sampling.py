@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.engine.sampling.options import MOST_BIAS, Sampling
-from mlx_zip.engine.sampling.processors import base_ids_only, make_processors, make_sampler
+from mlx_zip.engine.sampling.processors import base_ids_only, make_penalty_processors, make_sampler
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.rows.zip_state import ZipState
 from support import tiny
@@ -38,7 +38,7 @@ def some_logits(state):
 
 
 def processed(options, state, logits):
-    (processor,) = make_processors(options, PARAMS.vocab_size, state)
+    (processor,) = make_penalty_processors(options, PARAMS.vocab_size, state)
     return np.array(processor(mx.array([0]), mx.array(logits)))
 
 
@@ -102,7 +102,7 @@ def test_columns_that_are_closed_stay_closed():
 
 def test_the_logits_keep_their_dtype():
     state = read(tiny.base_ids(60))
-    (processor,) = make_processors(Sampling(presence_penalty=1.0), PARAMS.vocab_size, state)
+    (processor,) = make_penalty_processors(Sampling(presence_penalty=1.0), PARAMS.vocab_size, state)
     assert processor(mx.array([0]), mx.array(some_logits(state)).astype(mx.bfloat16)).dtype == mx.bfloat16
 
 
@@ -153,7 +153,7 @@ def test_penalties_that_follow_a_request_equal_the_plain_form_bit_for_bit(name, 
     options, pad_id = Sampling(**{**ONE_BY_ONE, **ODD}[name]), 39 if merge_size == 2 else None
     rng, params = np.random.default_rng(3), CodecParams(40, 20, merge_size, [39], pad_id, [(1, 2)], policy)
     state = ZipState(params)
-    (processor,) = make_processors(options, params.vocab_size, state)
+    (processor,) = make_penalty_processors(options, params.vocab_size, state)
     for step in range(60):
         book = state.books[0]
         if step % 20 == 19:
@@ -168,28 +168,28 @@ def test_penalties_that_follow_a_request_equal_the_plain_form_bit_for_bit(name, 
 
 
 def test_without_penalties_there_is_nothing_to_process():
-    assert make_processors(Sampling(), PARAMS.vocab_size, ZipState(PARAMS)) == []
+    assert make_penalty_processors(Sampling(), PARAMS.vocab_size, ZipState(PARAMS)) == []
 
 
 @pytest.mark.parametrize("base_id", [-1, PARAMS.vocab_size, "3"])
 def test_a_bias_on_what_is_no_base_id_is_refused(base_id):
     with pytest.raises(GenerationError, match="--logit-bias"):
-        make_processors(Sampling(logit_bias={base_id: 1.0}), PARAMS.vocab_size, ZipState(PARAMS))
+        make_penalty_processors(Sampling(logit_bias={base_id: 1.0}), PARAMS.vocab_size, ZipState(PARAMS))
 
 
 def test_biases_that_rule_out_every_base_id_are_refused():
     biases = dict.fromkeys(range(PARAMS.vocab_size), float("-inf"))
     with pytest.raises(GenerationError, match="rules out every base id"):
-        make_processors(Sampling(logit_bias=biases), PARAMS.vocab_size, ZipState(PARAMS))
+        make_penalty_processors(Sampling(logit_bias=biases), PARAMS.vocab_size, ZipState(PARAMS))
     del biases[5]
-    assert make_processors(Sampling(logit_bias=biases), PARAMS.vocab_size, ZipState(PARAMS))
+    assert make_penalty_processors(Sampling(logit_bias=biases), PARAMS.vocab_size, ZipState(PARAMS))
 
 
 def test_the_largest_bias_fits_the_narrowest_logits():
     state, merge_size = read(tiny.base_ids(60)), 16
     options = Sampling(logit_bias=dict.fromkeys(range(PARAMS.vocab_size), MOST_BIAS))
     logits = mx.array(some_logits(state)).astype(mx.float16)
-    (processor,) = make_processors(options, PARAMS.vocab_size, state)
+    (processor,) = make_penalty_processors(options, PARAMS.vocab_size, state)
     assert float(mx.max(processor(mx.array([0]), logits)).item()) < math.inf
     assert merge_size * MOST_BIAS < 65504
 

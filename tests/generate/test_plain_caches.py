@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
-from mlx_zip.engine.mlx.served import bounded_cache
+from mlx_zip.engine.mlx.served import make_bounded_cache
 from mlx_zip.errors import GenerationError
 from support import tiny
 from support.generating import ENDLESS, MODEL
@@ -84,7 +84,7 @@ def test_a_bounded_cache_gives_mlx_lm_s_ids(name, size):
 
 
 def test_a_bounded_cache_holds_no_more_than_its_bound():
-    cache = bounded_cache(family("llama"), 16)
+    cache = make_bounded_cache(family("llama"), 16)
     list(stream_generate(family("llama"), ENDLESS, PROMPTS[1], 30, prompt_cache=cache))
     assert {entry.keys.shape[2] for entry in cache} == {16}
     assert {entry.offset for entry in cache} == {len(PROMPTS[1]) + 30}

@@ -50,7 +50,7 @@ def zip_steps(model, ids, cache, canonical, twice):
     processor(None, mx.zeros((1, model.layout.width)))
     for one in ids:
         y = mx.array([one])
-        logits = ahead.follow(ahead.run(y), y)[:, -1]
+        logits = ahead.compute_logits(ahead.run_body(y), y)[:, -1]
         twice.append(cache[-1].second_bodies)
         yield chosen(processor(None, logits) if canonical else logits)
 
@@ -94,7 +94,7 @@ def counted(model, warm, canonical=False):
     if warm:
         model.row_source.store.flush()
     cache, _ = read(model)
-    mx.eval(TwoPartStep(model, cache).run(mx.array([5])))  # the prompt's entries have input rows from here on
+    mx.eval(TwoPartStep(model, cache).run_body(mx.array([5])))  # the prompt's entries have input rows from here on
     cache[0].trim(1), [entry.trim(1) for entry in cache[1:-1]]
     book, installs = cache[-1].books[0].copy(), []
     for one in emitted:
@@ -154,11 +154,11 @@ def test_the_id_is_on_the_host_while_its_body_still_runs(monkeypatch):
 
     monkeypatch.setattr(Model, "run_layers", with_a_slow_end)
     ahead, ended = TwoPartStep(model, cache), threading.Event()
-    h = ahead.run(y)
+    h = ahead.run_body(y)
     mx.async_eval(h)
     waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
     waiter.start()
-    logits = ahead.follow(h, y)
+    logits = ahead.compute_logits(h, y)
     assert not ended.is_set()
     assert cache[-1].books[0].last == y.item()
     waiter.join()
@@ -175,7 +175,7 @@ def test_a_hypertoken_that_is_installed_by_being_read_runs_the_body_again():
     for one in ids:
         y = mx.array([one])
         np.testing.assert_allclose(
-            np.array(ahead.follow(ahead.run(y), y)), np.array(model(y[None], cache=plain)), atol=1e-5
+            np.array(ahead.compute_logits(ahead.run_body(y), y)), np.array(model(y[None], cache=plain)), atol=1e-5
         )
     assert cache[-1].second_bodies == 1
     assert plain[-1].second_bodies == 0
@@ -186,7 +186,7 @@ def test_input_rows_that_run_encodes_go_into_a_table_of_two_copies():
     cache, y = read(model)
     assert not isinstance(cache[-1].inputs, TwoCopyTable)
     assert len(cache[-1].missing_installed_inputs()) >= INPUT_ROWS_TOGETHER
-    TwoPartStep(model, cache).run(y)
+    TwoPartStep(model, cache).run_body(y)
     assert isinstance(cache[-1].inputs, TwoCopyTable)
     assert not len(cache[-1].missing_installed_inputs())
 
@@ -200,7 +200,7 @@ def test_a_batch_that_was_saved_and_loaded_goes_on_ahead():
         cache = [*cache[:-1], ZipState.from_state(cache[-1].state)]  # without rows and without places
         y = mx.array([model.layout.hyper_id(len(book) - 1) for book in cache[-1].books])
         if ahead:
-            logits.append(TwoPartStep(model, cache).follow(TwoPartStep(model, cache).run(y), y))
+            logits.append(TwoPartStep(model, cache).compute_logits(TwoPartStep(model, cache).run_body(y), y))
         else:
             logits.append(model(y[:, None], cache=cache))
     np.testing.assert_allclose(*map(np.array, logits), atol=1e-4)
@@ -281,8 +281,8 @@ def test_every_table_holds_what_was_put_last(kind):
         n = int(rng.integers(1, 6))
         places, first = rng.permutation(limit)[:n], int(rng.integers(limit - n))
         rows = rng.normal(size=(2, n, width)).astype(np.float32)
-        table.put(places, mx.array(rows[0]), limit)
-        np.testing.assert_array_equal(np.array(table.at(places)), rows[0])
+        table.put_rows(places, mx.array(rows[0]), limit)
+        np.testing.assert_array_equal(np.array(table.rows_at(places)), rows[0])
         table.put_run(first, mx.array(rows[1]), limit)
         expected[places] = rows[0]
         expected[first : first + n] = rows[1]
@@ -290,7 +290,7 @@ def test_every_table_holds_what_was_put_last(kind):
         np.testing.assert_array_equal(found[0], expected[: found.shape[1]])
     twin, some = table.copy(), rng.permutation(table.capacity)[:300]
     kept = table.select(some, 400)
-    table.put(np.array([0]), mx.full((1, width), 9.0), limit)
+    table.put_rows(np.array([0]), mx.full((1, width), 9.0), limit)
     np.testing.assert_array_equal(np.array(twin.rows)[0], expected[: found.shape[1]])
     np.testing.assert_array_equal(np.array(kept.rows)[0, :300], expected[some])
     kept.put_run(300, mx.ones((1, width)))

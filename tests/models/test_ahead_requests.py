@@ -70,12 +70,12 @@ class Requests(RuleBasedStateMachine):
 
     def step_ahead(self, number, copied):
         one = mx.array([self.chosen(number)])
-        h = TwoPartStep(self.model, self.cache).run(one)
+        h = TwoPartStep(self.model, self.cache).run_body(one)
         if h is None:
             return self.read(one.tolist(), self.model(one[None], cache=self.cache))
         if copied:
             self.cache = copy.deepcopy(self.cache)
-        return self.read(one.tolist(), TwoPartStep(self.model, self.cache).follow(h, one))
+        return self.read(one.tolist(), TwoPartStep(self.model, self.cache).compute_logits(h, one))
 
     @rule(number=st.integers(0, LAST))
     def step_that_waits(self, number):
@@ -88,7 +88,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, LAST))
     def body_without_its_end(self, number):
-        TwoPartStep(self.model, self.cache).run(mx.array([self.chosen(number)]))
+        TwoPartStep(self.model, self.cache).run_body(mx.array([self.chosen(number)]))
         self.model.trim_cache(self.cache, len(self.ids))
 
     @precondition(lambda self: len(self.ids) > 1)

@@ -101,7 +101,7 @@ class Batch:
         ids = mx.array([row.ids[-1] for row in self.rows])
         if self.ahead:
             ahead = TwoPartStep(self.model, self.cache)
-            logits = ahead.follow(ahead.run(ids), ids)[:, -1]
+            logits = ahead.compute_logits(ahead.run_body(ids), ids)[:, -1]
         else:
             logits = self.model(ids[:, None], cache=self.cache)[:, -1]
         for index, row in enumerate(self.rows):

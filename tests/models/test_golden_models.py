@@ -59,7 +59,7 @@ def test_encoders_give_the_published_rows(case):
     pad = case.expected["pad_token_id"]
     entries = case.arrays["encoder_codebook"][: len(case.arrays["encoder_input_side"])]
     lengths = (entries != pad).sum(axis=1)
-    for side, rows in zip(("input", "output"), case.model.rows(entries.astype(np.uint32), lengths), strict=True):
+    for side, rows in zip(("input", "output"), case.model.encode_rows(entries.astype(np.uint32), lengths), strict=True):
         np.testing.assert_allclose(np.array(rows), case.arrays[f"encoder_{side}_side"], atol=ROWS_ATOL, rtol=0)
 
 
@@ -79,7 +79,7 @@ def test_rows_of_the_prompt_s_entries_equal_the_published_ones(case, index):
     entries = case.prompts[index]["codebook_after_prompt"]
     width, pad = case.model.config.merge_size, case.model.config.pad_id
     padded = np.array([e + [pad] * (width - len(e)) for _, e in entries], dtype=np.uint32).reshape(-1, width)
-    inputs, outputs = case.model.rows(padded, np.array([len(e) for _, e in entries]))
+    inputs, outputs = case.model.encode_rows(padded, np.array([len(e) for _, e in entries]))
     expected = case.arrays[f"p{index}_hyper_embedding_rows"], case.arrays[f"p{index}_hyper_linear_rows"]
     np.testing.assert_allclose(np.array(inputs), expected[0], atol=ROWS_ATOL, rtol=0)
     np.testing.assert_allclose(np.array(outputs), expected[1], atol=ROWS_ATOL, rtol=0)

@@ -7,7 +7,7 @@ from mlx.utils import tree_map
 
 from mlx_zip.bench.papers.hbpe.patches import LOCAL, MEDIUM, SMALL
 from mlx_zip.errors import CodecError, ConfigError, GenerationError
-from mlx_zip.models.patches.patch_generation import canonical_patch, fill_patch, generate_patches
+from mlx_zip.models.patches.patch_generation import canonical_patch, generate_patches, pad_patch
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
@@ -60,7 +60,7 @@ def test_logits_of_a_patch_do_not_see_it_or_a_later_one(model, at):
 @pytest.mark.parametrize("k", range(9))
 def test_a_changed_byte_leaves_the_logits_of_earlier_bytes_alone(model, k):
     said = b"xy is a.b"
-    rows = lambda said: mx.array([[fill_patch([*said[at : at + 3], MARK], 4) for at in range(0, 9, 3)]])
+    rows = lambda said: mx.array([[pad_patch([*said[at : at + 3], MARK], 4) for at in range(0, 9, 3)]])
     before, after = (logits_of(model, rows(text))[0] for text in (said, said[:k] + b"?" + said[k + 1 :]))
     patch, place = divmod(k, 3)
     assert np.abs(before[:patch] - after[:patch]).max(initial=0) < ATOL
@@ -88,12 +88,12 @@ def test_texts_of_a_batch_do_not_see_each_other(model):
 
 def test_symbols_after_the_mark_are_not_read(model):
     patches = mx.array([[97, MARK, MARK, MARK], [97, MARK, 98, 99]])
-    e = np.array(model.encode(patches))
+    e = np.array(model.encode_patches(patches))
     assert np.abs(e[0] - e[1]).max() < ATOL
 
 
 def test_a_patch_without_a_mark_is_read_to_its_last_symbol(model):
-    e = np.array(model.encode(mx.array([[97, 98, 99, 100], [97, 98, 99, 101], [97, 98, 99, MARK]])))
+    e = np.array(model.encode_patches(mx.array([[97, 98, 99, 100], [97, 98, 99, 101], [97, 98, 99, MARK]])))
     assert np.abs(e[0] - e[1]).max() > 1e-3
     assert np.abs(e[0] - e[2]).max() > 1e-3
 
@@ -118,8 +118,8 @@ def test_a_plain_models_logits_depend_on_earlier_ids_only():
 def full_choices(model, prompt, patches):
     """The likeliest symbols of each written patch by one full forward over what the model read."""
     read = [*prompt, *(canonical_patch(TABLE.merges, patch) for patch in patches)]
-    rows = mx.array([[fill_patch(patch, 4) for patch in read]])
-    h = model.contexts(model.encode(rows[0])[None])[0]
+    rows = mx.array([[pad_patch(patch, 4) for patch in read]])
+    h = model.latent_states(model.encode_patches(rows[0])[None])[0]
     out = []
     for t, patch in enumerate(patches, start=len(prompt)):
         states = model.states(h[t : t + 1], mx.array([patch[:-1]], mx.int32).reshape(1, -1))

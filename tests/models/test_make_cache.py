@@ -56,7 +56,7 @@ def test_a_file_that_is_no_pack_is_named(tmp_path):
 
 def test_a_model_takes_a_pack_from_a_file(path):
     model = tiny_model()
-    model.take_pack(path)
+    model.use_pack(path)
     assert model.make_cache()[-1].params.start == model.config.start == START
     assert model.row_source.pack == TUNED
 

@@ -40,7 +40,7 @@ def sampled(model, seed=0, pushes=64):
         hyper = len(book) and rng.random() < 0.6
         book.push(VOCAB + int(rng.integers(len(book))) if hyper else int(rng.integers(3, 12)))
     ids = book.ids.tolist()
-    meanings = {(one, tuple(row)) for one, row in zip(ids, book.logged()[0].tolist(), strict=True)}
+    meanings = {(one, tuple(row)) for one, row in zip(ids, book.logged_base_ids()[0].tolist(), strict=True)}
     assert len(meanings) > len(set(ids)) + 3
     return ids
 
@@ -103,7 +103,7 @@ def test_rows_are_those_of_the_entries_that_the_slots_have(family, changes):
         expected.push([one])
         runs = list(expected.entries.values())
         padded = np.array([[*run, *[PAD] * (tiny.MERGE - len(run))] for run in runs], np.uint32)
-        rows = model.rows(padded, np.array([len(run) for run in runs]))[1]
+        rows = model.encode_rows(padded, np.array([len(run) for run in runs]))[1]
         np.testing.assert_allclose(np.array(cache[-1].outputs.rows)[0, : len(runs)], np.array(rows), atol=2e-5)
 
 

@@ -50,9 +50,9 @@ def test_an_entry_has_the_same_rows_alone_and_among_others(encoder):
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, MERGE + 1, 700)
     entries = np.where(np.arange(MERGE) < lengths[:, None], rng.integers(3, VOCAB, (700, MERGE)), PAD).astype(np.uint32)
-    together = model.rows(entries, lengths)
+    together = model.encode_rows(entries, lengths)
     for i in (0, 511, 512, 699):
-        alone = model.rows(entries[i : i + 1], lengths[i : i + 1])
+        alone = model.encode_rows(entries[i : i + 1], lengths[i : i + 1])
         for one, all_ in zip(alone, together, strict=True):
             np.testing.assert_allclose(np.array(one[0]), np.array(all_[i]), atol=1e-5, rtol=0)
 
@@ -224,7 +224,7 @@ def test_wrong_left_padding_is_refused(padding):
 )
 def test_impossible_entries_get_no_rows(base_ids, lengths):
     with pytest.raises(ModelError, match="entries must"):
-        tiny_model().rows(np.array(base_ids, np.uint32), np.array(lengths))
+        tiny_model().encode_rows(np.array(base_ids, np.uint32), np.array(lengths))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -45,7 +45,7 @@ def last(model, ids, cache):
 def below(model, ids):
     """How many ids end below the border."""
     count = 0
-    while not model.needs_long(model.make_cache()[-1], ids[None, : count + 1]):
+    while not model.call_needs_long_factors(model.make_cache()[-1], ids[None, : count + 1]):
         count += 1
     return count
 
@@ -104,7 +104,7 @@ def test_a_left_padded_batch_is_read_again_in_chunks(mode):
     ids[0], ids[1, 9:] = rows
     caches = [model.make_cache(left_padding=[0, 9]) for _ in range(2)]
     fresh = model.make_cache(left_padding=[0, 9])[-1]
-    end = max(n for n in range(1, 27) if not model.needs_long(fresh, ids[:, :n]))
+    end = max(n for n in range(1, 27) if not model.call_needs_long_factors(fresh, ids[:, :n]))
     more = np.concatenate([ids[:, end:], np.full((2, 6), 5, np.int32)], axis=1)
     model(mx.array(ids[:, :end]), cache=caches[0])
     assert not caches[0][-1].long_rope
@@ -156,7 +156,7 @@ def test_an_interrupt_between_two_layers_of_a_finished_refill_changes_neither():
     refill.read_next(short)
     refill.filled[1] = None  # stands for what an interrupt does
     with pytest.raises(TypeError):
-        refill.finish()
+        refill.install_refilled_caches()
     assert [vars(entry) for entry in cache[:-1]] == before
     assert not cache[-1].long_rope
 
@@ -165,13 +165,13 @@ def test_rows_of_refills_that_are_given_up_do_not_pile_up():
     model = model_of()
     model.row_source.store, ids, cache = RowStore(), ids_of(model), model.make_cache()
     model(mx.array(ids[None, : below(model, ids)]), cache=cache)
-    model.row_source.settle()
+    model.row_source.store_all_rows()
     for seed in range(1, 6):  # other ids each time, so that their rows are not there
         ids, cache = ids_of(model, seed=seed), model.make_cache()
         cache[-1].advance(ids[None, :20].astype(np.uint32))
         LongRopeRefill(model, cache[:-1], cache[-1], True).read_next(CHUNK)
     assert len(model.row_source.store._fresh) <= 2  # of the last one, on both sides
-    assert model.row_source.store.submit()
+    assert model.row_source.store.submit_rows()
 
 
 def loaded(cache):
@@ -232,7 +232,7 @@ def test_what_comes_next_is_judged_as_the_call_itself_does(mode):
         cache = model.make_cache()
         if begin:
             model(mx.array(ids[None, :begin]), cache=cache)
-        expected = model.needs_long(cache[-1], ids[None, begin:end])
+        expected = model.call_needs_long_factors(cache[-1], ids[None, begin:end])
         model(mx.array(ids[None, begin:end]), cache=cache)
         assert cache[-1].long_rope == expected
         assert {kv_length(entry) for entry in cache[:-1]} == {end}

@@ -20,7 +20,7 @@ def loaded():
     model = tiny_model()
     model.eval()
     model.row_source.store = RowStore()
-    model.take_pack(START)
+    model.use_pack(START)
     return model
 
 
@@ -42,7 +42,7 @@ def test_what_a_module_holds_besides_weights_never_changes():
     model.eval()
     before = {name: value for name, value in vars(model).items() if name != "row_source"}
     model.row_source.store = RowStore()
-    model.take_pack(START)
+    model.use_pack(START)
     last_logits(model, base_ids(40), model.make_cache())
     after = {name: value for name, value in vars(model).items() if name != "row_source"}
     assert after.keys() == before.keys()
@@ -55,7 +55,7 @@ def test_copies_share_store_and_pack_and_each_chooses_on_its_own():
         assert twin.row_source is not model.row_source
         assert twin.row_source.store is model.row_source.store
         assert twin.make_cache()[-1].params.start == START
-        twin.take_pack(())
+        twin.use_pack(())
         assert model.make_cache()[-1].params.start == START
 
 

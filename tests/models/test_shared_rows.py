@@ -28,7 +28,7 @@ def stepped(model, cache, ids, ahead=False):
     ids = mx.array(ids)
     if ahead:
         one = TwoPartStep(model, cache)
-        return np.array(one.follow(one.run(ids), ids)[:, -1])
+        return np.array(one.compute_logits(one.run_body(ids), ids)[:, -1])
     return np.array(model(ids[:, None], cache=cache)[:, -1])
 
 
@@ -48,7 +48,7 @@ def test_a_row_is_encoded_once_for_all_sequences_of_a_batch():
     model.row_source.store = RowStore()
     batch = model.make_cache(left_padding=[0] * 4, pack=PACK)
     model(mx.array([IDS] * 4), cache=batch)
-    model.row_source.settle()
+    model.row_source.store_all_rows()
     read_before = len({one for one in IDS if one >= tiny.VOCAB})
     assert model.row_source.store.encoded == len(batch[-1].books[0]) + read_before
     assert model.row_source.store.from_memory == 0
@@ -139,7 +139,7 @@ def test_an_interrupt_while_rows_are_shared_leaves_the_batch_as_it_was(at, monke
     with monkeypatch.context() as patch:
         patch.setattr(state.outputs, "put_run", interrupting(state.outputs.put_run))
         patch.setattr(state.places, "add", interrupting(state.places.add))
-        patch.setattr(state.places, "put", interrupting(state.places.put))
+        patch.setattr(state.places, "set_place", interrupting(state.places.set_place))
         with pytest.raises(KeyboardInterrupt):
             stepped(model, batch, [30, 31])
     np.testing.assert_allclose(stepped(model, copy.deepcopy(batch), [8, 9]), expected[1], atol=1e-5)

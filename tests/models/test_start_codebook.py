@@ -24,14 +24,14 @@ MODES = ["compressed", "base_token_end"]
 
 
 def slow_logits(model, ids, start):
-    """Logits [L, W] by hand: rows from `model.rows`, availability from the plain-Python codec."""
+    """Logits [L, W] by hand: rows from `model.encode_rows`, availability from the plain-Python codec."""
     book, installed = twin.Codebook(codec(start)), []
     for i in ids:
         book.push([i])
         installed.append(len(book.entries))
     padded = [[*run, *[PAD] * (MERGE - len(run))] for run in book.entries.values()]
     lengths = np.array([len(run) for run in book.entries.values()])
-    inputs, outputs = model.rows(np.array(padded, np.uint32), lengths)
+    inputs, outputs = model.encode_rows(np.array(padded, np.uint32), lengths)
     h = mx.stack([inputs[i - VOCAB] if i >= VOCAB else model.model.embed_tokens.weight[i] for i in ids])[None]
     spans = [len(book.entries[i]) if i >= VOCAB else 1 for i in ids]
     where = np.cumsum(spans) - 1 if model.config.position_mode == "base_token_end" else np.arange(len(ids))

@@ -75,7 +75,7 @@ def test_a_tuned_pack_must_be_in_a_file_that_workers_can_read(engine, prompt, tm
 
 def test_scores_of_prompts_and_files_of_sessions_are_refused(engine, prompt, tmp_path):
     with pytest.raises(GenerationError, match="vLLM does not tell how likely the ids of a prompt are"):
-        list(engine.prompt_ids(prompt))
+        list(engine.score_prompt_ids(prompt))
     with pytest.raises(EngineError, match="cannot be written to a file"):
         engine.save_session("any", tmp_path / "s.safetensors")
     with pytest.raises(EngineError, match="vLLM cannot go on"):
@@ -134,7 +134,7 @@ def test_what_was_computed_before_an_id_that_cannot_be_read_is_right(engine):
 def test_a_pack_file_that_has_changed_since_is_an_error(engine, prompt, tmp_path, monkeypatch):
     file, whole = tmp_path / "pack.npz", load_pack(resolve_model_name("stories") / "pack.npz")
     assert whole.rows is not None
-    save_pack(file, replace(whole, entries=whole.entries[:9], rows=whole.rows.chosen(range(9))))
+    save_pack(file, replace(whole, entries=whole.entries[:9], rows=whole.rows.select(range(9))))
     monkeypatch.setattr("mlx_zip.vllm.packs.resolve_pack", lambda asked: Pack(((5, 6),)))
     watch = answer_all(engine, [Submission(prompt, 12, pack=file)])[0]
     assert "could not read the request's ids or its pack" in str(watch.end.error)

@@ -172,7 +172,7 @@ def test_what_is_too_much_to_echo_is_not_scored(served, monkeypatch):
         raise AssertionError("a prompt was scored")
 
     monkeypatch.setattr("mlx_zip.server.openai.completions.MOST_ECHOED", 40)
-    monkeypatch.setattr(served.core.engine, "prompt_ids", score)
+    monkeypatch.setattr(served.core.engine, "score_prompt_ids", score)
     refused = ask(served, [[1] * 10, [1] * 11], echo=True, logprobs=1, max_tokens=0)
     assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
 

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip import load, stream_generate
-from mlx_zip.engine.mlx.prompt_caches import keep_notes, notes_on
+from mlx_zip.engine.mlx.prompt_caches import attach_notes, notes_on
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny_text
@@ -58,7 +58,7 @@ def first_turn(kind, seed=None, **options):
     """(cache, messages up to the second question, how many base tokens the cache holds)."""
     made, messages, had = _first_turn(kind, seed, **options)
     cache = copy.deepcopy(made)
-    keep_notes(cache, copy.deepcopy(notes_on(made)))
+    attach_notes(cache, copy.deepcopy(notes_on(made)))
     return cache, [dict(one) for one in messages], had
 
 

@@ -36,5 +36,5 @@ def steps_without_row(model, prompts, emitted):
 
 def entry_of(book, slot):
     """Returns the base ids of the entry in a slot."""
-    base_ids, lengths = book.rows(slot, 1)
+    base_ids, lengths = book.padded_entries(slot, 1)
     return tuple(base_ids[0, : lengths[0]].tolist())

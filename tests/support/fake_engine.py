@@ -207,12 +207,12 @@ class FakeEngine(Engine):
         if pack is not None and any(one >= self.info.vocab_size for entry in pack.entries for one in entry):
             raise GenerationError("pack: an entry holds an id that is no base id")
 
-    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+    def count_prompt_ids(self, base_ids: Sequence[int], pack: Any = None) -> int:
         self.check_pack(pack)
         params = CodecParams(self.info.vocab_size, 4096, 4, start=None if pack is None else pack.entries)
         return len(compress(params, base_ids)[0])
 
-    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+    def score_prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
         """The first id alone, then hypertokens of two base ids; the second of `likely` is id 5."""
         self._check(Submission(base_ids))
         yield PromptId((base_ids[0],))
@@ -269,7 +269,7 @@ class FakeEngine(Engine):
     def alive(self) -> bool:
         return self._alive
 
-    def on_death(self, call: Callable[[BaseException], None]) -> None:
+    def call_on_fault(self, call: Callable[[BaseException], None]) -> None:
         self._deaths.append(call)
 
     def die(self) -> None:

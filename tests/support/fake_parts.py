@@ -41,7 +41,7 @@ class FakeServed:
     def state_of(self, cache: Any) -> None:
         return None
 
-    def make_draws(self, options: Any, state: Any) -> Any:
+    def make_request_sampler(self, options: Any, state: Any) -> Any:
         return SimpleNamespace(state=None)
 
     def make_penalties(self, options: Any, state: Any) -> list[Any]:
@@ -53,7 +53,7 @@ class FakeServed:
     def clear_draft_cache(self) -> None:
         return
 
-    def free_unused(self) -> None:
+    def free_unused_memory(self) -> None:
         return
 
     def settle(self) -> None:
@@ -67,7 +67,7 @@ class FakeReading:
         self.served, self.request, self.left = served, request, len(request.prompt_ids)
 
     @property
-    def key(self) -> object:
+    def batch_key(self) -> object:
         return self.served.key if self.left == len(self.request.prompt_ids) else None
 
     def read(self, at_most: int, others: Sequence[FakeReading] = ()) -> tuple[int, Any]:
@@ -79,7 +79,7 @@ class FakeReading:
         self.left -= count
         self.served.notes.append(("read", name_of(self.request), count))
         total = len(self.request.prompt_ids)
-        self.request.note_read(self.request.prompt_ids[total - self.left - count : total - self.left])
+        self.request.note_read_ids(self.request.prompt_ids[total - self.left - count : total - self.left])
         self.request.send(Progress(total - self.left, total))
         return count, None if self.left else FakeGroup(self.served, [self.request])
 
@@ -94,41 +94,41 @@ class FakeGroup:
     def length(self) -> int:
         return max(request.held_ids for request in self.requests)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self.served.notes.append(("step", *map(name_of, self.requests)))
 
-    def read(self) -> None:
+    def read_chosen_ids(self) -> None:
         for request in self.requests:
             if request.handle.cancelled:
                 request.reason = "cancelled"
             else:
                 request.count_chosen(Chosen(1))
 
-    def settle(self) -> list[Request]:
+    def remove_ended(self) -> list[Request]:
         leaving = [request for request in self.requests if request.reason is not None]
         self.requests = [request for request in self.requests if request.reason is None]
         return leaving
 
-    def launch(self) -> None:
+    def launch_pass(self) -> None:
         for request in self.requests:
-            request.note_read([1])
+            request.note_read_ids([1])
 
-    def finish(self) -> None:
+    def finish_choosing(self) -> None:
         return
 
-    def key(self) -> None:
+    def uses_long_factors(self) -> None:
         return None
 
-    def switching(self) -> list[int]:
+    def rows_switching_factors(self) -> list[int]:
         return []
 
-    def split(self, rows: Sequence[int]) -> list[Any]:
+    def split_off_rows(self, rows: Sequence[int]) -> list[Any]:
         return []
 
-    def join(self, others: Sequence[Any]) -> None:
+    def merge_groups(self, others: Sequence[Any]) -> None:
         return
 
-    def drop(self) -> None:
+    def drop_requests(self) -> None:
         self.requests = []
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.interface import Emitted, Submission
-from mlx_zip.engine.mlx.generate import emit
+from mlx_zip.engine.mlx.generate import stream_ids
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
@@ -40,7 +40,7 @@ def decode_steps(
 ) -> Iterator[tuple[int, mx.array]]:
     """Yields up to `max_steps` emitted ids with their log-probabilities. run: fields of `RunOptions`."""
     options = RunOptions(**run)
-    made = emit(model, prompt, cache, sampler=sampler, processors=processors, progress=progress, run=options)
+    made = stream_ids(model, prompt, cache, sampler=sampler, processors=processors, progress=progress, run=options)
     try:
         yield from islice(made, max_steps)
     finally:
@@ -72,7 +72,7 @@ class Together:
             submission = Submission(prompt.tolist(), keep=False)
             checked = Checked(submission, as_ids(prompt), Sampling(**sampling), None, "", 0)
             self.requests.append(Request(checked, self._taker(row), own))
-            self.scheduler.add(self.requests[-1])
+            self.scheduler.add_request(self.requests[-1])
 
     def _taker(self, row: int) -> Callable[[Any], None]:
         return lambda event: self.ids[row].append(event.id) if isinstance(event, Emitted) else None
@@ -87,7 +87,7 @@ class Together:
         """Runs until all that go on have emitted `steps` ids; returns the first of them. end: (ids, row) that ends."""
         ends = {row: count for count, row in end}
         while any(len(ids) < ends.get(row, steps) for row, ids in enumerate(self.ids)):
-            self.scheduler.work()
+            self.scheduler.run_round()
             for request in self.requests:
                 if request.error is not None:
                     raise request.error

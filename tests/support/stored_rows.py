@@ -50,14 +50,14 @@ def fill(folder: Path, n: int = N, seed: int = 0, folder_bytes: int = 1 << 20) -
     """Stores n entries."""
     with RowStore(folder, folder_bytes=folder_bytes) as store:
         ids, lengths = entries(n, seed)
-        store.rows(kind(), ids, lengths, Encoder())
+        store.find_or_encode_rows(kind(), ids, lengths, Encoder())
 
 
 def check(folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None, folder_bytes: int = 1 << 20) -> int:
     """Reads n entries, checks their rows, stores the missing ones, and returns how many were missing."""
     encoder, (ids, lengths) = Encoder(), entries(n, seed)
     with RowStore(folder, folder_bytes=folder_bytes) as store:
-        rows = store.rows(which or kind(), ids, lengths, encoder)
+        rows = store.find_or_encode_rows(which or kind(), ids, lengths, encoder)
         np.testing.assert_array_equal(np.array(rows), true_rows(ids, lengths))
     return sum(encoder.calls)
 

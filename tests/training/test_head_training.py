@@ -16,7 +16,7 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine.sampling.canonical import exclude_ids
 from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.errors import ModelError, TrainingError
-from mlx_zip.models.draft_head import DraftHead, HeadedModel, load_draft_head, make_proposer, save_draft_head
+from mlx_zip.models.draft_head import DraftHead, HeadedModel, load_draft_head, make_head_proposer, save_draft_head
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
@@ -45,7 +45,7 @@ def by_hand(model: Any, head: DraftHead, sample: Any, params: Any) -> tuple[floa
         whole.push(sample.ids[:-1])
         pack = model.row_source.pack
         tuned = np.zeros((0, headed.width)) if pack is None else pack.rows.output
-        written = np.array(model.rows(*whole.rows(0, len(whole)))[1])
+        written = np.array(model.encode_rows(*whole.padded_entries(0, len(whole)))[1])
         rows = np.concatenate([rows, tuned, written[len(tuned) :]])
     canonical = None if state is None else CanonicalIds(state.books[0])
     states, taught, ends = [], [], []
@@ -98,7 +98,7 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_says(family, mode, ca
         rng = np.random.default_rng(3)
         rows = [rng.normal(0, 0.3, (len(START), config["hidden_size"])).astype(np.float32) for _ in range(2)]
         tuned = Pack(START, rows=TunedRows(*rows, model.fingerprint))
-        model.take_pack(tuned)
+        model.use_pack(tuned)
     samples = [make_sample(params, base_ids(length, seed=length), masked=[2, 5]) for length in (26, 9)]
     options = {"canonical": canonical, "base_positions": mode == "base_token_end"}
     agree(HeadTrainee(model, 48, DEPTH, tuned), samples, params, **options)
@@ -194,7 +194,7 @@ def test_a_damaged_head_stops_drafts_and_not_the_model(tmp_path, plain_data):
     (tmp_path / "plain" / DRAFT_HEAD).write_bytes(b"nonsense")
     model, _ = load(tmp_path / "plain")
     with pytest.raises(ModelError, match="cannot be read"):
-        make_proposer(model)
+        make_head_proposer(model)
 
 
 def test_data_with_a_codebook_are_refused_for_a_plain_model(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import CodecParams, DataError, TrainingError
-from mlx_zip.engine.mlx.scoring import score
+from mlx_zip.engine.mlx.scoring import score_rows
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
@@ -57,7 +57,7 @@ def model_of(family="llama", **changes):
 
 def rows_by_encoder(model):
     base_ids = np.array([[*run, *[PAD] * (MERGE - len(run))] for run in WORDS], np.uint32)
-    return model.rows(base_ids, np.array([len(run) for run in WORDS]))
+    return model.encode_rows(base_ids, np.array([len(run) for run in WORDS]))
 
 
 def random_rows(model, seed=0):
@@ -100,7 +100,7 @@ def test_the_loss_is_what_generation_gives_the_ids_with_these_rows(family, tied,
     output = np.array(rows[1])
     start = Pack(WORDS, rows=TunedRows(output if tied else np.array(rows[0]), output, model.fingerprint))
     spans = [np.ones(len(sample.ids), np.int64) for sample in data.samples]
-    scored = score(model, [Compressed(s.ids, n, start) for s, n in zip(data.samples, spans, strict=True)])
+    scored = score_rows(model, [Compressed(s.ids, n, start) for s, n in zip(data.samples, spans, strict=True)])
     np.testing.assert_allclose(got["nats"], -sum(one.logprobs.sum() for one in scored), rtol=1e-5)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecParams
-from mlx_zip.engine.mlx.scoring import score
+from mlx_zip.engine.mlx.scoring import score_rows
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
@@ -47,7 +47,7 @@ def reference(model: Any, sample: Sample, availability: str) -> tuple[float, flo
     params = sample.params(model.config.codec_params)
     whole = Codebook(params)
     whole.push(sample.ids[:-1])
-    rows = np.array(model.rows(*whole.rows(0, len(whole)))[1]) if len(whole) else np.zeros((0, 1))
+    rows = np.array(model.encode_rows(*whole.padded_entries(0, len(whole)))[1]) if len(whole) else np.zeros((0, 1))
     cache = model.make_cache(pack=params.start)
     nats, count = 0.0, 0.0
     for i, target in enumerate(sample.ids[1:].tolist()):
@@ -70,11 +70,11 @@ def legacy_logits(model: Any, token: int, cache: Any, rows: np.ndarray) -> np.nd
     kv, state = model.split_cache(cache)
     ids = np.array([[token]], np.uint32)
     state.advance(ids)
-    hidden = model.hidden(kv, state, ids)
+    hidden = model.run_body(kv, state, ids)
     base = model.model.embed_tokens.as_linear(hidden) if model.traits.tied else model.lm_head(hidden)
-    parts = [model.cap(base)[..., : model.layout.vocab_size]]
+    parts = [model.soft_cap_logits(base)[..., : model.layout.vocab_size]]
     if len(rows):
-        parts.append(model.cap(hidden @ mx.array(rows).T))
+        parts.append(model.soft_cap_logits(hidden @ mx.array(rows).T))
     return np.array(mx.concatenate(parts, axis=-1)[0, -1])
 
 
@@ -259,7 +259,7 @@ def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(sta
     batch = make_batch(samples, model.config.codec_params, canonical=True)
     found = Trainee(model, LossWeights()).losses(to_mlx_arrays(batch))
     rows = [Compressed(sample.ids, np.ones(len(sample.ids), np.int64), start and Pack(start)) for sample in samples]
-    nats, free = (-sum(float(one.logprobs.sum()) for one in score(m, rows)) for m in (model, base))
+    nats, free = (-sum(float(one.logprobs.sum()) for one in score_rows(m, rows)) for m in (model, base))
     assert float(found["nats"].item()) == pytest.approx(nats, rel=2e-5)
     assert nats < free
     without = to_mlx_arrays(make_batch(samples, model.config.codec_params))

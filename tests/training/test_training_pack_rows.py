@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip import CodecParams, load
-from mlx_zip.engine.mlx.scoring import score
+from mlx_zip.engine.mlx.scoring import score_rows
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import ConversionError, TrainingError
 from mlx_zip.packs.pack import IN_ADAPTER, Pack, load_pack
@@ -99,7 +99,7 @@ def test_the_loss_is_what_generation_gives_the_ids_with_the_saved_rows(family, t
     rows = {name: np.array(value) for name, value in trainee.trained_pack_rows(START, TINY).items()}
     tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
     start = Pack(START, rows=tuned)
-    scored = score(model, [Compressed(one.ids, np.ones(len(one.ids), np.int64), start) for one in samples_of()])
+    scored = score_rows(model, [Compressed(one.ids, np.ones(len(one.ids), np.int64), start) for one in samples_of()])
     np.testing.assert_allclose(nats, -sum(one.logprobs.sum() for one in scored), rtol=1e-5)
 
 
@@ -153,7 +153,7 @@ def test_a_trained_model_begins_with_its_rows(tmp_path):
     assert pack.entries == START
     assert pack.rows is not None
     assert pack.rows.model == model.fingerprint
-    encoded = [np.array(side) for side in model.rows(*_padded())]
+    encoded = [np.array(side) for side in model.encode_rows(*_padded())]
     moved = [np.abs(own - side).max() for own, side in zip((pack.rows.input, pack.rows.output), encoded, strict=True)]
     assert min(moved) > 1e-4
 

@@ -167,13 +167,13 @@ def test_a_new_residual_encoder_begins_as_the_first_base_row(size, tmp_path):
     encoder = EncoderOptions(kind="res_latent_attn", num_heads=2, size=size)
     model, _ = make_starting_model(folder, None, CODEC, encoder)
     entries, lengths = np.array([[5, 6, 2], [9, 8, 7]], np.uint32), np.array([2, 3])
-    rows = model.rows(entries, lengths)
+    rows = model.encode_rows(entries, lengths)
     for found, matrix in zip(rows, (model.model.embed_tokens, model.lm_head), strict=True):
         np.testing.assert_array_equal(np.array(found), np.array(matrix.weight[mx.array([5, 9])]))
 
 
 def test_the_rows_of_a_new_transformer_have_the_scale_of_the_matrix_they_are_made_from(tmp_path):
     model, _ = make_starting_model(write_plain(tmp_path / "plain"), None, CODEC, ENCODER)
-    rows = np.array(model.rows(np.array([[5, 6, 2], [9, 8, 7]], np.uint32), np.array([2, 3]))[0])
+    rows = np.array(model.encode_rows(np.array([[5, 6, 2], [9, 8, 7]], np.uint32), np.array([2, 3]))[0])
     scale = np.sqrt((np.array(model.model.embed_tokens.weight) ** 2).mean())
     assert 0.3 * scale < np.sqrt((rows**2).mean()) < 1.5 * scale

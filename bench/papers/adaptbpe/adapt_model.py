@@ -29,7 +29,7 @@ from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.recording import print_record
 from mlx_zip.bench.tokens import corpus_record, read_domains
-from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
+from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import count_window_bits, cut_windows, ratio_standard_error
 from mlx_zip.layout import has_hypertokens
@@ -164,7 +164,7 @@ class AdaptedModels:
         windows = cut_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))
         prefix = np.array([windows.prefix], np.uint32)
         rows = [compress_row(model, prefix, window.base_ids) for window in windows.windows]
-        scored = score(model, rows, self.args.batch_size)
+        scored = score_rows(model, rows, self.args.batch_size)
         bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)

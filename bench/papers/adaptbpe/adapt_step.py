@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm
 from mlx_zip.bench.engines.model_making import make_model_with_kept_rows, models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if (args.model is None) == (args.shape is None):
         raise MlxZipError("name a model with --model or a shape with --shape, one of them")
-    check_at_least(args, 4, "tokens")
-    check_at_least(args, 1, "trials")
+    check_flags_at_least(args, 4, "tokens")
+    check_flags_at_least(args, 1, "trials")
     if wrong := [share for share in args.keep if not 0 < share <= 1]:
         raise MlxZipError(f"--keep {wrong[0]:g} is not a share above 0, 1 at most")
     tokenizer = read_tokenizer(args.tokenizer) if args.shape else None

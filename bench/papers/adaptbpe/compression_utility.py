@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` if a flag is invalid, before anything is measured.
     """
-    check_at_least(args, 1, "trials")
+    check_flags_at_least(args, 1, "trials")
     train, test = join_texts(args.train), join_texts(args.test)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
-    check_at_least(args, 1, "trials")
+    check_flags_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
     text = None if args.text is None else "\n".join(one.text for one in read_corpus([args.text]).documents)
     ids = None if text is None else np.array(text_to_ids_function(args.tokenizer)(text), np.uint32)

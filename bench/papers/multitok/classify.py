@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.recording import print_record
 from mlx_zip.bench.records import Record
 from mlx_zip.errors import MlxZipError
@@ -108,8 +108,8 @@ def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
     """Checks the flags and returns the settings of --settings. Raises `MlxZipError` if a flag is invalid."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
         raise MlxZipError(f"{' and '.join(missing)} missing")
-    check_at_least(args, 1, *_COUNTS)
-    check_at_least(args, 0, "seeds")
+    check_flags_at_least(args, 1, *_COUNTS)
+    check_flags_at_least(args, 0, "seeds")
     if not 0 < args.learning_rate < float("inf"):
         raise MlxZipError(f"--learning-rate must be above 0, got {args.learning_rate}")
     return [EncodingSetting.parse(text) for text in args.settings]

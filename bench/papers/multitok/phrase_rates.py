@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.text.documents import read_corpus
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if not args.text:
         raise MlxZipError("--text is missing")
-    check_at_least(args, 1, "trials")
+    check_flags_at_least(args, 1, "trials")
     if args.tokenizer and args.only == "speed":
         raise MlxZipError("--only speed measures words: leave --tokenizer out")
     corpus = PhraseCorpus(args)

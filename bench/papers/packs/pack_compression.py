@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.recording import load_before_bench, print_record
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.codec import CodecParams, compress
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` if a flag or file cannot be used, before any pack is learned.
     """
-    check_at_least(args, 1, "sizes", "window")
+    check_flags_at_least(args, 1, "sizes", "window")
     load_before_bench()
     CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # checks the sizes before texts are read
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from mlx_zip.arguments import add_separator_flag, check_at_least
+from mlx_zip.arguments import add_separator_flag, check_flags_at_least
 from mlx_zip.bench.recording import print_record
 from mlx_zip.codec import Codebook
-from mlx_zip.engine.mlx.scoring import codec
+from mlx_zip.engine.mlx.scoring import codec_of_model
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import RateSettings, count_canonical_steps, measure_rates
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
-    check_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
+    check_flags_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
     for line in transfer_records(args):
         print_record(line, "mlx")
     return 0
@@ -216,7 +216,7 @@ def measure_writing(
     continuations. A share is None if no gain was possible.
     """
     own = sum(
-        count_canonical_steps(Codebook(codec(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
+        count_canonical_steps(Codebook(codec_of_model(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
         for prompt, ids in opened
     )
     own_rate = sum(len(ids) for _, ids in opened) / own

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.recording import load_before_bench, print_record, summarize_samples
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` if a flag or file cannot be used.
     """
-    check_at_least(args, 1, "trials")
+    check_flags_at_least(args, 1, "trials")
     load_before_bench()
     for line in measure_figure(args):
         print_record({"bench": "codec", **line}, "zip2zip_compression")

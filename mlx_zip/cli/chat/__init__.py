@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
+from mlx_zip.arguments import add_codebook_flags, check_flags_at_least, parse_json_map
 from mlx_zip.cli import colours, row_cache
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     refuse_flags(args, _REFUSED, "mlx_lm.chat")
     check_model_flag(args)
-    check_at_least(args, 1, *_POSITIVE_FLAGS)
+    check_flags_at_least(args, 1, *_POSITIVE_FLAGS)
     check_keep_wired(args.keep_wired)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook_flags, check_at_least, parse_json_map
+from mlx_zip.arguments import add_codebook_flags, check_flags_at_least, parse_json_map
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine
 from mlx_zip.cli.generation_flags import (
@@ -115,7 +115,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # for further models, each of which may get another engine
     with open_engine_from_flags(args, name, chosen) as engine:
-        from mlx_zip.engine.engines import Engines, other_models
+        from mlx_zip.engine.engines import Engines, make_other_models
 
         rival, open_model = args.race_against, partial(_open_other_model, asked)
         options = _server_options(
@@ -126,7 +126,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
         storage = None if args.no_history or not args.window else _window_folder()
         showing = running.PageDisplay(browser=not args.no_open, window=args.window, storage_folder=storage)
         hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
-        engines = Engines(engine, other_models(engine, rival, open_model, _offered_models(name)))
+        engines = Engines(engine, make_other_models(engine, rival, open_model, _offered_models(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
 
@@ -161,7 +161,7 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used, `InstallationError` if --window is given without pywebview."""
     check_model_flag(args)
-    check_at_least(args, 1, "max_tokens")
+    check_flags_at_least(args, 1, "max_tokens")
     check_keep_wired(args.keep_wired)
     if args.port is not None and not 0 <= args.port <= 65535:
         raise GenerationError(f"--port must be from 0 to 65535, got {args.port}")

@@ -15,7 +15,7 @@ from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, errors_as, first_message_line
 from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.model_folder import is_plain_model
-from mlx_zip.packs.chosen import check_slots, load_options, pack_flag_with_files
+from mlx_zip.packs.chosen import check_pack_fits_slots, pack_flag_with_files, pack_load_options
 
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
@@ -71,11 +71,11 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 
     Raises `GenerationError` if flags cannot be used together.
     """
-    from mlx_zip.engine.drafts import check_draft
+    from mlx_zip.engine.drafts import check_draft_options
     from mlx_zip.engine.sessions.store import SessionOptions
 
     engine_choice.check_engine_flags(args)
-    check_draft(args.draft, args.num_draft_tokens)
+    check_draft_options(args.draft, args.num_draft_tokens)
     template = {} if args.chat_template is None else {"chat_template": _read_template(args.chat_template)}
     return {
         "engine": args.engine,
@@ -112,7 +112,7 @@ def pack_options(
     plain = (chosen is not None or codebook_size is not None) and is_plain_model(name, revision)
     if plain and codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
-    return load_options(chosen, codebook_size, plain)
+    return pack_load_options(chosen, codebook_size, plain)
 
 
 def session_folder(args: argparse.Namespace) -> Path | None:
@@ -137,7 +137,7 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
             f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "
             "(mlx_zip vocab pack tune)"
         )
-    check_slots(chosen, engine.info.codebook_size)
+    check_pack_fits_slots(chosen, engine.info.codebook_size)
     try:
         engine.check_pack(chosen)
     except GenerationError as error:

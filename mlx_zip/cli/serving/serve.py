@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import check_at_least, parse_json_map
+from mlx_zip.arguments import check_flags_at_least, parse_json_map
 from mlx_zip.cli import engine_choice
 from mlx_zip.cli.generation_flags import check_model_flag, refuse_flags
 from mlx_zip.cli.serving.opening import (
@@ -101,8 +101,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used here or a value is out of range."""
     refuse_flags(args, REFUSED, "mlx_lm.server")
     check_model_flag(args)
-    check_at_least(args, 1, *COUNTS)
-    check_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")
+    check_flags_at_least(args, 1, *COUNTS)
+    check_flags_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")
     if args.port > 65535:
         raise GenerationError(f"--port must be at most 65535, got {args.port}")
     if not args.drain < MOST_S:

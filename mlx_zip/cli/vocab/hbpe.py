@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, check_at_least
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, check_flags_at_least
 from mlx_zip.cli.actions import (
     DATA_HELP,
     TOKENIZER_HELP,
@@ -103,7 +103,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
-    check_at_least(args, 0, "show")
+    check_flags_at_least(args, 0, "show")
     out = writable_path("--out", args.out, "a patch table", SUFFIX)
     plot = checked_plot_path(args.plot, read=[args.tokenizer, out])
     tokens = open_first_stage(args.tokenizer).tokens()
@@ -121,7 +121,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
-    check_at_least(args, 0, "show")
+    check_flags_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.table])
     record, lines = _describe_table(PatchTable.load(args.table), args.show)
     _draw_plot(plot, record)
@@ -173,7 +173,7 @@ def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
     from mlx_zip.vocab.hbpe.patch_table import PatchTable, text_to_ids
 
-    check_at_least(args, 0, "show")
+    check_flags_at_least(args, 0, "show")
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), open_first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
@@ -389,7 +389,7 @@ def _run_evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.models.patches.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_texts
 
-    check_at_least(args, 1, "batch_size")
+    check_flags_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
     found = evaluate_texts(saved, _read_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
     return {"model": args.model, **found}, _measure_lines(found)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, writable_path
 from mlx_zip.cli.vocab.multitok_texts import (
     DICTIONARY,
@@ -60,7 +60,7 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
 def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
-    check_at_least(args, 0, "window")
+    check_flags_at_least(args, 0, "window")
     if args.out is not None:
         args.out = writable_path("--out", args.out, read=[*args.data, args.dictionary, args.tokenizer])
     dictionary = Dictionary.load(args.dictionary)
@@ -114,7 +114,7 @@ def _add_stats_flags(parser: argparse.ArgumentParser) -> None:
 def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary
 
-    check_at_least(args, 0, "show")
+    check_flags_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.dictionary])
     dictionary = Dictionary.load(args.dictionary)
     spell = _unit_decoder(dictionary.settings.units, args)
@@ -193,8 +193,8 @@ def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Dictionary, Words
 
-    check_at_least(args, 1, "size")
-    check_at_least(args, 2, "merge_size")
+    check_flags_at_least(args, 1, "size")
+    check_flags_at_least(args, 2, "merge_size")
     out = writable_path("--out", args.out, "a pack", SUFFIX)
     dictionary = Dictionary.load(args.dictionary)
     if isinstance(dictionary.settings.units, Words):

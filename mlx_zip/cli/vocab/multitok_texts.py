@@ -94,10 +94,10 @@ class Texts:
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Yields (part of a document, whether the document ends with this part); shows a progress bar."""
-        from mlx_zip.text.sources import Skipped, Source, SourceReader, is_local, parse_item, source_files
+        from mlx_zip.text.sources import Skipped, Source, SourceReader, is_read_from_files, parse_item, source_files
 
         source = Source(tuple(self.files), separator=self.separator)
-        local = all(map(is_local, self.files))
+        local = all(map(is_read_from_files, self.files))
         total = sum(Path(file).stat().st_size for name in self.files for file in source_files(name)) if local else None
         reader, digest = SourceReader(source), sha256()
         with ProgressBar(total, "byte", "Reading") as count:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import add_json_flag, writable_path
 from mlx_zip.cli.vocab.multitok_texts import (
     TRAINED,
@@ -80,7 +80,7 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import prune
     from mlx_zip.vocab.multitok.units import Pruning
 
-    check_at_least(args, 0, "window")
+    check_flags_at_least(args, 0, "window")
     out, plot = _check_paths(args)
     pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
     dictionary, texts, learn = _make_dictionary(args)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import add_json_flag, writable_path
 from mlx_zip.cli.preparation import add_text_flags, make_similar_source, make_sources
 from mlx_zip.cli.training import add_training_flags, report_stop
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> Any:
     from mlx_zip.training.pack_tuning import dequantize, load_model_to_tune, tune_pack
     from mlx_zip.training.settings import TrainSettings
 
-    check_at_least(args, 1, "most_ids", "valid_ids")
+    check_flags_at_least(args, 1, "most_ids", "valid_ids")
     args.out = writable_path("--out", args.out, "a pack", SUFFIX, read=[args.file])
     place = args.run or args.out.with_suffix("")
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):

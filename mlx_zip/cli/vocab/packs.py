@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import check_at_least
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, escape_unprintable, writable_path
 from mlx_zip.cli.preparation import (
     add_codec_flags,
@@ -74,7 +74,7 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     args.window = WINDOW if args.window is None else args.window
-    check_at_least(args, 1, "size", "window", "most_ids")
+    check_flags_at_least(args, 1, "size", "window", "most_ids")
     args.out = writable_path("--out", args.out, "a pack", SUFFIX)
     plot, options = checked_plot_path(args.plot, [args.out]), _learn_options(args)
     held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
@@ -221,7 +221,7 @@ def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import load_tokenizer
 
-    check_at_least(args, 0, "show")
+    check_flags_at_least(args, 0, "show")
     plot, pack = checked_plot_path(args.plot, [args.file]), load_pack(args.file)
     entries = pack.entries[: args.show]
     if args.tokenizer is not None:
@@ -276,7 +276,7 @@ def _add_merge_flags(parser: argparse.ArgumentParser) -> None:
 def _run_merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import SUFFIX, load_pack, merge_packs, save_pack
 
-    check_at_least(args, 1, "size")
+    check_flags_at_least(args, 1, "size")
     args.out = writable_path("--out", args.out, "a pack", SUFFIX)
     pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
     save_pack(args.out, pack)

@@ -106,7 +106,7 @@ def _transformer_encoder(config: EncoderConfig, merge_size: int, weights: Encode
 
 def _res_latent_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
     """Returns the pre-norm transformer with a base row as residual, pooled over real places (zip2zip++)."""
-    residual = {None: None, "first": "first", "last": "last", "mean": "real"}[config.residual_base_row(weights.side)]
+    residual = {None: None, "first": "first", "last": "last", "mean": "real"}[config.residual_row_kind(weights.side)]
     width, model = config.hidden_size, config.model_size
     places = weights.take_dense("pos_embed.weight", merge_size, width)
     enter = weights.take_product("proj_in", width, model) if model != width else None

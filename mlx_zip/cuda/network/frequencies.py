@@ -12,10 +12,10 @@ import torch
 
 from mlx_zip.models.decoder_options import (
     count_rotated_columns,
-    longrope_rule,
+    longrope_factors,
     pretraining_context,
     rope_errors_as_config_errors,
-    yarn_rule,
+    yarn_settings,
 )
 
 SHORT, LONG = 0, 1  # rows of `Rope.frequencies`
@@ -83,14 +83,14 @@ def _llama3_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config
 
 def _yarn_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
     """Returns YaRN's frequencies: low ones are divided by `factor`, high ones stay, with a linear ramp between."""
-    factor, low, high, magnitude = yarn_rule(parameters, config, 2 * len(plain))
+    factor, low, high, magnitude = yarn_settings(parameters, config, 2 * len(plain))
     ramp = np.clip((np.arange(len(plain)) - low) / max(high - low, 0.001), 0, 1)
     scaled = plain * (1 - ramp) + plain / factor * ramp
     return (scaled, scaled), magnitude
 
 
 def _longrope_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
-    short, long, magnitude = longrope_rule(parameters, config, 2 * len(plain))
+    short, long, magnitude = longrope_factors(parameters, config, 2 * len(plain))
     return (plain / np.asarray(short, np.float64), plain / np.asarray(long, np.float64)), magnitude
 
 

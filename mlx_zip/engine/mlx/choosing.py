@@ -34,14 +34,14 @@ class Choice:
     failed: mx.array | None = None
     logprobs: mx.array | None = None
 
-    def start(self, *others: mx.array) -> None:
+    def start_computing(self, *others: mx.array) -> None:
         """Starts computing the choice, along with other arrays."""
         more = (one for one in (self.packed, self.failed, self.logprobs) if one is not None)
         mx.async_eval(*more, self.y, *others)
 
-    def read(self) -> list[Chosen]:
+    def wait_for_ids(self) -> list[Chosen]:
         """Returns the chosen ids; waits until they are computed."""
-        chosen = self._read()
+        chosen = self._copy_to_host()
         if self.logprobs is not None:
             for row, one in enumerate(chosen):
                 one.logprobs = self.logprobs[row]
@@ -51,8 +51,8 @@ class Choice:
                 one.failed = bool(flag)
         return chosen
 
-    def _read(self) -> list[Chosen]:
-        """Returns the chosen ids with `logprob` and `likely`; `read` sets the other fields."""
+    def _copy_to_host(self) -> list[Chosen]:
+        """Returns the chosen ids with `logprob` and `likely`; `wait_for_ids` sets the other fields."""
         if self.packed is None:
             ids: Any = self.y.tolist()
             return [Chosen(one) for one in ids]
@@ -69,7 +69,7 @@ class Choice:
         return Chosen(int(ints[0]), float(floats[1]), likely[:top])
 
 
-def choose(
+def choose_ids(
     requests: Sequence[Request],
     logits: mx.array,
     end: int | None,
@@ -132,21 +132,21 @@ def _process_logits(
         rows.append(logits[row : row + 1])
         try:
             if request.error is None:
-                found = _process_row(request, rows[row], end)
+                found = _process_row_logits(request, rows[row], end)
                 if isinstance(found, Search):
                     searches[row] = found
                 else:
                     rows[row] = found
         except Exception as error:
             request.error = error
-    searching.search(list(searches.values()), mx.eval)
+    searching.search_next_ids(list(searches.values()), mx.eval)
     for row, one in searches.items():
         if one.token is not None:
             rows[row], forced[row] = one.logits, mx.array([one.token], mx.uint32)
     return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
-def _process_row(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
+def _process_row_logits(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
     """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
     reads = any(not isinstance(one, PenaltyTerms) for one in request.penalties)  # `PenaltyTerms` read the codebook
     tokens: Any = mx.array(np.asarray(request.read_ids, np.int32)) if reads else None
@@ -183,20 +183,20 @@ def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -
 
 
 class Search(searching.Search):
-    """The search for one row's next id in logits [1, W]. end: as in `choose`."""
+    """The search for one row's next id in logits [1, W]. end: as in `choose_ids`."""
 
     def __init__(self, request: Request, logits: mx.array, excluded: list[int], end: int | None) -> None:
         super().__init__(request, logits, excluded)
         self._end = end
 
-    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
-        logits = self.close(self.logits, open_)
+    def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
+        logits = self.mask_closed_ids(self.logits, open_)
         logits = exclude_ids(logits, excluded) if excluded else logits
         logprobs = logits - mx.logsumexp(logits[:, : self._end], axis=-1, keepdims=True)
         return logits, self.request.draws.scores(logprobs).astype(mx.float32)
 
-    def close(self, logits: mx.array, open_: np.ndarray) -> mx.array:
+    def mask_closed_ids(self, logits: mx.array, open_: np.ndarray) -> mx.array:
         return mx.where(mx.array(open_)[None], logits, -mx.inf)
 
-    def on_host(self, scores: Any) -> np.ndarray:
+    def copy_to_host(self, scores: Any) -> np.ndarray:
         return np.array(scores[0])

@@ -24,8 +24,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_zip.codec.codebook import base_ids_of_next
-from mlx_zip.codec.ids import Uint32s, common_length
+from mlx_zip.codec.codebook import base_ids_of_next_id
+from mlx_zip.codec.ids import Uint32s, common_prefix_length
 from mlx_zip.engine.draft_sources import MOST_PROPOSED
 from mlx_zip.engine.pass_costs import KEPT, SURE, HeadRecord, Share
 from mlx_zip.errors import EngineError, GenerationError, first_message_line
@@ -126,11 +126,11 @@ class DraftModelSource:
         self._text.extend(map(int, base_ids))
         self._readable &= all(one < self._model.vocab_size for one in base_ids)
 
-    def share(self) -> float:
+    def acceptance_share(self) -> float:
         fits = self._readable and 0 < len(self._text) < self._model.most
         return self._accepted.value if fits else 0.0
 
-    def seconds(self) -> float:
+    def seconds_per_id(self) -> float:
         return _median_seconds(self._model.times)
 
     def propose(self, most: int) -> Iterator[int]:
@@ -141,9 +141,9 @@ class DraftModelSource:
         most = int(min(most, self._model.most - len(self._text)))
         reader = self._reader = self._reader or self._model.reader_for(self)
         try:
-            ids = reader.catch_up(np.array(self._text, np.uint32))
+            ids = reader.read_new_text(np.array(self._text, np.uint32))
             began = time.perf_counter()
-            for one in islice(takewhile(lambda one: one < self._vocab_size, reader.write(ids, most)), most):
+            for one in islice(takewhile(lambda one: one < self._vocab_size, reader.generate_greedily(ids, most)), most):
                 self._took_s = time.perf_counter() - began
                 yield one
         except Exception as error:
@@ -152,8 +152,8 @@ class DraftModelSource:
                 f"the draft model (--draft-model) failed: {type(error).__name__}: {first_message_line(error)}"
             ) from error
 
-    def note(self, proposed: int, accepted: int) -> None:
-        self._accepted.note(proposed, accepted)
+    def note_draft(self, proposed: int, accepted: int) -> None:
+        self._accepted.note_draft(proposed, accepted)
         self._model.times.append(self._took_s / proposed)
 
 
@@ -172,21 +172,21 @@ class HeadSource:
         self._seen: tuple[mx.array, Sequence[Any]] | None = None
         self._last: int | None = None
 
-    def see(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
-        """Stores the output of the model's last pass, see `Head.see`."""
+    def note_body_output(self, h: mx.array | None, last: int | None, cache: Sequence[Any]) -> None:
+        """Stores the output of the model's last pass, see `Head.note_body_output`."""
         self._seen, self._last = None if h is None else (h, cache), last
 
     def append(self, base_ids: Sequence[int] | Uint32s) -> None:
         """Does nothing: the head reads the body's output, not the text."""
 
-    def share(self) -> float:
+    def acceptance_share(self) -> float:
         return 0.0 if self._seen is None else self._accepted.value
 
-    def seconds(self) -> float:
+    def seconds_per_id(self) -> float:
         return _median_seconds(self._times)
 
     def propose(self, most: int) -> list[int]:
-        """Returns up to `most` ids that may come after the id last passed to `see`."""
+        """Returns up to `most` ids that may come after the id last passed to `note_body_output`."""
         assert self._seen is not None
         assert self._last is not None
         ask = partial(self._head.propose, self._seen[0], self._last, self._seen[1])
@@ -199,11 +199,11 @@ class HeadSource:
         if ids:
             self._times.append((time.perf_counter() - began) / len(ids))
         else:
-            self._accepted.note(1, 0)  # an empty draft counts as a refused id
+            self._accepted.note_draft(1, 0)  # an empty draft counts as a refused id
         return ids
 
-    def note(self, proposed: int, accepted: int) -> None:
-        self._accepted.note(proposed, accepted)
+    def note_draft(self, proposed: int, accepted: int) -> None:
+        self._accepted.note_draft(proposed, accepted)
 
 
 def _median_seconds(times: Sequence[float]) -> float:
@@ -220,23 +220,23 @@ class _Reader:
         self._plain_ids = array("I")  # ids that a plain model's cache holds; a codebook logs its ids itself
         self.kv = list(flatten_cache_lists(kv_caches(self._cache)))
 
-    def catch_up(self, text: Uint32s) -> Uint32s:
+    def read_new_text(self, text: Uint32s) -> Uint32s:
         """Trims the cache to its common prefix with a text of base ids, and reads the rest of the text but its end.
 
         Returns the ids that are left to read: at least 1, at most `FIRST_PASS`.
         """
         book = None if self._state is None else self._state.books[0]
         held = np.array(self._plain_ids, np.uint32) if book is None else book.base_ids()
-        rest = text[self._keep(min(common_length(held, text), len(text) - 1)) :]
+        rest = text[self._trim_to_base_tokens(min(common_prefix_length(held, text), len(text) - 1)) :]
         ids = rest if book is None else book.compress(rest)
         end = max(0, len(ids) - FIRST_PASS)
         for begin in range(0, end, CHUNK):
-            self._read(ids[begin : min(begin + CHUNK, end)])
+            self._read_ids(ids[begin : min(begin + CHUNK, end)])
             mx.eval([entry.state for entry in self.kv])
             mx.clear_cache()
         return ids[end:]
 
-    def _keep(self, base_tokens: int) -> int:
+    def _trim_to_base_tokens(self, base_tokens: int) -> int:
         """Trims the cache to the ids within the first `base_tokens` base tokens. Returns how many base tokens are left.
 
         After that all layers end at the same id, even if an interrupt had stopped a pass.
@@ -250,18 +250,18 @@ class _Reader:
         self._model.trim_cache(self._cache, int(np.searchsorted(book.ends(), base_tokens, side="right")))
         return book.base_length
 
-    def write(self, ids: Uint32s, most: int) -> Iterator[int]:
+    def generate_greedily(self, ids: Uint32s, most: int) -> Iterator[int]:
         """Reads ids, at least one, and yields the base ids of the draft model's greedy continuation.
 
         most: maximum number of base ids that the caller takes.
         """
-        chosen = self._read(ids)
-        return self._write_plain(chosen, most) if self._state is None else self._write_hypertokens(chosen)
+        chosen = self._read_ids(ids)
+        return self._generate_plain(chosen, most) if self._state is None else self._generate_with_hypertokens(chosen)
 
-    def _write_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
+    def _generate_plain(self, chosen: mx.array, most: int) -> Iterator[int]:
         """Yields base ids. The device runs the pass over an id while the caller takes it. chosen [1]: the first id."""
         for left in range(most, 0, -1):
-            after = self._run(chosen) if left > 1 else chosen
+            after = self._likeliest_next_id(chosen) if left > 1 else chosen
             mx.async_eval(after)
             one = _read_id(chosen)
             if left > 1:
@@ -269,21 +269,21 @@ class _Reader:
             yield one
             chosen = after
 
-    def _write_hypertokens(self, chosen: mx.array) -> Iterator[int]:
+    def _generate_with_hypertokens(self, chosen: mx.array) -> Iterator[int]:
         """Yields the base ids of each id. Reads an id only when the caller wants more. chosen [1]: the first id."""
         assert self._state is not None
         while True:
-            yield from base_ids_of_next(self._state.books[0], _read_id(chosen))
-            chosen = self._run(chosen)
+            yield from base_ids_of_next_id(self._state.books[0], _read_id(chosen))
+            chosen = self._likeliest_next_id(chosen)
 
-    def _read(self, ids: Uint32s) -> mx.array:
+    def _read_ids(self, ids: Uint32s) -> mx.array:
         """Reads ids [n], records them for a plain model, and returns the likeliest next id [1], not yet evaluated."""
-        chosen = self._run(mx.array(ids))
+        chosen = self._likeliest_next_id(mx.array(ids))
         if self._state is None:
             self._plain_ids.extend(ids.tolist())
         return chosen
 
-    def _run(self, ids: mx.array) -> mx.array:
+    def _likeliest_next_id(self, ids: mx.array) -> mx.array:
         """Reads ids [n] and returns the likeliest next id [1], not yet evaluated."""
         return mx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
 

@@ -50,13 +50,13 @@ class DraftedPass:
         columns = np.full((len(requests), self.width), served.model.config.pad_id if served.hyper else 0, np.uint32)
         for row, ids in enumerate(proposed):
             columns[row, : 1 + len(ids)] = [last[row], *ids]
-        self._logits = self._read(served, mx.array(columns))
+        self._logits = self._read_ids(served, mx.array(columns))
         self._logprobs = self._logits - mx.logsumexp(self._logits, axis=-1, keepdims=True)
         self._best = mx.argmax(self._logprobs, axis=-1)
         for row, one in enumerate(last):
-            self._add_to_cache(row, one)
+            self._add_id_to_row(row, one)
 
-    def _read(self, served: Served, ids: mx.array) -> mx.array:
+    def _read_ids(self, served: Served, ids: mx.array) -> mx.array:
         """Returns logits [B, L, W] of ids [B, L], and stores the body's output. Leaves the cache's end where it was.
 
         The pass uses copies of the codebooks, because objects that follow the requests' own codebooks, such as
@@ -123,7 +123,7 @@ class DraftedPass:
         draft = self._drafts[row]
         return draft is not None and draft.proposes(chosen)
 
-    def follow(self, chosen: Sequence[int]) -> list[int]:
+    def add_chosen_to_cache(self, chosen: Sequence[int]) -> list[int]:
         """Adds the ids chosen for `rows` to the cache if they are the proposed ones. Ends the drafts of other rows.
 
         Returns the rows whose ids were added, which are the new `rows`.
@@ -133,18 +133,18 @@ class DraftedPass:
             draft = self._drafts[row]
             if draft is None:
                 continue
-            if draft.take(one):
-                self._add_to_cache(row, one)
+            if draft.take_if_proposed(one):
+                self._add_id_to_row(row, one)
                 self.rows.append(row)
             else:
                 draft.end()
         return self.rows
 
-    def _add_to_cache(self, row: int, one: int) -> None:
+    def _add_id_to_row(self, row: int, one: int) -> None:
         """Adds an id of the pass to a row's codebook and, unless this is a batch, moves the end of the KV caches."""
         if len(self._drafts) > 1:
             if self._state is not None:
-                self._state.push_to_row(row, one)
+                self._state.push_to_sequence(row, one)
             return
         if self._state is not None:
             assert self._encoded is not None
@@ -159,7 +159,7 @@ class DraftedPass:
             restore_columns(self._cache, [1 + taken for taken in self._taken])
 
 
-def draft_room(served: Served, cache: Sequence[Any]) -> int:
+def max_draft_length(served: Served, cache: Sequence[Any]) -> int:
     """Returns the maximum number of ids per row that may be proposed on this cache.
 
     Returns 0 on several machines, if caches cannot be trimmed exactly (windows, recurrent states) or have several parts
@@ -234,7 +234,7 @@ def _lowered_up_to_and_from(logits: mx.array, chosen: mx.array) -> Iterator[mx.a
     yield mx.where(ids >= chosen[:, None], lower, logits)
 
 
-def read_last_again(served: Served, cache: list[Any], last: int) -> mx.array:
+def read_last_id_again(served: Served, cache: list[Any], last: int) -> mx.array:
     """Reads the last id of a request's cache again, alone, and returns the logits [1, W] after that id.
 
     The pass uses a copy of the codebook, because objects that follow the request's own codebook, such as canonical

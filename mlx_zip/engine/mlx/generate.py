@@ -20,14 +20,14 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft
+from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft_options
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
-from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, held_ids
-from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv
+from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, count_cached_ids
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv_options
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
-from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer
+from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, format_footer
 from mlx_zip.engine.sampling.options import Sampling, SamplingOptions
 from mlx_zip.engine.sampling.processors import make_sampler
 from mlx_zip.engine.scheduler import Scheduler
@@ -112,8 +112,8 @@ def stream_generate(
     pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in place of the model's own.
     With a prompt_cache that was saved and loaded, give the pack that the cache began with, because the file does not
     hold the pack's rows. prompt_progress_callback: called with (number of prompt ids read so far, number of all prompt
-    ids), also if LongRoPE's switch of factors has the context read again. max_kv_size: as in `bounded_cache`, for a new
-    cache. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
+    ids), also if LongRoPE's switch of factors has the context read again. max_kv_size: as in `make_bounded_cache`, for
+    a new cache. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
 
     draft: source of proposed ids, of which one pass of the model checks several. "lookup": ids that followed an earlier
     place of the text that matches the text's end; "head": the model's draft head; "auto": lookup or draft head, with as
@@ -128,19 +128,19 @@ def stream_generate(
     or is of another tokenizer.
     """
     options = Sampling.from_options(sampling, signature(stream_generate).parameters)
-    _check_functions(
+    _check_function_arguments(
         sampler=sampler, logits_processors=logits_processors, prompt_progress_callback=prompt_progress_callback
     )
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
-    start = _checked_start(pack, tokenizer, model)
-    check_draft(draft, num_draft_tokens)
+    start = _checked_pack_argument(pack, tokenizer, model)
+    check_draft_options(draft, num_draft_tokens)
     how = RunOptions(
         kv_bits,
         kv_group_size,
         quantized_kv_start,
         prefill_step_size,
         max_kv_size=max_kv_size,
-        ahead=_begins_ahead(model),
+        ahead=_ahead_option(model),
         draft=draft,
         num_draft_tokens=num_draft_tokens,
         draft_exact=draft_exact,
@@ -150,17 +150,17 @@ def stream_generate(
     if prompt_cache is not None:
         if max_kv_size is not None:
             raise GenerationError("max_kv_size (--max-kv-size): the prompt cache given keeps the size that it has")
-        cache = _checked_cache(prompt_cache, model, cache, start)
-    check_kv(served, cache)
+        cache = _checked_prompt_cache(prompt_cache, model, cache, start)
+    check_kv_options(served, cache)
     turn = CacheTurn(tokenizer, prompt, cache)
     check_prompt(served, cache, turn)
     check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
-    draws = _make_draws(options, sampler, served)
+    draws = _make_request_sampler(options, sampler, served)
     options.check_biases(served.vocab_size)
     run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
     run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
     answer = Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory, turn.cached_tokens)
-    facts = turn.base_ids, turn.kept_ids, _codec_of(cache), max_tokens, stop, options, how
+    facts = turn.base_ids, turn.kept_ids, _codec_of_cache(cache), max_tokens, stop, options, how
     return _with_wired_memory(model, _stream_on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
 
 
@@ -176,7 +176,7 @@ def _stream_on_cache(
 
     facts: data of the request that must be equal on all machines.
     """
-    run.agree(facts)
+    run.raise_unless_machines_agree(facts)
     _seed_random(seed)
     turn.begin()
     ids, pieces, reason = list[int](), list[tuple[str, Sequence[int]]](), None
@@ -187,12 +187,12 @@ def _stream_on_cache(
             reason = response.finish_reason
             yield response
             if reason is None:
-                turn.check()
+                turn.check_cache_unchanged()
     finally:
         turn.end([*run.requests[0].prompt_ids.tolist(), *ids] if ids else [], pieces, reason)
 
 
-def emit(
+def stream_ids(
     model: Any,
     ids: np.ndarray,
     cache: list[Any],
@@ -209,8 +209,8 @@ def emit(
     """
     served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
     inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
-    own = _Run(served, inline, cache, held_ids(cache))
-    own.add(_base_ids_of(ids, cache), Sampling(), -1, ())
+    own = _Run(served, inline, cache, count_cached_ids(cache))
+    own.add(_expand_next_ids(ids, cache), Sampling(), -1, ())
     for _, event, logprobs in own.events(progress):
         if isinstance(event, Emitted):
             yield event.id, logprobs
@@ -218,7 +218,7 @@ def emit(
                 return
 
 
-def _base_ids_of(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
+def _expand_next_ids(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
     """Returns the base ids of ids [n] that `cache` reads next. Raises `CodecError` if its codebook lacks an id."""
     state = find_zip_state(cache)
     if state is None:
@@ -250,7 +250,7 @@ class _Run:
         checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
         self.requests.append(Request(checked, partial(_put_event, self._arrived, row), self._inline))
 
-    def agree(self, facts: object) -> None:
+    def raise_unless_machines_agree(self, facts: object) -> None:
         """Raises `MachineError` if the model is on several machines and their facts about the requests differ."""
         if (group := self._served.machines) is not None:
             mx.synchronize(generation_stream)  # the last step of an earlier request must be over on all machines
@@ -265,7 +265,7 @@ class _Run:
         for row, event, logprobs in self.events(progress):
             if self.requests[row].handle.cancelled:
                 continue  # the request's text has ended
-            response = answers[row].take(event, logprobs)
+            response = answers[row].take_event(event, logprobs)
             if response is None:
                 continue
             if response.finish_reason is not None:
@@ -285,27 +285,27 @@ class _Run:
         reading = partial(_ReportingReading, served, progress or (lambda read, total: None))
         scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
         for request in self.requests:
-            scheduler.add(request)
+            scheduler.add_request(request)
         try:
             while scheduler.busy:
-                self._work_or_restore(scheduler, scheduler.work)
+                self._run_or_restore_cache(scheduler, scheduler.run_round)
                 ready = self._take_events()
                 emitted = any(isinstance(event, Emitted) for _, event, _ in ready)
                 while self._cache is not None and emitted and scheduler.readings:
-                    self._work_or_restore(
+                    self._run_or_restore_cache(
                         scheduler, scheduler.read_prompts
                     )  # LongRoPE's switch: the last id is yet to be read
                 yield from ready
         finally:
             for request in self.requests:
-                request.release()
+                request.release_memory()
 
     def _take_events(self) -> list[tuple[int, Event, Any]]:
         found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
         self._arrived.clear()
         return found
 
-    def _work_or_restore(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
+    def _run_or_restore_cache(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
         """Runs `part`, a round of the scheduler or a part of a round. If `part` raises, trims the caller's cache.
 
         The cache then holds what it held when the last id was yielded or, before the first id, what was read of the
@@ -406,7 +406,7 @@ def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **o
         if verbose:
             print(response.text, end="", flush=True)
     if verbose and response is not None:
-        print(f"\n{RULE}\n{footer(response)}")
+        print(f"\n{RULE}\n{format_footer(response)}")
     return text
 
 
@@ -444,21 +444,21 @@ def stream_batch(
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise GenerationError("no prompts: give a list of at least one")
     options = Sampling.from_options(sampling, signature(stream_batch).parameters)
-    _check_functions(sampler=sampler)
+    _check_function_arguments(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
-    start = _checked_start(pack, tokenizer, model)
-    served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_begins_ahead(model)))
-    check_kv(served, ())
+    start = _checked_pack_argument(pack, tokenizer, model)
+    served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_ahead_option(model)))
+    check_kv_options(served, ())
     check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     options.check_biases(served.vocab_size)
-    run, answers, codecs = _Run(served, Inline(_make_draws(options, sampler, served), logprobs=True)), [], []
+    run, answers, codecs = _Run(served, Inline(_make_request_sampler(options, sampler, served), logprobs=True)), [], []
     for prompt, own in zip(prompts, split_packs(start, len(prompts)), strict=True):
         cache = served.new_cache(own)
         turn = CacheTurn(tokenizer, prompt, cache)
         check_prompt(served, cache, turn)
         run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids, own)
         answers.append(Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory))
-        codecs.append(_codec_of(cache))
+        codecs.append(_codec_of_cache(cache))
     facts = [request.submission.base_ids for request in run.requests], codecs, max_tokens, stop, options
     return _with_wired_memory(model, _stream_in_batch(run, answers, options.seed, facts))
 
@@ -467,7 +467,7 @@ def _stream_in_batch(
     run: _Run, answers: Sequence[Answer], seed: int | None, facts: object
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """Yields (index of the prompt, response) per emitted id until all texts end. facts: as in `_stream_on_cache`."""
-    run.agree(facts)
+    run.raise_unless_machines_agree(facts)
     _seed_random(seed)
     yield from run.responses(answers)
 
@@ -475,7 +475,7 @@ def _stream_in_batch(
 # ---- checks and parts of requests
 
 
-def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> list[Any]:
+def _checked_prompt_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> list[Any]:
     """Returns a caller's prompt cache. like: a new cache. Raises `GenerationError` if `given` is of another model."""
     if (
         not isinstance(given, Sequence)
@@ -491,13 +491,13 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
     return given  # type: ignore[return-value]
 
 
-def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
+def _checked_pack_argument(pack: Any, tokenizer: Any, model: Any) -> Any:
     """Returns the pack or entries that a new cache begins with; if `pack` is a list of packs, a list with one each.
 
     Raises `DataError` if a pack is of another tokenizer, and `GenerationError` if the model has no hypertokens.
     """
     if isinstance(pack, list | tuple) and any(one is None or isinstance(one, PackLike) for one in pack):
-        return [_checked_start(one, tokenizer, model) for one in pack]
+        return [_checked_pack_argument(one, tokenizer, model) for one in pack]
     if pack is not None and not has_hypertokens(model):
         raise GenerationError(
             "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
@@ -510,7 +510,7 @@ def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
     return found
 
 
-def _codec_of(cache: Sequence[Any]) -> CodecParams | None:
+def _codec_of_cache(cache: Sequence[Any]) -> CodecParams | None:
     """Returns the codec parameters of a cache, including the entries that it began with; None for a plain model."""
     state = find_zip_state(cache)
     return None if state is None else state.books[0].params
@@ -525,7 +525,7 @@ def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _begins_ahead(model: Any) -> bool | None:
+def _ahead_option(model: Any) -> bool | None:
     """Returns `RunOptions.ahead`: True for a plain model, whose steps then begin as early as in mlx-lm, else None."""
     return None if has_hypertokens(model) else True
 
@@ -535,7 +535,7 @@ def _seed_random(seed: int | None) -> None:
         mx.random.seed(seed)
 
 
-def _make_draws(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
+def _make_request_sampler(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
     """Returns `sampler`, or one made from `options` if it is None. Raises `GenerationError` if both are given."""
     if sampler is not None:
         if ignored := options.changed_sampler_options():
@@ -545,7 +545,7 @@ def _make_draws(options: Sampling, sampler: Sampler | None, served: Served) -> _
     return _Sampler(make_sampler(options, served.width, never_excluded), options.temp == 0)
 
 
-def _check_functions(**given: Any) -> None:
+def _check_function_arguments(**given: Any) -> None:
     """Raises `GenerationError` unless each argument is None, a function or a list of functions."""
     for name, value in given.items():
         if value is not None and not all(map(callable, value if isinstance(value, list | tuple) else [value])):

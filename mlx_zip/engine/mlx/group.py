@@ -1,9 +1,10 @@
 """`Group`: requests that take their steps together, either a single request or several as rows of a batch.
 
-A step has parts, so that device and host work at the same time. On a GPU `begin` enqueues the body of the step, over
-ids that the host has not read. `read` waits for the chosen ids. `settle` removes requests that have ended. `launch`
-enqueues the rest of the step and the choice of the next ids. Then the caller delivers the ids that were read. `finish`
-chooses the next ids if a request has a constraint, which must see the logits on the host.
+A step has parts, so that device and host work at the same time. On a GPU `begin_step` enqueues the body of the step,
+over ids that the host has not read. `read_chosen_ids` waits for the chosen ids. `remove_ended` removes requests that
+have ended. `launch_pass` enqueues the rest of the step and the choice of the next ids. Then the caller delivers the ids
+that were read. `finish_choosing` chooses the next ids if a request has a constraint, which must see the logits on the
+host.
 
 Before a request joins a group, `Reading` reads its prompt in chunks, so that other requests take steps in between.
 """
@@ -23,11 +24,11 @@ from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, trim_prompt_
 
 from mlx_zip.engine.drafts import Draft, expects_draft, have_ids_to_weigh
 from mlx_zip.engine.interface import Progress
-from mlx_zip.engine.mlx.choosing import Choice, choose
-from mlx_zip.engine.mlx.drafted import DraftedPass, choose_exactly, draft_room, read_last_again
+from mlx_zip.engine.mlx.choosing import Choice, choose_ids
+from mlx_zip.engine.mlx.drafted import DraftedPass, choose_exactly, max_draft_length, read_last_id_again
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.pass_costs import PassClock
-from mlx_zip.engine.request import Request, propose_together
+from mlx_zip.engine.request import Request, propose_drafts
 from mlx_zip.errors import MachineError
 from mlx_zip.models.batching import (
     extend_cache,
@@ -35,7 +36,7 @@ from mlx_zip.models.batching import (
     filter_cache,
     flatten_cache_lists,
     merge_caches,
-    merge_unread,
+    merge_empty_caches,
 )
 from mlx_zip.models.longrope_refill import LongRopeRefill, plan_rope_factors
 from mlx_zip.models.rows.zip_state import find_zip_state, kv_caches, submit_parts_early
@@ -70,31 +71,31 @@ class Group:
 
     # ---- one step
 
-    def choose(self) -> None:
+    def choose_next_ids(self) -> None:
         """Chooses the next ids from the logits and starts computing the choice."""
         assert self._logits is not None
         served, state = self.served, find_zip_state(self.cache)
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
-            pick = partial(choose, end=end, pad_id=pad_id, machines=served.machines)
+            pick = partial(choose_ids, end=end, pad_id=pad_id, machines=served.machines)
             if self._draft is not None and served.options.draft_exact:
                 self._choice = self._choose_exactly(pick, self._logits)
             else:
                 best = None if self._draft is None else self._draft.choose_best()
                 self._choice = best or pick(self._choosing, self._logits)
-            self._choice.start(*(served.model.row_source.submit_rows() if served.hyper else ()))
+            self._choice.start_computing(*(served.model.row_source.submit_rows() if served.hyper else ()))
         self._logits = None
 
     def _choose_exactly(self, pick: Callable[..., Choice], logits: mx.array) -> Choice:
         """Chooses from a draft's logits or, at a near-tie, from a new pass over one id, which ends the draft."""
-        read_again = partial(read_last_again, self.served, self.cache, self.tokens[0])
+        read_again = partial(read_last_id_again, self.served, self.cache, self.tokens[0])
         choice, again = choose_exactly(self.requests, logits, pick, read_again)
         if again:
             self._draft, self._clock.ids = None, 0
         return choice
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Enqueues the body of the next step over ids that the host has not read, if the group allows that."""
         served = self.served
         if (
@@ -106,19 +107,19 @@ class Group:
             return
         with mx.stream(generation_stream):
             if not served.hyper:
-                self._begun = self._read_last(self._choice.y[:, None])
+                self._begun = self._read_last_ids(self._choice.y[:, None])
             elif served.long_context is None or len(self.requests) == 1:
                 self._ahead = self._ahead or TwoPartStep(served.model, self.cache)
-                self._h = self._begun = self._ahead.run(self._choice.y)
+                self._h = self._begun = self._ahead.run_body(self._choice.y)
             if self._begun is not None:
                 mx.async_eval(self._begun)
 
-    def read(self) -> None:
+    def read_chosen_ids(self) -> None:
         """Waits for the chosen ids and has each request count its id. An exception becomes the request's `error`."""
         assert self._choice is not None
-        chosen = self._choice.read()
+        chosen = self._choice.wait_for_ids()
         if self.served.hyper:
-            self.served.model.row_source.settle_submitted()
+            self.served.model.row_source.store_submitted_rows()
         if len(self.tokens) != len(self.requests):
             self.tokens = [0] * len(self.requests)
         for row, request, one in zip(self._rows, self._choosing, chosen, strict=True):
@@ -135,26 +136,26 @@ class Group:
                 request.count_chosen(one)
             except Exception as error:
                 request.error = error
-        self._time_pass(any(one.from_draft for one in chosen))
+        self._note_pass_time(any(one.from_draft for one in chosen))
 
-    def _time_pass(self, goes_on: bool) -> None:
-        """Notes the time of the pass that gave the ids just read. goes_on: as in `PassClock.note_read`."""
+    def _note_pass_time(self, goes_on: bool) -> None:
+        """Notes the time of the pass that gave the ids just read. goes_on: as in `PassClock.note_pass_end`."""
         drafted, self._clock.rows = any(request.drafter is not None for request in self.requests), len(self.requests)
         costs = self.served.pass_costs if drafted else None
-        self._clock.note_read(costs, 0 if costs is None else self.length, self._begun is not None, goes_on)
+        self._clock.note_pass_end(costs, 0 if costs is None else self.length, self._begun is not None, goes_on)
 
-    def wait(self) -> None:
+    def wait_for_choice(self) -> None:
         """Waits until the next ids are chosen. Raises the error of the step from which they are chosen."""
         if self._choice is not None:
             mx.eval(self._choice.y)
 
-    def settle(self) -> list[Request]:
+    def remove_ended(self) -> list[Request]:
         """Removes and returns the requests that have ended or failed. Each takes its row of the cache with it."""
         leaving = [request for request in self.requests if not request.takes_next_step]
         stay = [row for row, request in enumerate(self.requests) if request not in leaving]
         begun = self._begun is not None
         if begun:
-            self._install_begun(stay)
+            self._complete_begun_step(stay)
         if leaving:
             self._keep_rows(stay)
         for request in leaving if begun and (stay or not self.served.hyper) else ():
@@ -162,19 +163,19 @@ class Group:
                 self._forget_last_id(request)
         return leaving
 
-    def launch(self) -> None:
+    def launch_pass(self) -> None:
         """Enqueues the pass over the chosen ids and, if no request has a constraint, the choice of the next ids."""
         if self._logits is None:
             with mx.stream(generation_stream), self._submitting_parts():
                 self._logits = self._next_logits()
         for row, request in zip(self._rows, self._choosing, strict=True):
-            request.note_read([self.tokens[row]])
+            request.note_read_ids([self.tokens[row]])
         if len(self.requests) == 1:
             self.served.quantize(self.cache)
         if any(request.submission.constraint is not None for request in self._choosing):
             mx.async_eval(self._logits)
         else:
-            self.choose()
+            self.choose_next_ids()
 
     @property
     def _choosing(self) -> list[Request]:
@@ -187,40 +188,42 @@ class Group:
         If some of these ids are those that a draft proposed, the logits come from the draft's pass, for these rows
         only, and the other rows wait. Otherwise a new pass reads the last id of all rows.
         """
-        if self._draft is not None and (rows := self._draft.follow([self.tokens[row] for row in self._rows])):
+        if self._draft is not None and (
+            rows := self._draft.add_chosen_to_cache([self.tokens[row] for row in self._rows])
+        ):
             self._rows, self._h = rows, self._draft.h
             return self._draft.logits
         self._close_draft()
-        if any(proposed := self._propose()):
+        if any(proposed := self._propose_drafts()):
             self._draft = DraftedPass(self.served, self.requests, self.cache, self.tokens, proposed)
             self._clock.ids, self._h = self._draft.width, self._draft.h
             return self._draft.logits
         self._clock.ids = 1
-        return self._read_last(mx.array(self.tokens, mx.uint32)[:, None])
+        return self._read_last_ids(mx.array(self.tokens, mx.uint32)[:, None])
 
-    def _read_last(self, ids: mx.array) -> mx.array:
+    def _read_last_ids(self, ids: mx.array) -> mx.array:
         """Returns the logits [B, W] after reading ids [B, 1]."""
         logits, self._h = self.served.read(ids, self.cache)
         return logits[:, -1]
 
-    def _propose(self) -> list[Draft | None]:
+    def _propose_drafts(self) -> list[Draft | None]:
         """Returns a draft or None per request; [] if there is nothing to weigh."""
         drafters, proposed = [request.drafter for request in self.requests], list[Draft | None]()
         if any(drafters):
             began = time.perf_counter()
-            self._show_state(self.tokens)
+            self._show_output_to_heads(self.tokens)
             if have_ids_to_weigh(drafters):
-                room = draft_room(self.served, self.cache)
-                proposed = propose_together(self.requests, self.tokens, [room] * len(self.requests))
-            self._clock.leave_out(time.perf_counter() - began)
+                room = max_draft_length(self.served, self.cache)
+                proposed = propose_drafts(self.requests, self.tokens, [room] * len(self.requests))
+            self._clock.exclude_seconds(time.perf_counter() - began)
         return proposed
 
-    def _show_state(self, last: Sequence[int | None]) -> None:
+    def _show_output_to_heads(self, last: Sequence[int | None]) -> None:
         """Gives draft heads the body's output. last: per request, the id chosen from it, None if not yet known."""
         h = self._h if len(self.requests) == 1 else None
         for request, one in zip(self.requests, last, strict=True):
             if request.drafter is not None:
-                request.drafter.see(h, one, self.cache)
+                request.drafter.note_body_output(h, one, self.cache)
 
     def _close_draft(self) -> None:
         """Ends a draft, even if not all its ids were chosen. The cache then holds the chosen ids, and no row waits."""
@@ -233,16 +236,16 @@ class Group:
         drafters = [request.drafter for request in self.requests]
         if self._draft is not None or not any(drafters):
             return self._draft is not None
-        self._show_state([None] * len(self.requests))
-        return expects_draft(drafters, self.length) and draft_room(self.served, self.cache) > 0
+        self._show_output_to_heads([None] * len(self.requests))
+        return expects_draft(drafters, self.length) and max_draft_length(self.served, self.cache) > 0
 
-    def finish(self) -> None:
-        """Chooses the next ids if `launch` did not."""
+    def finish_choosing(self) -> None:
+        """Chooses the next ids if `launch_pass` did not."""
         if self._logits is not None:
-            self.choose()
+            self.choose_next_ids()
 
-    def _install_begun(self, stay: Sequence[int]) -> None:
-        """Completes the step that `begin` began. stay: rows of requests that go on.
+    def _complete_begun_step(self, stay: Sequence[int]) -> None:
+        """Completes the step that `begin_step` began. stay: rows of requests that go on.
 
         If `stay` is empty, a model with hypertokens undoes the step; a plain model's requests record the id as read.
         """
@@ -254,15 +257,15 @@ class Group:
                 self.served.model.trim_cache(self.cache, find_zip_state(self.cache).offset)  # type: ignore[union-attr]
             else:
                 for request, token in zip(self.requests, self.tokens, strict=True):
-                    request.note_read([token])
+                    request.note_read_ids([token])
             return
         with mx.stream(generation_stream):
             self._clock.ids = 1
-            logits = begun if self._ahead is None else self._ahead.follow(begun, self._choice.y)[:, -1]
+            logits = begun if self._ahead is None else self._ahead.compute_logits(begun, self._choice.y)[:, -1]
             self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:
             for row, (request, token) in enumerate(zip(self.requests, self.tokens, strict=True)):
-                request.note_read([token] if row not in stay else [])
+                request.note_read_ids([token] if row not in stay else [])
 
     def _forget_last_id(self, request: Request) -> None:
         """Trims the last id, which was not delivered, from a request's cache, if the cache can be trimmed."""
@@ -280,31 +283,34 @@ class Group:
 
     # ---- joining and leaving
 
-    def key(self) -> bool | None:
+    def uses_long_factors(self) -> bool | None:
         """Returns whether the next step of all rows uses LongRoPE's long factors; False for models without LongRoPE.
 
-        Groups with equal keys may be merged. Returns None if this group must not be merged now.
+        Groups with equal results may be merged. Returns None if this group must not be merged now.
         """
         if not self.served.batches:
             return None
         if self.served.long_context is None:
             return False
         long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
-        same = all(request.needs_long(token) == long for request, token in zip(self.requests, self.tokens, strict=True))
+        same = all(
+            request.needs_long_factors_for(token) == long
+            for request, token in zip(self.requests, self.tokens, strict=True)
+        )
         return long if same else None
 
-    def switching(self) -> list[int]:
+    def rows_switching_factors(self) -> list[int]:
         """Returns the rows whose next step uses other LongRoPE factors than their last step."""
-        if self.served.long_context is None or self._logits is not None:  # logits: of a step that `begin` began
+        if self.served.long_context is None or self._logits is not None:  # logits: of a step that `begin_step` began
             return []
         long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
         rows = enumerate(zip(self.requests, self.tokens, strict=True))
-        return [row for row, (request, token) in rows if request.needs_long(token) != long]
+        return [row for row, (request, token) in rows if request.needs_long_factors_for(token) != long]
 
-    def split(self, rows: Sequence[int]) -> list[Request]:
+    def split_off_rows(self, rows: Sequence[int]) -> list[Request]:
         """Removes rows and returns their requests, each with its own cache, to read the last id in a `Reading`.
 
-        Called between `settle` and `launch`.
+        Called between `remove_ended` and `launch_pass`.
         """
         out = [self.requests[row] for row in rows]
         for row, request in zip(rows, out, strict=True):
@@ -312,8 +318,11 @@ class Group:
         self._keep_rows([row for row in range(len(self.requests)) if row not in rows])
         return out
 
-    def join(self, others: Sequence[Group]) -> None:
-        """Adds the rows of other groups, which must not be used after that. Called between `settle` and `launch`."""
+    def merge_groups(self, others: Sequence[Group]) -> None:
+        """Adds the rows of other groups, which must not be used after that.
+
+        Called between `remove_ended` and `launch_pass`.
+        """
         caches = [other.cache for other in others]
         for group in (self, *others):
             group._close_draft()
@@ -327,7 +336,7 @@ class Group:
             self.requests += other.requests
             self.tokens += other.tokens
         self._ahead, self._rows = None, list(range(len(self.requests)))
-        self.bind()
+        self.bind_requests()
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Removes all rows that are not in `stay`. The request of each removed row gets its own cache."""
@@ -337,7 +346,7 @@ class Group:
         for row, request in enumerate(requests):
             if row not in stay:
                 request.cache = extract_cache(self.cache, row) if batch else self.cache
-                request.bind(find_zip_state(request.cache), 0)
+                request.bind_to_row(find_zip_state(request.cache), 0)
         self.requests, self.tokens = [requests[row] for row in stay], [self.tokens[row] for row in stay]
         self._rows = list(range(len(stay)))
         if not stay:
@@ -347,16 +356,16 @@ class Group:
         else:
             filter_cache(self.cache, stay)
         self._ahead = None
-        self.bind()
+        self.bind_requests()
 
-    def bind(self) -> None:
+    def bind_requests(self) -> None:
         """Makes each request use its row's codebook. A single request also owns the group's cache."""
         state = find_zip_state(self.cache)
         for row, request in enumerate(self.requests):
-            request.bind(state, row)
+            request.bind_to_row(state, row)
             request.cache = self.cache if len(self.requests) == 1 else None
 
-    def drop(self) -> None:
+    def drop_requests(self) -> None:
         """Frees the cache and removes all requests. Called after the group has failed."""
         self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
@@ -392,7 +401,7 @@ class Reading:
         return len(self._ids) - self._done + (0 if self._refill is None else self._refill.ids_left)
 
     @property
-    def key(self) -> Hashable | None:
+    def batch_key(self) -> Hashable | None:
         """Key under which readings can be read in one call; None if this reading must be read alone.
 
         A reading with a key reads a whole prompt into an empty cache. Equal keys mean equal LongRoPE factors.
@@ -409,8 +418,8 @@ class Reading:
         """Reads up to `at_most` ids. The last id of all is read in a pass of its own, in addition to `at_most`.
 
         Returns the number of ids read and, once all ids are read, the group, None before. others: readings with the
-        same `key`; if there are any, all prompts are read whole in one call, whatever `at_most` is. Raises what the
-        model or the request's processors raise.
+        same `batch_key`; if there are any, all prompts are read whole in one call, whatever `at_most` is. Raises what
+        the model or the request's processors raise.
         """
         if others:
             return self._read_together([self, *others])
@@ -443,18 +452,18 @@ class Reading:
         for request in requests:
             request.cache = None  # the batch takes over the codebook, so after an error the cache must not be kept
         with mx.stream(generation_stream):
-            cache = merge_unread(served.model, caches, padding)
+            cache = merge_empty_caches(served.model, caches, padding)
             if longest > 1:
                 served.model(mx.array(ids[:, :-1]), cache=cache, **self._factors)
                 mx.eval([entry.state for entry in kv_caches(cache)])
             logits = served.model(mx.array(ids[:, -1:]), cache=cache)[:, -1]
         for request, length in zip(requests, lengths, strict=True):
-            request.note_read(request.next_ids)
+            request.note_read_ids(request.next_ids)
             request.send(Progress(length, length))
         mx.clear_cache()
         group = Group(served, requests, cache, logits)
-        group.bind()
-        group.choose()
+        group.bind_requests()
+        group.choose_next_ids()
         return ids.size, group
 
     def _read_again(self, refill: LongRopeRefill, at_most: int) -> None:
@@ -463,7 +472,7 @@ class Reading:
         mx.eval([entry.state for entry in refill.filled])
         mx.clear_cache()
         if not refill.ids_left:
-            refill.finish()
+            refill.install_refilled_caches()
             self._refill = None
 
     def _read_ids(self, begin: int, end: int) -> None:
@@ -472,7 +481,7 @@ class Reading:
         served.model(self._ids[None, begin:end], cache=cache, **self._factors)
         served.quantize(cache)
         mx.eval([entry.state for entry in kv_caches(cache)])
-        self.request.note_read(self._next[begin:end])
+        self.request.note_read_ids(self._next[begin:end])
         mx.clear_cache()
 
     def _make_group(self, last: int) -> Group:
@@ -480,10 +489,10 @@ class Reading:
         request, served = self.request, self.served
         assert request.cache is not None
         logits, h = served.read(self._ids[None, last:], request.cache)
-        request.note_read(self._next[last:])
+        request.note_read_ids(self._next[last:])
         served.quantize(request.cache)
         group = Group(served, [request], request.cache, logits[:, -1], h)
-        group.choose()
+        group.choose_next_ids()
         if request.error is not None:
             raise request.error
         return group

@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from mlx_zip.device import WiredMemory, measure_memory_speed
-from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft
+from mlx_zip.device import WiredMemory, measure_memory_bandwidth
+from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft_options
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.mlx.draft_model import load_draft_model
 from mlx_zip.engine.mlx.group import Reading
@@ -83,7 +83,7 @@ def open_engine(
     kept between requests, None for a new store. group, make: set only by `open_split_engine`, for a model on several
     machines.
     """
-    check_draft(draft, num_draft_tokens)
+    check_draft_options(draft, num_draft_tokens)
 
     def load_model() -> tuple[Any, ...]:
         loaded = load(
@@ -136,7 +136,7 @@ class MlxEngine(ThreadedEngine):
         model, self.tokenizer, *draft_model = load()
         streams = [generation_stream, mx.default_stream(mx.default_device())]
         self._wired = WiredMemory(self._options.keep_wired_s, streams)
-        self._wired.hold()
+        self._wired.wire()
         served = ServedByEngine(model, self.tokenizer, name, self._options.run, *draft_model)
         _warn_if_large(name, served.weight_bytes)
         return served
@@ -149,17 +149,17 @@ class MlxEngine(ThreadedEngine):
         return score_in_parts(served.model, row, top, self._options.run.prefill_step_size)
 
     def _max_kv_bytes(self, served: Any) -> int | None:
-        return _memory_bound() if self._options.max_kv_bytes is None else self._options.max_kv_bytes
+        return _half_of_device_memory() if self._options.max_kv_bytes is None else self._options.max_kv_bytes
 
     def _memory_figures(self) -> dict[str, int]:
         return {"memory_bytes": mx.get_active_memory(), "peak_memory_bytes": mx.get_peak_memory()}
 
     def _prepare_device(self) -> None:
         if self._wired is not None:
-            self._wired.hold()
+            self._wired.wire()
 
     def _free_when_idle(self) -> float | None:
-        return None if self._wired is None else self._wired.free_if_idle()
+        return None if self._wired is None else self._wired.unwire_if_idle()
 
     def unwire_idle_memory(self) -> bool:
         return self._inbox.ask(self._unwire_idle_memory)
@@ -167,12 +167,12 @@ class MlxEngine(ThreadedEngine):
     def _unwire_idle_memory(self) -> bool:
         if self._scheduler.busy or self._wired is None:
             return False
-        self._wired.free()
+        self._wired.unwire()
         return True
 
-    def _free_thread(self) -> None:
+    def _free_thread_resources(self) -> None:
         if self._wired is not None:
-            self._wired.free()
+            self._wired.unwire()
         mx.clear_streams()
 
     def without_hypertokens(self, name: str) -> Engine:
@@ -218,7 +218,7 @@ class WithoutHypertokens(nn.Module):
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Returns logits [B, L, V] for base ids [B, L]. cache: from `make_cache`, updated in place."""
         cache, model = self.make_cache() if cache is None else cache, self.model
-        h = model.scaled(model.model.embed_tokens(ids))
+        h = model.scale_embeddings(model.model.embed_tokens(ids))
         h = model.run_layers(h, cache, Positions(start=cache[0].offset))
         for other in cache[1:]:  # offsets of a batch are lazy arrays; unread ones would grow into a long chain of sums
             other.offset = cache[0].offset
@@ -236,7 +236,7 @@ def _warn_if_large(name: str, weight_bytes: int) -> None:
         )
 
 
-def _memory_bound() -> int | None:
+def _half_of_device_memory() -> int | None:
     """Returns half of the bytes of the device's memory, None if MLX does not know them."""
     size = mx.device_info().get("memory_size")
     return None if size is None else int(size) // 2
@@ -271,7 +271,7 @@ def _measured_bandwidth() -> float:
 def _measure_bandwidth(device: str) -> None:
     """Stores the bandwidth in `_bandwidths`; then frees the memory used and the thread's streams."""
     try:
-        _bandwidths[device] = measure_memory_speed(_LIMIT_S)
+        _bandwidths[device] = measure_memory_bandwidth(_LIMIT_S)
     finally:
         mx.clear_cache()
         mx.clear_streams()

@@ -25,10 +25,10 @@ import numpy as np
 from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_prompt_cache, trim_prompt_cache
 
 from mlx_zip.codec import compress_next
-from mlx_zip.codec.ids import as_ids, common_length
+from mlx_zip.codec.ids import as_ids, common_prefix_length
 from mlx_zip.engine.interface import SessionInfo, Submission
 from mlx_zip.engine.mlx.group import Reading
-from mlx_zip.engine.mlx.served import Served, check_kv
+from mlx_zip.engine.mlx.served import Served, check_kv_options
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.sampling.options import Sampling
@@ -75,15 +75,15 @@ class CacheTurn:
         self._notes = notes_on(cache)
         self._reader = self._notes.reader  # `Notes.reader` of the last request; from `begin` on, of this request
         self._prefill = chat is not None and chat.prefill is not None  # whether the prompt has the answer's beginning
-        state, begun, self._held = find_zip_state(cache), is_begun(cache), held_ids(cache)
+        state, begun, self._held = find_zip_state(cache), is_cache_used(cache), count_cached_ids(cache)
         self.kept_ids, self.kept_tokens = self._held, self._held if state is None else state.books[0].base_length
-        base_ids = encode_prompt(tokenizer, prompt, begun, answers_in(cache) if chat else None)
+        base_ids = encode_prompt(tokenizer, prompt, begun, answers_in_cache(cache) if chat else None)
         self.cached_tokens = 0
         if chat is not None and begun:
             self.kept_ids, self.kept_tokens = reusable_prefix(cache, base_ids)
             base_ids, self.cached_tokens = base_ids[self.kept_tokens :], self.kept_tokens
         self.base_ids = base_ids
-        check_trim(cache, self.kept_ids)
+        check_can_trim(cache, self.kept_ids)
 
     def begin(self) -> None:
         """Trims the cache to `kept_ids` ids: those that come before what is still to be read.
@@ -91,12 +91,12 @@ class CacheTurn:
         Raises `GenerationError`, leaving the cache unchanged, if the cache cannot be trimmed, or was used since this
         object was made.
         """
-        if held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
+        if count_cached_ids(self._cache) != self._held or self._notes.reader is not self._reader:
             raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
-        trim_to(self._cache, self.kept_ids)
+        trim_cache_to(self._cache, self.kept_ids)
         self._reader = self._notes.reader = object()
 
-    def check(self) -> None:
+    def check_cache_unchanged(self) -> None:
         """Raises `GenerationError` if another request has used the cache since this one began."""
         if self._notes.reader is not self._reader:
             raise GenerationError("another request used the prompt cache in the middle of this answer, which ends here")
@@ -111,14 +111,14 @@ class CacheTurn:
         """
         if self._notes.reader is not self._reader:
             return  # the cache holds another request's ids now
-        keep_notes(self._cache, self._notes)
-        note_read(self._cache, read)
+        attach_notes(self._cache, self._notes)
+        note_read_ids(self._cache, read)
         ids = [i for _, base_ids in answer for i in base_ids]
         ended = bool(ids) and ids[-1] in self._tokenizer.eos_token_ids
         if self._prefill or not (ended or finish_reason == "length"):
             return
         text, noted = "".join(text for text, _ in answer), tuple(ids[:-1] if ended else ids)
-        answers_in(self._cache).update({text: noted, text.strip(): noted})
+        answers_in_cache(self._cache).update({text: noted, text.strip(): noted})
 
 
 def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
@@ -147,12 +147,12 @@ def notes_on(cache: Sequence[Any]) -> Notes:
     return _NOTES.setdefault(cache[-1], Notes())
 
 
-def keep_notes(cache: Sequence[Any], notes: Notes) -> None:
+def attach_notes(cache: Sequence[Any], notes: Notes) -> None:
     """Attaches notes to a cache again, because KV quantization may have replaced the cache's last entry, their key."""
     _NOTES[cache[-1]] = notes
 
 
-def held_ids(cache: Sequence[Any]) -> int:
+def count_cached_ids(cache: Sequence[Any]) -> int:
     """Returns how many ids a cache holds; a hypertoken counts as one.
 
     For a zip2zip model this is the length of the codebook's log of ids; for a plain model the largest `offset` of the
@@ -165,14 +165,14 @@ def held_ids(cache: Sequence[Any]) -> int:
     return max(offsets, default=len(notes_on(cache).ids) if cache else 0)
 
 
-def is_begun(cache: Sequence[Any]) -> bool:
+def is_cache_used(cache: Sequence[Any]) -> bool:
     """Returns whether a cache holds anything, even if the number of its ids is unknown."""
-    return held_ids(cache) > 0 or any(
+    return count_cached_ids(cache) > 0 or any(
         not hasattr(entry, "offset") and not entry.empty() for entry in flatten_cache_lists(cache)
     )
 
 
-def answers_in(cache: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+def answers_in_cache(cache: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     """Returns the answers that were generated with a cache, as a map from text to base ids that may be added to."""
     state = find_zip_state(cache)
     return notes_on(cache).answers if state is None else state.answers
@@ -184,33 +184,33 @@ def reusable_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int,
     That is the longest common prefix of cache and prompt that ends where an id of the cache ends and leaves at least
     one base id of the prompt to be read. Raises `GenerationError` if the number of ids in the cache is unknown.
     """
-    if is_begun(cache) and not held_ids(cache):
+    if is_cache_used(cache) and not count_cached_ids(cache):
         raise GenerationError(CANNOT_TRIM)
     ends = _id_ends(cache)
     held = _known_base_ids(cache)
-    common = common_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
+    common = common_prefix_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
     kept = int(np.searchsorted(ends, common, side="right"))
     return kept, int(ends[kept - 1]) if kept else 0
 
 
-def check_trim(cache: Sequence[Any], ids: int) -> None:
+def check_can_trim(cache: Sequence[Any], ids: int) -> None:
     """Raises `GenerationError` if a cache holds more than `ids` ids and cannot be trimmed."""
-    if held_ids(cache) > ids and not can_trim_prompt_cache(list(cache)):
+    if count_cached_ids(cache) > ids and not can_trim_prompt_cache(list(cache)):
         raise GenerationError(CANNOT_TRIM)
 
 
-def trim_to(cache: list[Any], ids: int) -> None:
+def trim_cache_to(cache: list[Any], ids: int) -> None:
     """Trims a cache, KV caches and codebook together, to its first `ids` ids.
 
     Raises `GenerationError` if the cache cannot be trimmed.
     """
-    check_trim(cache, ids)
-    if surplus := held_ids(cache) - ids:
+    check_can_trim(cache, ids)
+    if surplus := count_cached_ids(cache) - ids:
         trim_prompt_cache(cache, surplus)
         del notes_on(cache).ids[ids:]
 
 
-def note_read(cache: Sequence[Any], ids: Sequence[int]) -> None:
+def note_read_ids(cache: Sequence[Any], ids: Sequence[int]) -> None:
     """Adds ids to the notes on a plain model's cache. For a zip2zip model does nothing: the codebook logs its ids."""
     if find_zip_state(cache) is None:
         notes_on(cache).ids.extend(map(int, ids))
@@ -222,7 +222,7 @@ def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
     if state is not None:
         return state.books[0].base_ids(0).astype(np.int64)
     notes = notes_on(cache)
-    return np.array(notes.ids if len(notes.ids) == held_ids(cache) else [], np.int64)
+    return np.array(notes.ids if len(notes.ids) == count_cached_ids(cache) else [], np.int64)
 
 
 def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -311,7 +311,7 @@ def cache_prompt(
     """
     served = Served(model, tokenizer, run)
     cache = served.new_cache(None)
-    check_kv(served, cache)
+    check_kv_options(served, cache)
     check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
     state, submission = find_zip_state(cache), Submission(base_ids, max_tokens=1)
     request = Request(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)

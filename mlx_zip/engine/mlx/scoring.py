@@ -48,23 +48,23 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
             part, model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
         )
     return (
-        compress_parts(codec(model, pack), *parts, pack=pack)
+        compress_parts(codec_of_model(model, pack), *parts, pack=pack)
         if has_hypertokens(model)
         else compress_parts(None, *parts)
     )
 
 
-def codec(model: Any, pack: Pack | None = None) -> CodecParams:
+def codec_of_model(model: Any, pack: Pack | None = None) -> CodecParams:
     """Returns a zip2zip model's codec parameters, beginning with the entries of `pack` if given, else the model's.
 
     Raises `DataError` if the pack does not fit the model.
     """
     params = model.config.codec_params
-    return params if pack is None else _with_pack(params, pack)
+    return params if pack is None else _codec_with_pack(params, pack)
 
 
 @lru_cache(maxsize=4)
-def _with_pack(params: CodecParams, pack: Pack) -> CodecParams:
+def _codec_with_pack(params: CodecParams, pack: Pack) -> CodecParams:
     """Returns codec parameters that begin with the entries of `pack`. Cached, because checking entries takes time."""
     try:
         return params.with_start(pack)
@@ -81,7 +81,7 @@ def _check_ids_below(ids: Uint32s, limit: int | None) -> None:
         )
 
 
-def score(
+def score_rows(
     model: Any,
     rows: Sequence[Compressed],
     batch_size: int = 8,
@@ -106,13 +106,13 @@ def score(
     for batch in _batch_by_length(model, rows, batch_size):
         scored = _score_batch(model, [rows[i] for i in batch], availability)
         for i, result in zip(batch, scored, strict=True):
-            _check_finite(rows[i], result, i)
+            _check_scores_finite(rows[i], result, i)
             results[i] = result
         progress(len(batch))
     return [results[i] for i in range(len(rows))]
 
 
-def _check_finite(row: Compressed, result: Scored, i: int) -> None:
+def _check_scores_finite(row: Compressed, result: Scored, i: int) -> None:
     """Raises `ModelError` if a log-probability is not finite. i: the row's index, for the message."""
     bad = np.flatnonzero(~np.isfinite(result.logprobs))
     if len(bad):
@@ -128,11 +128,11 @@ def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) ->
     The longest rows come first, so that running out of memory happens at once.
     """
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
-    size = 1 if scores_itself(model) or _by_base_length(model) else batch_size
+    size = 1 if scores_itself(model) or _depends_on_base_length(model) else batch_size
     return [by_length[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
-def _by_base_length(model: Any) -> bool:
+def _depends_on_base_length(model: Any) -> bool:
     """Returns whether LongRoPE's factors depend on each row's base tokens; if so, rows cannot share a model call."""
     return (
         has_hypertokens(model)
@@ -142,7 +142,7 @@ def _by_base_length(model: Any) -> bool:
 
 
 def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Iterator[Scored]:
-    """Scores one row, as `score` does, with a model on MLX. Yields the scores of up to `at_most` ids per model call.
+    """Scores one row with a model on MLX, as `score_rows` does. Yields the scores of up to `at_most` ids per call.
 
     top: number of likeliest ids to report per position.
     """
@@ -151,7 +151,7 @@ def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Itera
 
 
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
-    """Scores rows as one batch, in as many model calls as the memory requires. availability: see `score`."""
+    """Scores rows as one batch, in as many model calls as the memory requires. availability: see `score_rows`."""
     if scores_itself(model):
         closed = [_excluded_ids(model, [row])[1:] for row in rows]
         return [model.score_row(row, availability == "causal", at) for row, at in zip(rows, closed, strict=True)]
@@ -169,10 +169,10 @@ def _score_calls(
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
     for row, compressed in zip(ids, rows, strict=True):
         row[: len(compressed.ids)] = compressed.ids
-    cache = _make_cache(model, rows)
+    cache = _make_scoring_cache(model, rows)
     options = {"causal": availability == "causal"} if has_hypertokens(model) else {}
     row, at, excluded = _excluded_ids(model, rows)
-    for begin, end in _call_columns(model, rows, ids.shape, availability, at_most):
+    for begin, end in _columns_per_call(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
         # canonical: forbid ids that the compressor would never write, unless they together have over half the
         # probability
@@ -190,19 +190,19 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
     """
     if not has_hypertokens(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
-    found = [find_excluded_ids(Codebook(codec(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
+    found = [find_excluded_ids(Codebook(codec_of_model(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
 
 
-def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
+def _make_scoring_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
     """Returns a new cache for a batch of rows. The codebook of each row begins with the row's `pack`."""
     if not has_hypertokens(model):
         return make_prompt_cache(model)
     return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
 
 
-def _call_columns(
+def _columns_per_call(
     model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str, at_most: int
 ) -> list[tuple[int, int]]:
     """Returns the columns (begin, end) that each model call reads, so few that the logits fit into memory.
@@ -215,17 +215,17 @@ def _call_columns(
         return [(0, end)]
     width = model.layout.width if has_hypertokens(model) else decoder_config(model).get("vocab_size", 1 << 17)
     step = min(at_most, max(1, LOGITS // (batch * width)))
-    border = min(end, _longrope_border(model, rows))
+    border = min(end, _first_long_column(model, rows))
     starts = [*range(0, border, step), *range(border, end, step)]
     return list(pairwise([*starts, end]))
 
 
-def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
+def _first_long_column(model: Any, rows: Sequence[Compressed]) -> int:
     """Returns the first column that is read with LongRoPE's long factors, 0 if the model has no LongRoPE."""
     context = model.traits.long_context if has_hypertokens(model) else None
     if context is None:
         return 0
-    return int(np.searchsorted(rows[0].ends, context + 1)) if _by_base_length(model) else context
+    return int(np.searchsorted(rows[0].ends, context + 1)) if _depends_on_base_length(model) else context
 
 
 def _read_scores(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) -> tuple[NDArray[Any], ...]:

@@ -17,20 +17,20 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.device import on_gpu
+from mlx_zip.device import default_device_is_gpu
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
-from mlx_zip.engine.draft_sources import text_sources
+from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource, HeadSource
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.sampling.options import Sampling
-from mlx_zip.engine.sampling.processors import make_processors
-from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
+from mlx_zip.engine.sampling.processors import make_penalty_processors
+from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_pack_check
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
-from mlx_zip.models.draft_head import make_proposer
+from mlx_zip.models.draft_head import make_head_proposer
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model, named_arrays
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state, kv_caches
@@ -57,10 +57,10 @@ class Served:
         if draft_model is not None and self.machines is not None:
             raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
         self.draft_model = None if draft_model is None else DraftModel(draft_model)
-        self._head = make_proposer(model) if options.draft in ("head", "auto") else None
+        self._head = make_head_proposer(model) if options.draft in ("head", "auto") else None
         if options.draft == "head" and self._head is None:
             raise GenerationError("draft (--draft head): this model has no draft head (mlx_zip train --draft-head)")
-        self.ahead = on_gpu() if options.ahead is None else options.ahead
+        self.ahead = default_device_is_gpu() if options.ahead is None else options.ahead
         config = decoder_config(model)
         self.context: int | None = config.get("max_position_embeddings")
         self.by_base = self.hyper and model.config.position_mode == "base_token_end"
@@ -101,7 +101,7 @@ class Served:
 
     def new_cache(self, start: Any) -> list[Any]:
         if self.options.max_kv_size is not None:
-            cache = bounded_cache(self.model, self.options.max_kv_size)
+            cache = make_bounded_cache(self.model, self.options.max_kv_size)
         else:
             cache = self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
         if self._batches is None:
@@ -112,11 +112,11 @@ class Served:
         """Returns the `ZipState` of a cache, None for a plain model's."""
         return find_zip_state(cache)
 
-    def make_draws(self, options: Sampling, state: mx.array | None) -> Draws:
+    def make_request_sampler(self, options: Sampling, state: mx.array | None) -> Draws:
         return Draws(options, self.never_excluded, state)
 
     def make_penalties(self, options: Sampling, state: ZipState | None) -> list[Any]:
-        return list(make_processors(options, self.vocab_size, state))
+        return list(make_penalty_processors(options, self.vocab_size, state))
 
     def make_drafter(
         self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s = ()
@@ -126,7 +126,7 @@ class Served:
             return None
         self._cost_file.save(SAVE_EVERY_S)
         base_ids = text()
-        sources = text_sources(base_ids, prediction) if options.draft in ("lookup", "auto") else []
+        sources = make_text_sources(base_ids, prediction) if options.draft in ("lookup", "auto") else []
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
         head = None if self._head is None else HeadSource(self._head, self.pass_costs.head)
@@ -163,14 +163,14 @@ class Served:
     def free(self, cache: list[Any]) -> None:
         """Does nothing: Python frees the memory once nothing refers to the cache."""
 
-    def free_unused(self) -> None:
+    def free_unused_memory(self) -> None:
         """Returns MLX's cached buffers to the device."""
         mx.clear_cache()
 
     def settle(self) -> None:
         """Stores the hyper rows that the last call encoded, which only this thread can evaluate, and the pass costs."""
         if self.hyper:
-            self.model.row_source.settle()
+            self.model.row_source.store_all_rows()
         if self.options.draft != "off":
             self._cost_file.save()
 
@@ -180,17 +180,17 @@ class ServedByEngine(Served):
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions, draft_model: Any = None) -> None:
         super().__init__(model, tokenizer, options, draft_model)
-        self.kv_bytes_per_id = self._run_one_id()
+        self.kv_bytes_per_id = self._measure_kv_bytes_per_id()
         self.facts = self._make_facts()
-        self.info = engine_info(name, fingerprint_of_model(model), self.facts)
+        self.info = make_engine_info(name, fingerprint_of_model(model), self.facts)
 
-    def _run_one_id(self) -> int:
+    def _measure_kv_bytes_per_id(self) -> int:
         """Runs the model on one id, and returns the bytes of KV cache per id.
 
         Thus a model that cannot run fails at loading, and the first request does not have to wait for compilation.
         """
         cache = self.new_cache(None)
-        check_kv(self, cache)
+        check_kv_options(self, cache)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         plain = [entry for entry in flatten_cache_lists(kv_caches(cache)) if type(entry) is KVCache]
         return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
@@ -204,7 +204,7 @@ class ServedByEngine(Served):
             by_base=self.by_base,
             params=model.config.codec_params if self.hyper else None,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=start_check(model.fingerprint, model.sides_are_one, model.config.encoder.model_size)
+            check_start=make_pack_check(model.fingerprint, model.sides_are_one, model.config.encoder.model_size)
             if self.hyper
             else lambda start: None,
             kv_bytes_per_id=self.kv_bytes_per_id,
@@ -243,7 +243,7 @@ def _cost_key(model: Any, kv_bits: int | None) -> dict[str, str]:
 # ---- the caches of a request
 
 
-def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
+def make_bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
     """Makes a plain model's cache for one request, whose layers keep the first four ids and the latest ids.
 
     max_kv_size: maximum number of ids per layer, as in mlx-lm. Unlike mlx-lm, this function also bounds the caches of
@@ -266,7 +266,7 @@ def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
     return [RotatingKVCache(max_size=int(max_kv_size), keep=KEPT) for _ in cache]
 
 
-def check_kv(served: Served, cache: Sequence[Any]) -> None:
+def check_kv_options(served: Served, cache: Sequence[Any]) -> None:
     """Raises `GenerationError` if the options of `served` have an invalid prefill chunk or KV quantization."""
     options = served.options
     chunk, bits, group_size = options.prefill_step_size, options.kv_bits, options.kv_group_size

@@ -49,12 +49,12 @@ def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> S
     folder of sessions. Raises what `mlx_zip.load` raises.
     """
     kept = options.pop("sessions", DEFAULT_SESSIONS)
-    sessions = None if kept is None else _share_of_bounds(kept, group)
+    sessions = None if kept is None else _session_options_of_machine(kept, group)
     made = open_engine(model_name, **options, sessions=sessions, group=group, make=partial(SplitEngine, group))
     return cast(SplitEngine, made)
 
 
-def _share_of_bounds(sessions: SessionOptions, group: Group) -> SessionOptions:
+def _session_options_of_machine(sessions: SessionOptions, group: Group) -> SessionOptions:
     """Returns the options of this machine's session store: a folder and a `share` that no other machine uses."""
     share = f"{MACHINE_FOLDER_PREFIX}{group.rank() + 1}-of-{group.size()}"
     folder = None if sessions.folder is None else sessions.folder / share
@@ -100,10 +100,10 @@ class SplitEngine(MlxEngine):
         if pack is not None and as_pack(pack).rows is not None:
             raise GenerationError("pack: tuned rows are not sent to other machines; start all of them with --pack")
 
-    def _add(self, request: Request) -> None:
+    def _add_request(self, request: Request) -> None:
         """Queues a request as news, so that all machines give it to their schedulers in the same round."""
         self._requests[self._numbers] = request
-        self._news.append(["add", self._numbers, _checked_to_json(request.checked)])
+        self._news.append(["add", self._numbers, _request_to_json(request.checked)])
         self._numbers += 1
 
     def _forget_ended(self, request: Request) -> None:
@@ -124,9 +124,9 @@ class SplitEngine(MlxEngine):
         raise EngineError("a session on several machines cannot be dropped alone; purge all of them")
 
     def purge_sessions(self) -> int:
-        return self._inbox.ask(self._purge)
+        return self._inbox.ask(self._purge_on_all_machines)
 
-    def _purge(self) -> int:
+    def _purge_on_all_machines(self) -> int:
         """Deletes this machine's sessions, and queues news that has the other machines delete theirs."""
         self._news.append(["purge"])
         return self._update_figures(self._store.purge())
@@ -138,34 +138,34 @@ class SplitEngine(MlxEngine):
         least = smallest_over_machines(self._group, NO_BOUND if own is None else own)
         return None if least == NO_BOUND else least
 
-    def _load(self, *args: Any) -> None:
-        super()._load(*args)
+    def _load_model(self, *args: Any) -> None:
+        super()._load_model(*args)
         self._store = self._scheduler.store = _SameSessions(self._store, self._group)
 
-    def _serve(self) -> None:
+    def _serve_requests(self) -> None:
         """Does rounds until the first machine's engine is closed. Raises `MachineError` if a machine is lost."""
         scheduler, going = self._scheduler, True
         with lost_machines_as_errors():
             while going:
-                going = self._exchange()
+                going = self._exchange_news()
                 if going and scheduler.busy:
                     self._prepare_device()
                 while going and scheduler.busy:
-                    scheduler.work()
+                    scheduler.run_round()
                     self._running = len(scheduler.running)
-                    going = self._exchange()
+                    going = self._exchange_news()
                 if not scheduler.busy:
-                    self._tend_when_idle()
+                    self._work_when_idle()
 
-    def _exchange(self) -> bool:
+    def _exchange_news(self) -> bool:
         """Sends or receives the news since the last round, and acts on it. Returns whether there is a next round.
 
         First waits for the step in flight. If a machine is lost during that step, the step raises, while with MLX's
         ring backend the exchange of news would wait for ever.
         """
         for group in self._scheduler.groups:
-            group.wait()
-        news = json.dumps(self._gather(), default=_plain_values).encode() if self._first else b""
+            group.wait_for_choice()
+        news = json.dumps(self._gather_news(), default=_plain_values).encode() if self._first else b""
         with mx.stream(generation_stream):
             received = bytes_of_first_machine(self._group, b"" if news == b"[]" else news)
         going = True
@@ -181,10 +181,10 @@ class SplitEngine(MlxEngine):
                 self._update_figures(None if self._first else self._store.purge())
         return going
 
-    def _gather(self) -> list[News]:
+    def _gather_news(self) -> list[News]:
         """Returns the news that the first machine sends. If nothing runs, first waits up to `HEARTBEAT_S` for news."""
         scheduler, closing = self._scheduler, self._closing  # requests submitted before closing are in the inbox now
-        self._inbox.take(0 if scheduler.busy or closing else HEARTBEAT_S)
+        self._inbox.run_queued_calls(0 if scheduler.busy or closing else HEARTBEAT_S)
         if closing and time.monotonic() >= self._deadline:
             scheduler.cancel_all()
         asked = [
@@ -203,7 +203,7 @@ class SplitEngine(MlxEngine):
                 self._checks.check(_submission_from_json(facts, self.info.vocab_size)), lambda event: None
             )
             request.handle = _SharedHandle()
-        self._scheduler.add(self._requests[number])
+        self._scheduler.add_request(self._requests[number])
 
 
 class _SharedHandle(Handle):
@@ -285,7 +285,7 @@ class _SameSessions:
         return None if differing else found
 
 
-def _checked_to_json(checked: Checked) -> dict[str, Any]:
+def _request_to_json(checked: Checked) -> dict[str, Any]:
     """Returns a request as JSON, without its constraint, which stays on the first machine."""
     submission, sampling = checked.submission, asdict(checked.sampling)
     sampling["logit_bias"] = list((checked.sampling.logit_bias or {}).items())

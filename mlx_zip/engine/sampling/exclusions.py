@@ -171,7 +171,7 @@ class CanonicalIds:
         self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
         self._excluded: list[int] = []
 
-    def bind(self, book: Codebook) -> None:
+    def follow_codebook(self, book: Codebook) -> None:
         """Makes this follow `book` from now on: the codebook followed so far, or a copy that has read the same ids."""
         if self._next[1] == self.book.rewinds:
             self._next = self._next[0], book.rewinds

@@ -74,30 +74,32 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("temp", "top_p", "min_p", "xtc_probability", "xtc_threshold"):
-            self._raise_unless(name, "a finite number", _is_finite(getattr(self, name)))
-        self._raise_unless("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
+            self._raise_unless_valid(name, "a finite number", _is_finite(getattr(self, name)))
+        self._raise_unless_valid("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
         # a smaller top_p is 0 in float32, which leaves out every id
-        self._raise_unless("top_p", "0, or from 1e-30 to 1", self.top_p == 0 or 1e-30 <= self.top_p <= 1)
-        self._raise_unless("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
-        self._raise_unless("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
-        self._raise_unless("top_k", "an integer >= 0", _is_integer(self.top_k, 0))
-        self._raise_unless("xtc_probability", "from 0 to 1", 0 <= self.xtc_probability <= 1)
-        self._raise_unless("xtc_threshold", "from 0 to 0.5", 0 <= self.xtc_threshold <= 0.5)
-        self._raise_unless(
+        self._raise_unless_valid("top_p", "0, or from 1e-30 to 1", self.top_p == 0 or 1e-30 <= self.top_p <= 1)
+        self._raise_unless_valid("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
+        self._raise_unless_valid("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
+        self._raise_unless_valid("top_k", "an integer >= 0", _is_integer(self.top_k, 0))
+        self._raise_unless_valid("xtc_probability", "from 0 to 1", 0 <= self.xtc_probability <= 1)
+        self._raise_unless_valid("xtc_threshold", "from 0 to 0.5", 0 <= self.xtc_threshold <= 0.5)
+        self._raise_unless_valid(
             "seed", "an integer from 0 to 2^64-1", self.seed is None or _is_integer(self.seed, 0, 2**64 - 1)
         )
         for kind in ("repetition", "presence", "frequency"):
             size, penalty = f"{kind}_context_size", getattr(self, f"{kind}_penalty")
-            self._raise_unless(size, "an integer from 1 to 2^31-1", _is_integer(getattr(self, size), 1, 2**31 - 1))
-            self._raise_unless(f"{kind}_penalty", "a finite number", penalty is None or _is_finite(penalty))
-        self._raise_unless(
+            self._raise_unless_valid(
+                size, "an integer from 1 to 2^31-1", _is_integer(getattr(self, size), 1, 2**31 - 1)
+            )
+            self._raise_unless_valid(f"{kind}_penalty", "a finite number", penalty is None or _is_finite(penalty))
+        self._raise_unless_valid(
             "repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0
         )
         biases = self.logit_bias or {}
         fits = isinstance(biases, Mapping) and all(_is_number(bias) and bias <= MOST_BIAS for bias in biases.values())
-        self._raise_unless("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
+        self._raise_unless_valid("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
 
-    def _raise_unless(self, name: str, rule: str, holds: bool) -> None:
+    def _raise_unless_valid(self, name: str, rule: str, holds: bool) -> None:
         if not holds:
             flag = "--" + name.replace("_", "-")
             raise GenerationError(f"{name} ({flag}) must be {rule}, got {getattr(self, name)!r}")
@@ -107,14 +109,16 @@ class Sampling:
         names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
         return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
 
-    def check_width(self, width: int | None) -> None:
+    def check_kept_ids_below(self, width: int | None) -> None:
         """Raises `GenerationError` if `top_k` or `min_tokens_to_keep` is not below `width`.
 
         width: number of columns of the logits, None if not known.
         """
         if width is not None:
-            self._raise_unless("top_k", f"below the {width} columns of the logits", self.top_k < width)
-            self._raise_unless("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
+            self._raise_unless_valid("top_k", f"below the {width} columns of the logits", self.top_k < width)
+            self._raise_unless_valid(
+                "min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width
+            )
 
     def check_biases(self, base_ids: int | None) -> None:
         """Raises `GenerationError` if a biased id is not a base id, or if the biases rule out every base id.

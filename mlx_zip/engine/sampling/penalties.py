@@ -55,7 +55,7 @@ class PenaltyTerms:
         self._used_terms = [index for index, option in enumerate(options) if option]  # which terms can be other than 0
         self._sums = EntryTermSums([self._terms[i] for i in self._used_terms], state.books[row].params.merge_size)
 
-    def bind(self, state: HasBooks, row: int) -> None:
+    def bind_to_row(self, state: HasBooks, row: int) -> None:
         """Makes the terms follow the same sequence in another state, or in another row, from now on."""
         self.state, self.row = state, row
 
@@ -64,7 +64,7 @@ class PenaltyTerms:
 
         The terms: the bias, how often the repetition penalty applies, and what the other two penalties subtract.
         """
-        changed = self._update_context()
+        changed = self._update_terms()
         self._changed[changed] = True
         sums = self._sums.update(self.state.books[self.row], self._changed)
         self._changed[changed] = False
@@ -78,7 +78,7 @@ class PenaltyTerms:
             terms[index] = np.concatenate([self._terms[index][base_ids], of[slots]])
         return columns, terms
 
-    def _update_context(self) -> np.ndarray:
+    def _update_terms(self) -> np.ndarray:
         """Computes the terms for the current context and returns the base ids whose terms have changed."""
         repeated, present, counted = self._context_of_each_penalty()
         context = np.unique(np.concatenate([repeated, present, counted]))
@@ -124,7 +124,7 @@ class EntryTermSums:
 
         changed [V + 1] bool: base ids whose terms may have changed since the last update.
         """
-        rows, lengths = book.rows(0, len(book))
+        rows, lengths = book.padded_entries(0, len(book))
         n, width = rows.shape
         known = min(n, len(self._lengths))
         stale = np.ones(n, bool)

@@ -22,9 +22,10 @@ from mlx_zip.models.rows.zip_state import ZipState
 def make_sampler(options: Sampling, width: int | None, special_ids: Sequence[int]) -> Sampler:
     """Returns a function from log-probabilities [B, W] to ids [B].
 
-    width: W, None if not known. special_ids: ids that XTC never excludes. Raises `GenerationError` as `check_width`.
+    width: W, None if not known. special_ids: ids that XTC never excludes. Raises `GenerationError` as
+    `Sampling.check_kept_ids_below` does.
     """
-    options.check_width(width)
+    options.check_kept_ids_below(width)
     return mlx_lm_sampler(
         options.temp,
         options.top_p,
@@ -37,7 +38,7 @@ def make_sampler(options: Sampling, width: int | None, special_ids: Sequence[int
     )
 
 
-def make_processors(options: Sampling, base_ids: int | None, state: ZipState | None) -> list[LogitsProcessor]:
+def make_penalty_processors(options: Sampling, base_ids: int | None, state: ZipState | None) -> list[LogitsProcessor]:
     """Returns logits processors, called with (ids, logits [1, W]), that apply penalties and biases to a sequence.
 
     base_ids: number of base ids, if known. state: the `ZipState` of this sequence alone; without a state the

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params import params_from_json
-from mlx_zip.engine.mlx.served import KV_BITS, KV_GROUP_SIZES, bounded_cache
+from mlx_zip.engine.mlx.served import KV_BITS, KV_GROUP_SIZES, make_bounded_cache
 from mlx_zip.engine.sessions.file_format import (
     BadFileError,
     FileContents,
@@ -293,7 +293,7 @@ class _CacheBuilder:
         model = self.model
         own = {} if not has_hypertokens(model) or model.is_plain else {"pack": ()}
         if self._max_kv_size is not None:
-            cache = bounded_cache(model, self._max_kv_size)
+            cache = make_bounded_cache(model, self._max_kv_size)
         else:
             cache = model.make_cache(**own) if has_hypertokens(model) else make_prompt_cache(model)
         model(mx.array([[0]]), cache=cache)
@@ -336,7 +336,7 @@ class _CacheBuilder:
         if name != ZipState.__name__:
             raise BadFileError(f"its cache has a {name!r:.40} where this model has its codebook")
         params = params_from_json(parts[1])
-        if not isinstance(params, CodecParams) or not params.same_but_start(own):
+        if not isinstance(params, CodecParams) or not params.is_equal_except_start(own):
             raise BadFileError("its codebook has other codec parameters than the loaded model's")
         state = ZipState.from_state(parts)
         if state.left_padding != [0] or state.offset != ids:

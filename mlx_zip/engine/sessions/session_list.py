@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.codec.ids import common_length
+from mlx_zip.codec.ids import common_prefix_length
 from mlx_zip.engine.interface import Differing
 from mlx_zip.engine.sessions.session import AnswerIds, Ids, Session
 
@@ -154,7 +154,7 @@ class PrefixIndex:
             child = node.children.get(int(ids[at]))
             if child is None:
                 child = node.children[int(ids[at])] = _TreeNode(ids[at:].copy())
-            elif (shared := common_length(child.ids, ids[at:])) < len(child.ids):
+            elif (shared := common_prefix_length(child.ids, ids[at:])) < len(child.ids):
                 child = node.children[int(ids[at])] = _split_edge(child, shared)
             node, at = child, at + len(child.ids)
         node.names[name] = None
@@ -181,7 +181,7 @@ class PrefixIndex:
             if child is None:
                 rest = next((one.ids for one in node.children.values()), rest)
                 break
-            shared = common_length(child.ids, ids[at:])
+            shared = common_prefix_length(child.ids, ids[at:])
             node, at = child, at + shared
             if shared < len(child.ids):
                 rest = child.ids[shared:]

@@ -110,7 +110,7 @@ class SessionStore:
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
         while (found := self._list.find_longest_prefix(wanted, pack_key or self.caches.own_pack_key)) is not None:
             if self._storage.load_into_memory(found[0]):
-                return self._check_out(*found, share, start)
+                return self._check_out_session(*found, share, start)
         return None
 
     def find_difference(self, base_ids: Sequence[int], pack_key: str) -> Differing | None:
@@ -122,7 +122,7 @@ class SessionStore:
         wanted = np.asarray(base_ids, dtype=np.uint32)
         return self._list.find_difference(wanted, pack_key or self.caches.own_pack_key)
 
-    def _check_out(self, session: Session, ids: int, share: bool, start: Any) -> Checkout:
+    def _check_out_session(self, session: Session, ids: int, share: bool, start: Any) -> Checkout:
         """Returns a cache with the first `ids` ids of a session, or with fewer if a request's cache is too small."""
         self._list.mark_used(session)
         ids = self.caches.count_fitting_ids(ids)
@@ -130,7 +130,7 @@ class SessionStore:
         cache = self.caches.cache_for_request(session, ids, move, start)
         if move:
             first = session.name not in self._checked_out  # False: another request has taken the cache in memory
-            self._check_out_whole(session)
+            self._take_whole_cache(session)
             return Checkout(cache, ids, base_tokens, session.name, session.random_state if first else None)
         answers = answers_within(session.answers, session.base_ids[:base_tokens])
         name = self._note_checkout(
@@ -139,7 +139,7 @@ class SessionStore:
         self._storage.evict_from_memory()  # the session may have come from disk
         return Checkout(cache, ids, base_tokens, name)
 
-    def _check_out_whole(self, session: Session) -> None:
+    def _take_whole_cache(self, session: Session) -> None:
         """Removes a session's cache from the store, because a request takes it over. The session's file stays."""
         self._storage.cancel_write(session)
         self._storage.drop_cache(session)

@@ -48,7 +48,7 @@ def generate_patches(
         raise GenerationError("max_patches must be at least 1, temperature a finite number of 0 or more")
     if not 0 <= seed < 1 << 64:
         raise GenerationError(f"seed must be an integer from 0 to 2^64-1, got {seed}")
-    rows = [fill_patch(patch, config.patch_size) for patch in prompt]
+    rows = [pad_patch(patch, config.patch_size) for patch in prompt]
     if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
         raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
     check_mode(mode)
@@ -80,10 +80,10 @@ def generate_text(
     patches = generate_patches(
         saved.model, table.merges, saved.text.patches(prompt), max_patches, temperature, seed, table.mode
     )
-    return _add_text(patches, table.merges)
+    return _written_patches(patches, table.merges)
 
 
-def _add_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenPatch]:
+def _written_patches(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenPatch]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for patch in patches:
         yield WrittenPatch(decoder.decode(merges.decode(patch)), patch)
@@ -97,7 +97,7 @@ def canonical_patch(merges: Merges, patch: Sequence[int], mode: str = "stop") ->
     return canonical if len(canonical) <= merges.patch_size else list(patch)
 
 
-def fill_patch(patch: Sequence[int], size: int) -> list[int]:
+def pad_patch(patch: Sequence[int], size: int) -> list[int]:
     """Returns a patch as `size` symbols, filled up with `MARK`. Raises `GenerationError` if it is empty or too long."""
     if not 1 <= len(patch) <= size:
         raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
@@ -115,20 +115,20 @@ def _generate_checked(
 ) -> Iterator[list[int]]:
     """Yields patches after the prompt's rows; arguments as in `generate_patches`, already checked."""
     cache = model.latent.make_cache()
-    x = model.begin(1)
+    x = model.start_states(1)
     if rows:
-        x = mx.concatenate([x, model.encode(mx.array(rows))[None]], axis=1)
+        x = mx.concatenate([x, model.encode_patches(mx.array(rows))[None]], axis=1)
     for _ in range(max_patches):
         h = model.latent(x, "causal", cache)[:, -1]
         key, own = mx.random.split(key)
-        patch = _write_patch(model, h, temperature, own)
+        patch = _generate_patch(model, h, temperature, own)
         yield patch
         if patch == [MARK]:
             return
-        x = model.encode(mx.array([fill_patch(canonical_patch(merges, patch, mode), merges.patch_size)]))[None]
+        x = model.encode_patches(mx.array([pad_patch(canonical_patch(merges, patch, mode), merges.patch_size)]))[None]
 
 
-def _write_patch(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
+def _generate_patch(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
     """Returns a patch that the decoder writes from the state h [1, D]: symbols up to the end mark, S at most."""
     cache, patch = model.decoder.make_cache(), list[int]()
     x = model.down(h)[:, None]

@@ -156,18 +156,18 @@ class PatchModel(nn.Module):
         self.up, self.down = nn.Linear(local, latent, bias=False), nn.Linear(latent, local, bias=False)
         self.start = START_DEVIATION * mx.random.normal((latent,))
 
-    def encode(self, patches: mx.array) -> mx.array:
+    def encode_patches(self, patches: mx.array) -> mx.array:
         """Returns a vector for each patch on its own, e = g(x) (equation 1): patches [N, S], integers -> [N, D]."""
         last = patch_lengths(patches) - 1
         seen = mx.arange(patches.shape[1]) <= last[:, None]
         states = self.encoder(self.symbols(patches), seen[:, None, None, :])
         return self.up(mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0])
 
-    def contexts(self, e: mx.array) -> mx.array:
+    def latent_states(self, e: mx.array) -> mx.array:
         """Returns latent states h = f(e) (equation 2): e [B, T, D] -> [B, T, D]; h[:, t] depends on e[:, :t] only."""
-        return self.latent(mx.concatenate([self.begin(e.shape[0]), e[:, :-1]], axis=1), "causal")
+        return self.latent(mx.concatenate([self.start_states(e.shape[0]), e[:, :-1]], axis=1), "causal")
 
-    def begin(self, batch: int) -> mx.array:
+    def start_states(self, batch: int) -> mx.array:
         """Returns the learned start vector as [B, 1, D], which the latent model reads before the first patch."""
         return mx.broadcast_to(self.start, (batch, 1, self.start.size))
 
@@ -190,7 +190,7 @@ class PatchModel(nn.Module):
         """
         n, length, size = patches.shape
         flat = patches.reshape(-1, size)
-        h = self.contexts(self.encode(flat).reshape(n, length, -1))
+        h = self.latent_states(self.encode_patches(flat).reshape(n, length, -1))
         states = self.states(h.reshape(n * length, -1), flat[:, :-1])
         return self.head(states).reshape(n, length, size, -1)
 

@@ -40,7 +40,7 @@ def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -
     if config.kind not in ENCODER_FIELDS:
         raise ConfigError(f"encoder_type {config.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
     if config.kind == "res_latent_attn":
-        return ResLatentAttention(config, merge_size, config.residual_base_row(side))
+        return ResLatentAttention(config, merge_size, config.residual_row_kind(side))
     return kinds[config.kind](config, merge_size)
 
 
@@ -87,7 +87,7 @@ class Averaging(nn.Module):
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
-        return mean_of_real(x, lengths)
+        return mean_of_real_positions(x, lengths)
 
 
 class Attention(nn.Module):
@@ -101,7 +101,7 @@ class Attention(nn.Module):
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
-        return self.attention(x, mask_of_real(x, lengths)).mean(axis=1)
+        return self.attention(x, mask_of_real_positions(x, lengths)).mean(axis=1)
 
 
 class Transformer(nn.Module):
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         if "pos_embed" in self:
             x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
-        mask = mask_of_real(x, lengths)
+        mask = mask_of_real_positions(x, lengths)
         for layer in self.layers:
             x = layer(x, mask)
         return x.mean(axis=1)
@@ -151,7 +151,7 @@ class ResLatentAttention(nn.Module):
         for layer in self.layers:
             x = layer(x, mask)
         x = self.norm(x)
-        pooled = last_real(x, lengths) if self.causal else mean_of_real(x, lengths)
+        pooled = last_real_position(x, lengths) if self.causal else mean_of_real_positions(x, lengths)
         if "proj_out" in self:
             pooled = self.proj_out(pooled)
         return pooled if residual is None else pooled + residual
@@ -161,7 +161,7 @@ class ResLatentAttention(nn.Module):
 
         Queries may be padding, because their results are not used.
         """
-        keys = real_positions(x, lengths)[:, None, None, :]
+        keys = are_real_positions(x, lengths)[:, None, None, :]
         if not self.causal:
             return keys
         steps = mx.arange(x.shape[1])
@@ -184,7 +184,7 @@ class PostNormBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention without biases: x [N, S, H], mask as in `attend` -> [N, S, H]."""
+    """Multi-head self-attention without biases: x [N, S, H], mask as in `multi_head_attention` -> [N, S, H]."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def __call__(self, x: mx.array, mask: mx.array) -> mx.array:
-        return self.o_proj(attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.num_heads, mask))
+        return self.o_proj(multi_head_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.num_heads, mask))
 
 
 class FeedForward(nn.Module):
@@ -227,11 +227,11 @@ class PreNormBlock(nn.Module):
 
     def __call__(self, x: mx.array, mask: mx.array) -> mx.array:
         y = self.norm1(x)
-        x = x + self.wo(attend(self.wq(y), self.wk(y), self.wv(y), self.num_heads, mask))
+        x = x + self.wo(multi_head_attention(self.wq(y), self.wk(y), self.wv(y), self.num_heads, mask))
         return x + self.w2(nn.gelu(self.w1(self.norm2(x))))
 
 
-def attend(q: mx.array, k: mx.array, v: mx.array, heads: int, mask: mx.array) -> mx.array:
+def multi_head_attention(q: mx.array, k: mx.array, v: mx.array, heads: int, mask: mx.array) -> mx.array:
     """Returns multi-head attention, softmax(q k' / sqrt(head width)) v, as [N, S, H] for q, k, v [N, S, H].
 
     heads: number of heads. mask: bool, broadcastable to [N, 1, S, S], true for keys to attend to. A query that may
@@ -245,14 +245,14 @@ def attend(q: mx.array, k: mx.array, v: mx.array, heads: int, mask: mx.array) ->
     return (weights @ v).transpose(0, 2, 1, 3).reshape(n, s, width)
 
 
-def real_positions(x: mx.array, lengths: mx.array) -> mx.array:
+def are_real_positions(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns whether each position of x [N, S, D] is not padding, [N, S] bool."""
     return mx.arange(x.shape[1])[None] < lengths[:, None]
 
 
-def mask_of_real(x: mx.array, lengths: mx.array) -> mx.array:
+def mask_of_real_positions(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns the attention mask [N, 1, S, S] bool that is true where neither query nor key is padding."""
-    keep = real_positions(x, lengths)
+    keep = are_real_positions(x, lengths)
     return (keep[:, :, None] & keep[:, None, :])[:, None]
 
 
@@ -260,16 +260,16 @@ def residual_rows(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
     """Returns, by `kind`, the first, the last real, or the mean of the real base rows of x [N, S, D], as [N, D]."""
     if kind == "first":
         return x[:, 0]
-    return last_real(x, lengths) if kind == "last" else mean_of_real(x, lengths)
+    return last_real_position(x, lengths) if kind == "last" else mean_of_real_positions(x, lengths)
 
 
-def mean_of_real(x: mx.array, lengths: mx.array) -> mx.array:
+def mean_of_real_positions(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns the mean [N, D] of x [N, S, D] over the real positions."""
-    keep = real_positions(x, lengths)[..., None].astype(x.dtype)
+    keep = are_real_positions(x, lengths)[..., None].astype(x.dtype)
     return (x * keep).sum(axis=1) / lengths[:, None].astype(x.dtype)
 
 
-def last_real(x: mx.array, lengths: mx.array) -> mx.array:
+def last_real_position(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns the last real position [N, D] of x [N, S, D]."""
     return mx.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
@@ -297,24 +297,26 @@ class SingleEncoder:
     def __init__(self, encoder: nn.Module, matrix: nn.Module, merge_size: int, pad_id: int) -> None:
         as_float = mx.default_device() == mx.Device(mx.cpu) and _matrix_float_bytes(encoder) <= MOST_FLOAT_BYTES
         self._matrix = matrix
-        self._run = mx.compile(_make_forward(encoder, matrix, merge_size, pad_id, as_float))
+        self._run = mx.compile(_make_single_encoder_function(encoder, matrix, merge_size, pad_id, as_float))
 
     def __call__(self, base_ids: mx.array) -> mx.array:
         return self._run(matrix_rows(self._matrix, base_ids))
 
 
-def _make_forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_float: bool) -> MatrixFunction:
+def _make_single_encoder_function(
+    encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_float: bool
+) -> MatrixFunction:
     """Returns the encoder's function of x [1, n, D], the base rows of one entry -> row [1, D]."""
     if isinstance(encoder, Averaging):
         return lambda x: x.sum(axis=1) / x.shape[1]
     if isinstance(encoder, ResLatentAttention):
-        return _make_res_latent(encoder, as_float)
+        return _make_res_latent_function(encoder, as_float)
     if isinstance(encoder, Transformer):
         positions = encoder.pos_embed.weight if "pos_embed" in encoder else None
-        layers = [_make_post_norm(layer, as_float) for layer in encoder.layers]
+        layers = [_make_post_norm_function(layer, as_float) for layer in encoder.layers]
     else:
         assert isinstance(encoder, Attention)
-        positions, layers = encoder.pos_embed.weight, [_make_encoder_attention(encoder.attention, as_float)]
+        positions, layers = encoder.pos_embed.weight, [_make_self_attention_function(encoder.attention, as_float)]
     padding = _encode_padding(encoder, matrix, merge_size, pad_id)
 
     def forward(x: mx.array) -> mx.array:
@@ -328,10 +330,10 @@ def _make_forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int,
     return forward
 
 
-def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunction:
-    enter = _make_linear(encoder.proj_in, as_float) if "proj_in" in encoder else _identity
-    leave = _make_linear(encoder.proj_out, as_float) if "proj_out" in encoder else _identity
-    layers = [_make_pre_norm(layer, as_float, encoder.causal) for layer in encoder.layers]
+def _make_res_latent_function(encoder: ResLatentAttention, as_float: bool) -> MatrixFunction:
+    enter = _make_linear_function(encoder.proj_in, as_float) if "proj_in" in encoder else _identity
+    leave = _make_linear_function(encoder.proj_out, as_float) if "proj_out" in encoder else _identity
+    layers = [_make_pre_norm_function(layer, as_float, encoder.causal) for layer in encoder.layers]
     positions, norm, causal, residual = encoder.pos_embed.weight, encoder.norm, encoder.causal, encoder.residual
 
     def forward(x: mx.array) -> mx.array:
@@ -343,19 +345,19 @@ def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunct
         x = norm(x)
         # Dividing last lets MLX do the division and the residual in one operation.
         row = leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
-        return row if residual is None else row + _residual_of_one(base, residual)
+        return row if residual is None else row + _residual_row_of_entry(base, residual)
 
     return forward
 
 
-def _residual_of_one(x: mx.array, kind: str) -> mx.array:
+def _residual_row_of_entry(x: mx.array, kind: str) -> mx.array:
     """Returns the first, the last or the mean of an entry's base rows x [1, n, D], all of them real."""
     return x.mean(axis=1) if kind == "mean" else x[:, 0 if kind == "first" else -1]
 
 
-def _make_pre_norm(block: Any, as_float: bool, causal: bool) -> MatrixFunction:
-    attend = _make_attention([block.wq, block.wk, block.wv], block.wo, block.num_heads, as_float, causal)
-    up, down = _make_linear(block.w1, as_float), _make_linear(block.w2, as_float)
+def _make_pre_norm_function(block: Any, as_float: bool, causal: bool) -> MatrixFunction:
+    attend = _make_attention_function([block.wq, block.wk, block.wv], block.wo, block.num_heads, as_float, causal)
+    up, down = _make_linear_function(block.w1, as_float), _make_linear_function(block.w2, as_float)
 
     def forward(x: mx.array) -> mx.array:
         x = x + attend(block.norm1(x))
@@ -364,9 +366,9 @@ def _make_pre_norm(block: Any, as_float: bool, causal: bool) -> MatrixFunction:
     return forward
 
 
-def _make_post_norm(block: Any, as_float: bool) -> MatrixFunction:
-    attend = _make_encoder_attention(block.attention, as_float)
-    up, down = _make_linear(block.mlp.fc1, as_float), _make_linear(block.mlp.fc2, as_float)
+def _make_post_norm_function(block: Any, as_float: bool) -> MatrixFunction:
+    attend = _make_self_attention_function(block.attention, as_float)
+    up, down = _make_linear_function(block.mlp.fc1, as_float), _make_linear_function(block.mlp.fc2, as_float)
 
     def forward(x: mx.array) -> mx.array:
         x = block.post_attention_layernorm(x + attend(x))
@@ -375,18 +377,23 @@ def _make_post_norm(block: Any, as_float: bool) -> MatrixFunction:
     return forward
 
 
-def _make_encoder_attention(module: Any, as_float: bool) -> MatrixFunction:
-    return _make_attention(
+def _make_self_attention_function(module: Any, as_float: bool) -> MatrixFunction:
+    return _make_attention_function(
         [module.q_proj, module.k_proj, module.v_proj], module.o_proj, module.num_heads, as_float, False
     )
 
 
-def _make_attention(inputs: list[Any], output: Any, heads: int, as_float: bool, causal: bool) -> MatrixFunction:
+def _make_attention_function(
+    inputs: list[Any], output: Any, heads: int, as_float: bool, causal: bool
+) -> MatrixFunction:
     """Returns the function that applies multi-head self-attention to x [1, n, D].
 
     inputs: the projections to queries, keys and values, done by one matrix product. output: the last projection.
     """
-    project, leave = _make_linear(_join_linear_layers(inputs), as_float), _make_linear(output, as_float)
+    project, leave = (
+        _make_linear_function(_join_linear_layers(inputs), as_float),
+        _make_linear_function(output, as_float),
+    )
 
     def forward(x: mx.array) -> mx.array:
         n, width = x.shape[1], x.shape[2] // heads
@@ -405,7 +412,7 @@ def _join_linear_layers(modules: list[Any]) -> dict[str, Any]:
     return joined | quantization_settings(modules[0])
 
 
-def _make_linear(layer: Any, as_float: bool) -> MatrixFunction:
+def _make_linear_function(layer: Any, as_float: bool) -> MatrixFunction:
     """Returns the function of a linear layer without bias; layer: a module, or what `_join_linear_layers` returned."""
     settings = quantization_settings(layer)
     weight = layer["weight"]

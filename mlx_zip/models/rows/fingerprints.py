@@ -105,15 +105,15 @@ def fingerprint_samples(tensors: Sequence[SampledTensor]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def model_fingerprint(model: nn.Module) -> str:
+def compute_model_fingerprint(model: nn.Module) -> str:
     """Returns a sha256, as hex, of the model's tensors as they are now. Quantizing, adapting or casting changes it."""
     return fingerprint_samples(sample_tensors(model))
 
 
 def fingerprint_of_model(model: nn.Module) -> str:
-    """Returns the fingerprint of any loaded model: its attribute `fingerprint`, or `model_fingerprint` without it."""
+    """Returns the fingerprint of any loaded model: its attribute `fingerprint`, or computes it if there is none."""
     own: str | None = getattr(model, "fingerprint", None)
-    return model_fingerprint(model) if own is None else own
+    return compute_model_fingerprint(model) if own is None else own
 
 
 class KeptFingerprint:
@@ -127,14 +127,14 @@ class KeptFingerprint:
         self._places: list[TensorPlace] = []
         self._found = ""
 
-    def set(self, model: nn.Module, found: str) -> None:
+    def set(self, model: nn.Module, fingerprint: str) -> None:
         """Keeps a fingerprint that was computed elsewhere, until one of the model's tensors is replaced."""
-        self._places, self._found = list(tensor_places(model)), found
+        self._places, self._found = list(tensor_places(model)), fingerprint
 
     def of_model(self, model: nn.Module) -> str:
         """Returns the fingerprint of the model as it is now."""
         if not self._found or not are_unchanged(self._places):
-            self.set(model, model_fingerprint(model))
+            self.set(model, compute_model_fingerprint(model))
         return self._found
 
 

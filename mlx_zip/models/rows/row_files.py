@@ -115,7 +115,7 @@ class RowFile:
         if os.fstat(self.handle).st_size < self.records_at:
             raise DamagedFileError(self.path)
 
-    def find(self, keys: NDArray[np.uint32], found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
+    def find_rows(self, keys: NDArray[np.uint32], found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
         """Looks up the keys [N, words] for which `found` [N] is false, and returns how many records were damaged.
 
         For each key that is found, sets `found` to true and writes the row to `rows` [N, bytes]. Raises
@@ -133,11 +133,11 @@ class RowFile:
             self._scratch,
         )
 
-    def free_records(self) -> int:
+    def count_free_records(self) -> int:
         """Returns how many more records fit."""
-        return max(0, self.capacity - self._record_count())
+        return max(0, self.capacity - self._count_records())
 
-    def _record_count(self) -> int:
+    def _count_records(self) -> int:
         """Returns how many records there are, a torn last one included."""
         return -(-(os.fstat(self.handle).st_size - self.records_at) // self.stride)
 
@@ -149,7 +149,7 @@ class RowFile:
         data = np.empty(len(keys) * self.stride, np.uint8)
         lib.mlxzip_rows_seal(self.shape, _c_words(keys), _c_bytes(rows), len(keys), _c_bytes(data))
         self._raise_if_too_short()
-        first, value, placed = self._record_count(), ffi.new("uint64_t *"), 0
+        first, value, placed = self._count_records(), ffi.new("uint64_t *"), 0
         if first + len(keys) >= 1 << 32:
             return 0
         handle = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

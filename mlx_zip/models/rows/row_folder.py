@@ -57,13 +57,13 @@ class RowFolder:
         self._warned: set[str] = set()  # kinds of failures that were logged
         self.readable = self.writable = self._make_private_folder()
 
-    def find(self, rows: RowSet, keys: RowKeys) -> tuple[NDArray[np.bool_], RowBytes]:
+    def find_rows(self, rows: RowSet, keys: RowKeys) -> tuple[NDArray[np.bool_], RowBytes]:
         """Looks up keys [N, words] of a set; returns found [N] and the rows [N, bytes], valid where found is true."""
         found, data = np.zeros(len(keys), np.bool_), np.empty((len(keys), rows.row_bytes), np.uint8)
         if not self.readable:
             return found, data
         if rows not in self._files:
-            self._reopen(rows)
+            self._reopen_row_files(rows)
         for age, file in enumerate(list(self._files[rows])):
             before = found.copy() if age == FILES_PER_SET - 1 else None
             self._find_in_file(file, keys, found, data)
@@ -90,7 +90,7 @@ class RowFolder:
             try:
                 with try_lock_folder(self.folder) as mine:
                     if mine:
-                        self._write_new()
+                        self._write_new_rows()
             except (OSError, DamagedFileError, ForeignFileError) as error:
                 self.writable = False
                 self._drop_new_rows()
@@ -130,7 +130,7 @@ class RowFolder:
             self._warn_once("folder", why)
         return why is None
 
-    def _reopen(self, rows: RowSet) -> list[RowFile]:
+    def _reopen_row_files(self, rows: RowSet) -> list[RowFile]:
         """Opens the files of a set that exist now and returns them, newest first."""
         known = {file.path: file for file in self._files.get(rows, ())}
         try:
@@ -140,11 +140,11 @@ class RowFolder:
             self.readable = self.writable = False
             self._warn_once("folder", f"cannot be read: {failure_reason(error)}")
             paths = []
-        opened = [known[path] if path in known else self._open(path, rows) for path in reversed(paths)]
+        opened = [known[path] if path in known else self._open_row_file(path, rows) for path in reversed(paths)]
         self._files[rows] = [file for file in opened if file is not None]
         return self._files[rows]
 
-    def _open(self, path: Path, rows: RowSet) -> RowFile | None:
+    def _open_row_file(self, path: Path, rows: RowSet) -> RowFile | None:
         """Opens a file. If it cannot be used, logs why and returns None; a damaged file is also deleted."""
         try:
             return RowFile(path, rows)
@@ -169,9 +169,9 @@ class RowFolder:
             self.writable = False
 
     def _find_in_file(self, file: RowFile, keys: RowKeys, found: NDArray[np.bool_], data: RowBytes) -> None:
-        """Does what `RowFile.find` does; logs a failure, and stops using a file that cannot be read."""
+        """Does what `RowFile.find_rows` does; logs a failure, and stops using a file that cannot be read."""
         try:
-            if file.find(keys, found, data):
+            if file.find_rows(keys, found, data):
                 self._warn_once("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
         except DamagedFileError:
             self._files[file.rows].remove(file)
@@ -182,26 +182,26 @@ class RowFolder:
 
     # ---- writing; the folder is locked
 
-    def _write_new(self) -> None:
+    def _write_new_rows(self) -> None:
         """Writes all new rows, set by set. Raises `OSError`, `DamagedFileError` or `ForeignFileError`."""
         for rows in list(self._new):
             batches = self._new[rows]
             keys, data = (np.concatenate(part) for part in zip(*batches, strict=True))
-            self._append(rows, keys, data)
+            self._append_rows(rows, keys, data)
             del self._new[rows]
         self._drop_new_rows()
 
-    def _append(self, rows: RowSet, keys: RowKeys, data: RowBytes) -> None:
+    def _append_rows(self, rows: RowSet, keys: RowKeys, data: RowBytes) -> None:
         """Writes rows of one set to the set's newest file, and to new files when that file is full."""
-        files = self._reopen(rows)
+        files = self._reopen_row_files(rows)
         there, scratch = np.zeros(len(keys), np.bool_), np.empty_like(data)
         for file in list(files[: FILES_PER_SET - 1]):  # leave out rows that another process has written meanwhile
             self._find_in_file(file, keys, there, scratch)
         keys, data = keys[~there], data[~there]
         while len(keys):
-            if not files or not files[0].free_records():
+            if not files or not files[0].count_free_records():
                 self._create_next_file(rows)
-            n = min(files[0].free_records(), len(keys))
+            n = min(files[0].count_free_records(), len(keys))
             self._delete_oldest_files(n * files[0].stride, files[0].path)
             files[0].append(keys[:n], data[:n])
             keys, data = keys[n:], data[n:]

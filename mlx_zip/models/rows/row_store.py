@@ -78,11 +78,13 @@ class RowStore:
         self._memory = _RowMemory(memory_bytes)
         self._disk = None if folder is None else RowFolder(expand_home(folder), folder_bytes)
         self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
-        self._fresh: list[_EncodedRows] = []  # rows that `submit` has not returned; perhaps not computed yet
-        self._submitted: list[_EncodedRows] = []  # rows that `submit` returned
+        self._fresh: list[_EncodedRows] = []  # rows that `submit_rows` has not returned; perhaps not computed yet
+        self._submitted: list[_EncodedRows] = []  # rows that `submit_rows` returned
         self.encoded = self.from_memory = self.from_disk = 0
 
-    def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
+    def find_or_encode_rows(
+        self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode
+    ) -> mx.array:
         """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of row i of base_ids [N, words].
 
         encode(base_ids, lengths) makes rows. It is called at most once, with those distinct entries that the store
@@ -106,7 +108,7 @@ class RowStore:
             return fresh
         return _order_rows(kind, held, names, [names[i] for i in chosen], fresh)
 
-    def row(self, kind: RowKind, words: bytes) -> mx.array | None:
+    def find_row_in_memory(self, kind: RowKind, words: bytes) -> mx.array | None:
         """Returns the row [1, D] of one entry if it is in memory, else None. words: its base ids as 32-bit words.
 
         Unlike `rows`, this uses no numpy, which would be slow within a step of generation.
@@ -123,7 +125,7 @@ class RowStore:
     def encode_one(self, kind: RowKind, words: bytes, encode: Callable[[], mx.array]) -> mx.array | None:
         """Encodes and returns the row [1, D] of one entry that is not in memory; returns None if it may be on disk.
 
-        words: as in `row`. encode: makes the row.
+        words: as in `find_row_in_memory`. encode: makes the row.
         """
         if self._disk is not None and kind.durable:
             return None
@@ -132,36 +134,37 @@ class RowStore:
         self._fresh.append(_EncodedRows(kind, [self._memory_name(kind, words)], row.view(mx.uint8)))
         return row
 
-    def submit(self) -> list[mx.array]:
-        """Returns the rows, as bytes, encoded since the last call of `submit` or `settle_unsubmitted`; they are lazy.
+    def submit_rows(self) -> list[mx.array]:
+        """Returns the rows, as bytes and not yet computed, that were encoded since the last call.
 
-        A decode loop computes them along with the next id, and calls `settle_submitted` when it has read that id.
+        Rows that `store_unsubmitted_rows` has kept meanwhile are left out. A decode loop computes them along with the
+        next id, and calls `store_submitted_rows` when it has read that id.
         """
         fresh, self._fresh = self._fresh, []
         self._submitted += fresh
         return [one.rows for one in fresh]
 
-    def settle_submitted(self) -> None:
-        """Keeps the rows that `submit` returned. Does not wait if the id computed with them has been read.
+    def store_submitted_rows(self) -> None:
+        """Keeps the rows that `submit_rows` returned. Does not wait if the id computed with them has been read.
 
         If computing these rows raises, they are dropped, so that no later call raises again.
         """
         rows, self._submitted = self._submitted, []
         self._store_rows(rows)
 
-    def settle_unsubmitted(self) -> None:
-        """Keeps the rows that `submit` has not returned, and computes them if they are still lazy.
+    def store_unsubmitted_rows(self) -> None:
+        """Keeps the rows that `submit_rows` has not returned, and computes them if they are still lazy.
 
         Called at the beginning of each model call. Outside mlx_zip's decode loops, the caller has usually read the
-        result of the previous call by then, so its rows are computed already. Errors as in `settle_submitted`.
+        result of the previous call by then, so its rows are computed already. Errors as in `store_submitted_rows`.
         """
         rows, self._fresh = self._fresh, []
         self._store_rows(rows)
 
-    def settle(self) -> None:
+    def store_all_rows(self) -> None:
         """Keeps all rows encoded so far, and waits for those that are still being computed."""
-        self.settle_submitted()
-        self.settle_unsubmitted()
+        self.store_submitted_rows()
+        self.store_unsubmitted_rows()
 
     def _store_rows(self, encoded: list[_EncodedRows]) -> None:
         """Keeps rows in memory and, if their kind is durable, in the folder."""
@@ -175,13 +178,13 @@ class RowStore:
 
     def flush(self) -> None:
         """Keeps all rows encoded so far, and writes new rows to the folder."""
-        self.settle()
+        self.store_all_rows()
         if self._disk is not None:
             self._disk.flush()
 
     def close(self) -> None:
         """Does what `flush` does, and closes the files. Waits up to 2 s if another process is writing."""
-        self.settle()
+        self.store_all_rows()
         if self._disk is not None:
             self._disk.close()
 
@@ -230,7 +233,7 @@ class RowStore:
 
         names: all rows' names. held: all rows as bytes, None if absent; gets the rows that are found.
         """
-        found, data = disk.find(kind.rows, keys[absent])
+        found, data = disk.find_rows(kind.rows, keys[absent])
         there = [i for i, is_there in zip(absent, found.tolist(), strict=True) if is_there]
         rows = _split_bytes(data[found].tobytes(), kind.rows.row_bytes)
         for i, row in zip(there, rows, strict=True):

@@ -36,13 +36,13 @@ class RowTable:
         return 0 if self.array is None else self.array.shape[self.PLACE_AXIS]
 
     def put_run(self, first: int, rows: mx.array, limit: int | None = None) -> None:
-        """Writes rows [N, D] at places `first` to first + N - 1; faster than `put`, because it writes a slice.
+        """Writes rows [N, D] at places `first` to first + N - 1; faster than `put_rows`, because it writes a slice.
 
         The table grows when needed. limit: maximum number of places, None for no limit.
         """
         self.array = self._write_run(self._array_with_room(first + len(rows), rows, limit), first, rows)
 
-    def put(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
+    def put_rows(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
         """Writes rows [N, D] at places [N]. The table grows when needed, to `limit` places at most."""
         array = self._array_with_room(int(places.max()) + 1, rows, limit)
         self.array = self._write_at(array, (mx.array(np.zeros_like(places)), mx.array(places)), rows)
@@ -68,14 +68,14 @@ class RowTable:
         more = mx.zeros(self._array_shape(_rounded_capacity(places, limit) - have, like.shape[-1]), like.dtype)
         return more if self.array is None else mx.concatenate([self.array, more], axis=self.PLACE_AXIS)
 
-    def take(self, places: mx.array) -> mx.array:
+    def take_rows(self, places: mx.array) -> mx.array:
         """Returns the rows [..., D] at places [...]."""
         assert self.rows is not None
         return self.rows.squeeze(0)[places]  # `rows[0]` would copy all rows
 
-    def at(self, places: np.ndarray) -> mx.array:
+    def rows_at(self, places: np.ndarray) -> mx.array:
         """Returns the rows [N, D] at places [N]."""
-        return self.take(mx.array(places))
+        return self.take_rows(mx.array(places))
 
     def select(self, places: np.ndarray, limit: int | None = None) -> Self:
         """Returns a new table with the rows at places [N], in this order, and room for more, up to `limit` places.
@@ -162,8 +162,8 @@ class TwoCopyTable(RowTable):
         """Writes rows as `RowTable.put_run` does, to the copy that the last body did not read."""
         self._write_to_other_copy(partial(super().put_run, first, rows, limit))
 
-    def put(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
-        """Writes rows as `RowTable.put` does, to the copy that the last body did not read."""
+    def put_rows(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
+        """Writes rows as `RowTable.put_rows` does, to the copy that the last body did not read."""
         self._write_to_other_copy(partial(super().put, places, rows, limit))
 
     def select(self, places: np.ndarray, limit: int | None = None) -> Self:

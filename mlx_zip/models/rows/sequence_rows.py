@@ -185,7 +185,7 @@ class SequenceRows:
         if self.places is not None:
             return self._unpack_keys([self.places.keys[place] for place in places.tolist()])
         first = int(places.min())
-        base_ids, lengths = self.books[0].rows(first, int(places.max()) - first + 1)
+        base_ids, lengths = self.books[0].padded_entries(first, int(places.max()) - first + 1)
         return base_ids[places - first], lengths[places - first].astype(np.int64)
 
     def _unpack_keys(self, keys: Sequence[EntryKey]) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +223,7 @@ class SequenceRows:
         encode(base_ids [N, merge_size], lengths [N]) makes rows [N, D].
         """
         missing = self.missing_outputs()
-        keys = [book.words(slot) for book, slots in zip(self.books, missing, strict=True) for slot in slots]
+        keys = [book.entry_words(slot) for book, slots in zip(self.books, missing, strict=True) for slot in slots]
         places = self._places_with_output_rows(
             keys, lambda chosen: encode(*self._unpack_keys([keys[i] for i in chosen]))
         )
@@ -254,7 +254,7 @@ class SequenceRows:
     def _set_places(self, b: int, slots: Sequence[int], places: Sequence[int]) -> None:
         assert self.places is not None
         for slot, place in zip(slots, places, strict=False):
-            self.places.put(b, slot, place)
+            self.places.set_place(b, slot, place)
 
     def _add_input_rows(self, places: Sequence[int] | np.ndarray, rows: Callable[[list[int]], mx.array]) -> None:
         """Puts the input rows that are missing at these places of a batch into the table.
@@ -264,7 +264,7 @@ class SequenceRows:
         at = np.array(places, np.int64)
         chosen = np.flatnonzero(~self.encoded_inputs[at])
         if len(chosen):
-            self.inputs.put(at[chosen], rows(chosen.tolist()))
+            self.inputs.put_rows(at[chosen], rows(chosen.tolist()))
             self.encoded_inputs[at] = True
 
     def _free_places_for(self, n: int) -> None:
@@ -299,7 +299,7 @@ class SequenceRows:
         """Returns the keys of the entries in some slots of sequence b. An entry with a tuned row has its own key."""
         book, mark = self.books[b], tuned_fingerprint(self.tuned[b])
         tuned = 0 if mark is None else len(book.params.start or ())
-        return [(mark, book.words(slot)) if mark and slot < tuned else book.words(slot) for slot in slots]
+        return [(mark, book.entry_words(slot)) if mark and slot < tuned else book.entry_words(slot) for slot in slots]
 
     def _add_sequences_with_rows(self, other: SequenceRows) -> None:
         """Adds the sequences of `other` to this batch's state, and those of their rows that this state lacks."""
@@ -308,11 +308,13 @@ class SequenceRows:
             slots = other._slots_with_output_rows(b)
             theirs = other.places_of(np.full(len(slots), b), slots)
             ours = self._places_with_output_rows(
-                other._entry_keys(b, slots.tolist()), lambda chosen, at=theirs: other.outputs.at(at[chosen])
+                other._entry_keys(b, slots.tolist()), lambda chosen, at=theirs: other.outputs.rows_at(at[chosen])
             )
             read = np.flatnonzero(other.encoded_inputs[theirs])
             if len(read):
-                self._add_input_rows(np.array(ours)[read], lambda chosen, at=theirs[read]: other.inputs.at(at[chosen]))
+                self._add_input_rows(
+                    np.array(ours)[read], lambda chosen, at=theirs[read]: other.inputs.rows_at(at[chosen])
+                )
             self.places = self.places.with_sequence(slots, ours)
             self.books, self.tuned = [*self.books, other.books[b]], [*self.tuned, other.tuned[b]]
             self.bound, self.replaced = [*self.bound, other.bound[b]], [*self.replaced, other.replaced[b]]
@@ -371,7 +373,7 @@ class Places:
             self.keys.append(key)
             self.place_of[key] = len(self.keys) - 1
 
-    def put(self, b: int, slot: int, place: int) -> None:
+    def set_place(self, b: int, slot: int, place: int) -> None:
         """Records that the entry in a slot of sequence b has this place."""
         self.index[b, slot] = place
         if self._equal_slots is not None and slot < self._equal_slots and slot != place:

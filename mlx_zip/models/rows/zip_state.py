@@ -63,9 +63,11 @@ class ZipState(SequenceRows):
         tuned: Sequence[Tuned] | None = None,
     ) -> None:
         padding = [int(n) for n in left_padding]
-        self._begin(_make_codebooks(params, len(padding)), [None] * len(padding) if tuned is None else tuned, padding)
+        self._set_up_fields(
+            _make_codebooks(params, len(padding)), [None] * len(padding) if tuned is None else tuned, padding
+        )
 
-    def _begin(
+    def _set_up_fields(
         self,
         books: list[Codebook],
         tuned: Sequence[Tuned],
@@ -100,7 +102,7 @@ class ZipState(SequenceRows):
 
     def fits_codec(self, params: CodecParams) -> bool:
         """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
-        if params is not self._fitting_codec and self.books[0].params.same_but_start(params):
+        if params is not self._fitting_codec and self.books[0].params.is_equal_except_start(params):
             self._fitting_codec = params  # every step asks about the same codec again
         return params is self._fitting_codec
 
@@ -142,7 +144,7 @@ class ZipState(SequenceRows):
         another batch size than this state.
         """
         if isinstance(ids, int):
-            self.push_to_row(0, ids)
+            self.push_to_sequence(0, ids)
             self.offset += 1
             live = len(self.books[0])
             return Advance(live, live)
@@ -154,7 +156,7 @@ class ZipState(SequenceRows):
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
-        held = [book.rows(0, len(book)) for book in self.books] if self.can_evict else []
+        held = [book.padded_entries(0, len(book)) for book in self.books] if self.can_evict else []
         available, pushed = np.zeros((batch, length), dtype=np.int64), []
         try:
             for b, book in enumerate(self.books):
@@ -191,8 +193,8 @@ class ZipState(SequenceRows):
         live = np.array(list(map(len, self.books)))
         return Advance(live, live[:, None])
 
-    def push_to_row(self, b: int, one: int) -> None:
-        """Pushes an id to sequence b's codebook alone. Call `pad_rows` before the next model call.
+    def push_to_sequence(self, b: int, one: int) -> None:
+        """Pushes an id to sequence b's codebook alone. Call `pad_sequences` before the next model call.
 
         Raises `CodecError` for an illegal id.
         """
@@ -200,8 +202,8 @@ class ZipState(SequenceRows):
         if self.can_evict and len(new):
             self._mark_rows_missing(b, new.slots)
 
-    def pad_rows(self, more: Sequence[int]) -> None:
-        """Updates `offset` and `left_padding` after `push_to_row`.
+    def pad_sequences(self, more: Sequence[int]) -> None:
+        """Updates `offset` and `left_padding` after `push_to_sequence`.
 
         more [B]: number of ids pushed to each sequence. Sequences with fewer ids than others get left padding.
         """
@@ -240,7 +242,7 @@ class ZipState(SequenceRows):
         """
         for b, book in enumerate(self.books):
             first = 0 if self.can_evict else self._span_counts[b]
-            self._spans[b, first : len(book)] = book.rows(first, len(book) - first)[1]
+            self._spans[b, first : len(book)] = book.padded_entries(first, len(book) - first)[1]
             self._span_counts[b] = len(book)
         return self._spans
 
@@ -248,7 +250,7 @@ class ZipState(SequenceRows):
         """Returns per sequence how many of the `length` columns from column `begin` on are left padding, [B]."""
         return np.clip(np.array(self.left_padding) - begin, 0, length)
 
-    def log(self, pad_id: int) -> np.ndarray:
+    def padded_id_log(self, pad_id: int) -> np.ndarray:
         """Returns every id read, [B, offset] uint32, with `pad_id` in the left padding."""
         out = np.full((len(self.books), self.offset), pad_id, dtype=np.uint32)
         for b, book in enumerate(self.books):
@@ -265,8 +267,10 @@ class ZipState(SequenceRows):
         vocab_size = self.books[0].params.vocab_size
         for b, book in enumerate(self.books):
             columns = first[b] + np.flatnonzero(ids[b, first[b] :] >= vocab_size)
-            rows, lengths = (x[columns - ids.shape[1]] for x in book.logged(book.mark() - ids.shape[1] + int(first[b])))
-            now = [x[ids[b, columns].astype(np.int64) - vocab_size] for x in book.rows(0, len(book))]
+            rows, lengths = (
+                x[columns - ids.shape[1]] for x in book.logged_base_ids(book.mark() - ids.shape[1] + int(first[b]))
+            )
+            now = [x[ids[b, columns].astype(np.int64) - vocab_size] for x in book.padded_entries(0, len(book))]
             other = entries_differ((rows, lengths), now)
             found.append((np.full(other.sum(), b), columns[other], rows[other], lengths[other].astype(np.int64)))
         sequence, columns, rows, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -309,7 +313,7 @@ class ZipState(SequenceRows):
         tuned: list[Tuned] = [*_tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
-        self._begin(books, tuned, padding.tolist(), int(offset), bool(long_rope))
+        self._set_up_fields(books, tuned, padding.tolist(), int(offset), bool(long_rope))
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ZipState:
@@ -332,10 +336,10 @@ class ZipState(SequenceRows):
         n = min(n, self.offset)
         self.offset -= n
         for b, book in enumerate(self.books):
-            held = book.rows(0, len(book)) if self.can_evict else ()
+            held = book.padded_entries(0, len(book)) if self.can_evict else ()
             book.rewind(max(0, self.offset - self.left_padding[b]))
             if self.can_evict:
-                now = book.rows(0, len(book))
+                now = book.padded_entries(0, len(book))
                 self._mark_rows_missing(b, np.flatnonzero(entries_differ([x[: len(book)] for x in held], now)))
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
@@ -422,14 +426,14 @@ class ZipState(SequenceRows):
         self._raise_unless_indices([index])
         made = ZipState.__new__(ZipState)
         offset = max(0, self.offset - self.left_padding[index])
-        made._begin([self.books[index].copy()], [self.tuned[index]], [0], offset, self.long_rope)
+        made._set_up_fields([self.books[index].copy()], [self.tuned[index]], [0], offset, self.long_rope)
         made.row_answers, made._fitting_codec = [dict(self.row_answers[index])], self._fitting_codec
         if rows:
             self._copy_sequence_rows_to(index, made)
         return made
 
     def _raise_unless_joinable(self, other: ZipState) -> None:
-        if not self.books[0].params.same_but_start(other.books[0].params):
+        if not self.books[0].params.is_equal_except_start(other.books[0].params):
             raise ModelError("the caches to merge were made with different codec parameters")
         if self.long_rope != other.long_rope:
             raise ModelError("the caches to merge were filled with different factors of LongRoPE, short and long")
@@ -468,7 +472,7 @@ def _make_codebooks(params: CodecParams | Sequence[CodecParams], batch: int) -> 
     codecs = [params] * batch if isinstance(params, CodecParams) else list(params)
     if len(codecs) != batch:
         raise ModelError(f"there are {len(codecs)} codecs for {batch} sequence(s)")
-    if not all(codecs[0].same_but_start(codec) for codec in codecs):
+    if not all(codecs[0].is_equal_except_start(codec) for codec in codecs):
         raise ModelError("the sequences of one cache may differ in their start entries only, not in other parameters")
     return [Codebook(codec) for codec in codecs]
 

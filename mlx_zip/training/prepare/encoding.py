@@ -278,7 +278,7 @@ def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArr
     try:
         ids = book.compress(window.ids)
         book.push(ids)
-        spans = book.logged()[1].astype(np.int64)
+        spans = book.logged_base_ids()[1].astype(np.int64)
     except CodecError as error:
         raise DataError(f"the tokenizer does not belong to this codec: {error}") from error
     if len(ids) == len(window.ids):

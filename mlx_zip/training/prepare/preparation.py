@@ -21,7 +21,7 @@ import mlx_zip
 from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
-from mlx_zip.text.sources import SourceReader, is_local, source_files
+from mlx_zip.text.sources import SourceReader, is_read_from_files, source_files
 from mlx_zip.training.prepare.mixture import choose_next_sources, count_kept_samples
 from mlx_zip.training.prepare.plan import PreparationPlan, PrepareOptions, make_plan
 from mlx_zip.training.prepare.prepared_folder import POOL_FILE, PreparedFolder
@@ -111,7 +111,7 @@ class _Preparation:
         self.records: ShardRecords = [[] for _ in options.sources]
         self.skipped: Counter[str] = Counter()
         names = [name for source in options.sources for name in source.data]
-        local = all(map(is_local, names))
+        local = all(map(is_read_from_files, names))
         total = sum(Path(file).stat().st_size for name in names for file in source_files(name)) if local else None
         self.bar = ProgressBar(total, "byte", "Preparing", shown=progress)
 

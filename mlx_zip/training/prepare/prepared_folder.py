@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import read_json_object, remove_unfinished, try_lock_folder, write_json
+from mlx_zip.files import read_json_object, remove_unfinished_files, try_lock_folder, write_json
 from mlx_zip.training.prepare.sharding import shard_record_path
 from mlx_zip.training.prepare.shards import (
     ARRAY_TYPES,
@@ -71,7 +71,7 @@ class PreparedFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._held.enter_context(try_lock_folder(self.folder)):
             raise DataError(f"another process prepares data in {self.folder}; wait for it, or choose another (--out)")
-        remove_unfinished(self.folder)
+        remove_unfinished_files(self.folder)
         index = self._read_json(self.folder / INDEX_FILE)
         begun = self._read_json(self.folder / SETTINGS_FILE) if index is None else index.get("settings")
         if begun is None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import follow_parent_process, write_json
+from mlx_zip.files import exit_with_parent_process, write_json
 from mlx_zip.text.sources import Item, Record, Skipped, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_windows
@@ -167,7 +167,7 @@ def start_worker(plan: PreparationPlan) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background job
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    follow_parent_process()
+    exit_with_parent_process()
     _maker = ShardMaker(plan)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.errors import CodecError, DataError, errors_as
-from mlx_zip.files import follow_parent_process
+from mlx_zip.files import exit_with_parent_process
 from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 CallFunction = Callable[..., Any]  # takes a function and its arguments, and returns the function's result
@@ -208,7 +208,7 @@ class _ReplayedSample:
         ids = sample.ids.astype(np.int64)
         new = book.push(sample.ids[:-1])
         self.inputs, self.targets, self.weights = ids[:-1], ids[1:], sample.mask[1:].astype(np.float32)
-        self.entries = book.rows(0, len(book))
+        self.entries = book.padded_entries(0, len(book))
         hyper = (self.inputs >= params.vocab_size) & ~np.isin(self.inputs, params.disabled_ids)
         self.slots_read = np.where(hyper, self.inputs - params.vocab_size, -1)
         self.available = np.full(len(self.inputs), len(book), np.int64)
@@ -335,4 +335,4 @@ def _start_batch_worker() -> None:
         signal.signal(number, signal.SIG_IGN)  # discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool ends its processes with SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    follow_parent_process()
+    exit_with_parent_process()

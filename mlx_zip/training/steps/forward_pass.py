@@ -87,10 +87,10 @@ def run_forward_pass(model: Model, samples: Samples, rows: tuple[mx.array, mx.ar
     is_hyper = (samples.input_rows >= 0)[..., None]
     h = mx.where(is_hyper, input_rows[mx.maximum(samples.input_rows, 0)].astype(h.dtype), h)
     positions = Positions(index=samples.index, long=samples.long)
-    h = model.run_layers(model.scaled(h), [NoCache()] * len(model.layers), positions)
+    h = model.run_layers(model.scale_embeddings(h), [NoCache()] * len(model.layers), positions)
     base = model.base_logits(h)
     slots = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
-    hyper = model.cap(h @ slots.swapaxes(-1, -2))
+    hyper = model.soft_cap_logits(h @ slots.swapaxes(-1, -2))
     return ForwardOutputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
 
 

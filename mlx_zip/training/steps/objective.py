@@ -289,7 +289,7 @@ def _append_zero_row(rows: mx.array) -> mx.array:
 def encode_pack_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecParams) -> list[mx.array]:
     """Returns the input rows and the output rows of entries from a model's hyper-encoders, each float32 [P, D]."""
     base_ids, lengths = pad_entries(entries, params.merge_size, params.fill)
-    rows = [side.astype(mx.float32) for side in model.rows(base_ids, lengths)]
+    rows = [side.astype(mx.float32) for side in model.encode_rows(base_ids, lengths)]
     mx.eval(rows)
     return rows
 

@@ -142,7 +142,7 @@ def test_a_model_with_tied_sides_keeps_one_table_and_encodes_each_entry_once():
     logits = last_logits(model, ids, cache)
     assert model.row_source.store.encoded == len(cache[-1].books[0])
     assert cache[-1].inputs.rows is None
-    inputs, outputs = model.rows(*cache[-1].books[0].rows(0, len(cache[-1].books[0])))
+    inputs, outputs = model.encode_rows(*cache[-1].books[0].padded_entries(0, len(cache[-1].books[0])))
     np.testing.assert_array_equal(np.array(inputs), np.array(outputs))
     by_steps = zip_model(family="gemma", tie_encoders=True)
     np.testing.assert_allclose(run(by_steps, ids, range(1, len(ids)))[-1], logits, atol=3e-5)
@@ -260,34 +260,34 @@ def test_a_row_comes_back_byte_for_byte_from_memory_and_from_disk(dtype, width, 
     encoder, which = Encoder(width, dtype), kind(1, width, dtype)
     ids, lengths = entries(100)
     with RowStore(tmp_path) as store:
-        fresh = store.rows(which, ids, lengths, encoder)
-        store.settle()
-        held = store.rows(which, ids, lengths, encoder)
-    read = RowStore(tmp_path).rows(which, ids, lengths, encoder)
+        fresh = store.find_or_encode_rows(which, ids, lengths, encoder)
+        store.store_all_rows()
+        held = store.find_or_encode_rows(which, ids, lengths, encoder)
+    read = RowStore(tmp_path).find_or_encode_rows(which, ids, lengths, encoder)
     assert encoder.calls == [100]
     assert fresh.dtype == held.dtype == read.dtype == dtype
     for rows in (held, read):
         assert mx.array_equal(fresh, rows)
     for i, (entry, length) in enumerate(zip(ids, lengths, strict=True)):  # as a step of generation asks
-        row = store.row(which, entry[:length].tobytes())
+        row = store.find_row_in_memory(which, entry[:length].tobytes())
         assert row is not None
         assert row.dtype == dtype
         assert mx.array_equal(fresh[i : i + 1], row)
-    assert store.row(which, np.array([1, 2], np.uint32).tobytes()) is None
-    assert store.row(kind(2, width, dtype), ids[0, : lengths[0]].tobytes()) is None
+    assert store.find_row_in_memory(which, np.array([1, 2], np.uint32).tobytes()) is None
+    assert store.find_row_in_memory(kind(2, width, dtype), ids[0, : lengths[0]].tobytes()) is None
 
 
 def test_rows_come_in_the_order_asked_for_whatever_the_store_has(tmp_path):
     encoder = Encoder()
     ids, lengths = entries(200)
     store = RowStore(tmp_path)
-    store.rows(kind(), ids[50:90], lengths[50:90], encoder)
+    store.find_or_encode_rows(kind(), ids[50:90], lengths[50:90], encoder)
     store.close()
     store = RowStore(tmp_path)
-    store.rows(kind(), ids[10:60], lengths[10:60], encoder)
-    store.settle()
+    store.find_or_encode_rows(kind(), ids[10:60], lengths[10:60], encoder)
+    store.store_all_rows()
     order = np.random.default_rng(3).permutation(np.concatenate([np.arange(200), np.arange(0, 200, 3)]))
-    rows = store.rows(kind(), ids[order], lengths[order], encoder)
+    rows = store.find_or_encode_rows(kind(), ids[order], lengths[order], encoder)
     np.testing.assert_array_equal(np.array(rows), true_rows(ids[order], lengths[order]))
     assert encoder.calls == [40, 40, 120]
 
@@ -295,11 +295,11 @@ def test_rows_come_in_the_order_asked_for_whatever_the_store_has(tmp_path):
 def test_padding_after_an_entry_does_not_count():
     encoder, store = Encoder(), RowStore()
     one, other = np.array([[5, 6, 2]], np.uint32), np.array([[5, 6, 9]], np.uint32)
-    store.rows(kind(), one, np.array([2]), encoder)
-    store.settle()
-    store.rows(kind(), other, np.array([2]), encoder)
+    store.find_or_encode_rows(kind(), one, np.array([2]), encoder)
+    store.store_all_rows()
+    store.find_or_encode_rows(kind(), other, np.array([2]), encoder)
     assert encoder.calls == [1]
-    store.rows(kind(), one, np.array([3]), encoder)
+    store.find_or_encode_rows(kind(), one, np.array([3]), encoder)
     assert encoder.calls == [1, 1]
 
 
@@ -308,17 +308,17 @@ def test_memory_stays_within_its_limit_and_the_least_recently_used_rows_are_evic
     encoder, store = Encoder(), RowStore(memory_bytes=10 * row)
     ids, lengths = entries(15)
     for i in range(10):
-        store.rows(kind(), ids[i : i + 1], lengths[i : i + 1], encoder)
-        store.settle()
+        store.find_or_encode_rows(kind(), ids[i : i + 1], lengths[i : i + 1], encoder)
+        store.store_all_rows()
     assert store.nbytes == 10 * row
-    store.rows(kind(), ids[:1], lengths[:1], encoder)  # used again, so the second is the oldest
-    store.rows(kind(), ids[10:15], lengths[10:15], encoder)
-    store.settle()
+    store.find_or_encode_rows(kind(), ids[:1], lengths[:1], encoder)  # used again, so the second is the oldest
+    store.find_or_encode_rows(kind(), ids[10:15], lengths[10:15], encoder)
+    store.store_all_rows()
     assert store.nbytes == 10 * row
     encoder.calls.clear()
-    store.rows(kind(), ids[[0, 6, 9, 14]], lengths[[0, 6, 9, 14]], encoder)
+    store.find_or_encode_rows(kind(), ids[[0, 6, 9, 14]], lengths[[0, 6, 9, 14]], encoder)
     assert encoder.calls == []
-    store.rows(kind(), ids[1:6], lengths[1:6], encoder)
+    store.find_or_encode_rows(kind(), ids[1:6], lengths[1:6], encoder)
     assert encoder.calls == [5]
 
 
@@ -326,8 +326,10 @@ def test_a_store_without_room_still_gives_rows():
     encoder, store = Encoder(), RowStore(memory_bytes=0)
     ids, lengths = entries(5)
     for _ in range(2):
-        np.testing.assert_array_equal(np.array(store.rows(kind(), ids, lengths, encoder)), true_rows(ids, lengths))
-        store.settle()
+        np.testing.assert_array_equal(
+            np.array(store.find_or_encode_rows(kind(), ids, lengths, encoder)), true_rows(ids, lengths)
+        )
+        store.store_all_rows()
     assert (encoder.calls, store.nbytes) == ([5, 5], 0)
 
 
@@ -338,16 +340,18 @@ def test_rows_that_cannot_be_computed_fail_once_and_are_encoded_anew(submitted, 
 
     encoder, store = Encoder(), RowStore()
     ids, lengths = entries(5)
-    store.rows(kind(), ids, lengths, encoder)
-    settle = store.settle_submitted if submitted and store.submit() else store.settle_unsubmitted
+    store.find_or_encode_rows(kind(), ids, lengths, encoder)
+    settle = store.store_submitted_rows if submitted and store.submit_rows() else store.store_unsubmitted_rows
     with monkeypatch.context() as patch:
         patch.setattr("mlx_zip.models.rows.row_store.host_bytes", broken)
         with pytest.raises(RuntimeError):
             settle()
         settle()  # or each later call of any request would fail too
-    np.testing.assert_array_equal(np.array(store.rows(kind(), ids, lengths, encoder)), true_rows(ids, lengths))
-    store.settle()
-    store.rows(kind(), ids, lengths, encoder)
+    np.testing.assert_array_equal(
+        np.array(store.find_or_encode_rows(kind(), ids, lengths, encoder)), true_rows(ids, lengths)
+    )
+    store.store_all_rows()
+    store.find_or_encode_rows(kind(), ids, lengths, encoder)
     assert encoder.calls == [5, 5]
 
 
@@ -355,9 +359,9 @@ def test_rows_that_cannot_be_computed_fail_once_and_are_encoded_anew(submitted, 
 def test_a_store_keeps_the_rows_of_all_submissions_and_those_never_submitted(end, tmp_path):
     encoder, store, (ids, lengths) = Encoder(), RowStore(tmp_path), entries(9)
     for at in range(0, 9, 3):
-        store.rows(kind(), ids[at : at + 3], lengths[at : at + 3], encoder)
+        store.find_or_encode_rows(kind(), ids[at : at + 3], lengths[at : at + 3], encoder)
         if at < 6:
-            assert len(store.submit()) == 1
+            assert len(store.submit_rows()) == 1
     getattr(store, end)()
-    RowStore(tmp_path).rows(kind(), ids, lengths, encoder)
+    RowStore(tmp_path).find_or_encode_rows(kind(), ids, lengths, encoder)
     assert encoder.calls == [3, 3, 3]

@@ -40,8 +40,8 @@ def test_rows_are_written_in_batches_and_at_the_end(tmp_path):
     ids, lengths = entries(100)
     store = RowStore(tmp_path)
     for i in range(100):
-        store.rows(kind(), ids[i : i + 1], lengths[i : i + 1], Encoder())
-        store.settle()
+        store.find_or_encode_rows(kind(), ids[i : i + 1], lengths[i : i + 1], Encoder())
+        store.store_all_rows()
     assert check(tmp_path, 100) == 100 - row_folder.FLUSH_ROWS
     store.close()
     assert check(tmp_path, 100) == 0
@@ -58,7 +58,7 @@ def test_an_entry_that_is_written_twice_is_stored_once(tmp_path):
     first, second = RowStore(tmp_path), RowStore(tmp_path)
     ids, lengths = entries(N)
     for store in (first, second):
-        store.rows(kind(), ids, lengths, Encoder())
+        store.find_or_encode_rows(kind(), ids, lengths, Encoder())
     first.close()
     size = file_of(tmp_path).stat().st_size
     second.close()
@@ -144,9 +144,9 @@ def test_a_file_cut_short_anywhere_is_repaired_with_one_warning(place, tmp_path,
 def test_a_file_cut_short_while_it_is_in_use_is_no_crash(place, tmp_path, caplog):
     fill(tmp_path)
     store, encoder, (ids, lengths) = RowStore(tmp_path, memory_bytes=0), Encoder(), entries(N)
-    store.rows(kind(), ids[:3], lengths[:3], encoder)
+    store.find_or_encode_rows(kind(), ids[:3], lengths[:3], encoder)
     os.truncate(file_of(tmp_path), cut_at(file_of(tmp_path), place))
-    rows = store.rows(kind(), ids, lengths, encoder)
+    rows = store.find_or_encode_rows(kind(), ids, lengths, encoder)
     np.testing.assert_array_equal(np.array(rows), true_rows(ids, lengths))
     store.close()
     assert len(warnings(caplog)) == 1
@@ -242,7 +242,7 @@ def maps(monkeypatch):
 def test_a_file_is_mapped_once_however_often_it_is_read_and_written(tmp_path, maps):
     with RowStore(tmp_path, memory_bytes=0) as store:
         for n in range(10, N, 10):
-            store.rows(kind(), *entries(n), Encoder())
+            store.find_or_encode_rows(kind(), *entries(n), Encoder())
             store.flush()
     assert store.from_disk > 0
     assert len(maps) == len(list_row_files(tmp_path)) == 1
@@ -252,7 +252,7 @@ def test_a_second_model_and_a_full_file_are_the_only_reasons_for_another_map(tmp
     with RowStore(tmp_path, memory_bytes=0, folder_bytes=1 << 17) as store:
         for which in (kind(1), kind(2)):
             for n in (50, 100, 150, 200, 200, 150):
-                store.rows(which, *entries(n), Encoder())
+                store.find_or_encode_rows(which, *entries(n), Encoder())
                 store.flush()
     newest = {path.name[:32]: file_number(path) for path in list_row_files(tmp_path)}
     assert len(newest) == 2

@@ -107,9 +107,9 @@ ids, lengths = entries(100_000)
 print("ready", flush=True)
 for at in range(begin, begin + 200 * rounds, 200):
     chosen = slice(at, at + 300)  # a third is asked for again
-    rows = store.rows(kind(), ids[chosen], lengths[chosen], Encoder())
+    rows = store.find_or_encode_rows(kind(), ids[chosen], lengths[chosen], Encoder())
     np.testing.assert_array_equal(np.array(rows), true_rows(ids[chosen], lengths[chosen]))
-    store.settle()
+    store.store_all_rows()
 store.close()
 """
 
@@ -158,7 +158,7 @@ def test_rows_wait_for_another_process_to_finish_writing(tmp_path, caplog):
     store, (ids, lengths) = RowStore(tmp_path), entries(N)
     handle = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    store.rows(kind(), ids, lengths, Encoder())
+    store.find_or_encode_rows(kind(), ids, lengths, Encoder())
     store.flush()
     os.close(handle)
     store.close()
@@ -186,9 +186,9 @@ def test_a_store_in_use_keeps_working_when_its_folder_is_purged(tmp_path, caplog
     (tmp_path / "rows" / "mine.txt").write_text("mine")
     fill(tmp_path / "rows")
     store, encoder, (ids, lengths) = RowStore(tmp_path / "rows", memory_bytes=0), Encoder(), entries(N + 100)
-    store.rows(kind(), ids[:3], lengths[:3], encoder)
+    store.find_or_encode_rows(kind(), ids[:3], lengths[:3], encoder)
     purge_row_folder(tmp_path / "rows")
-    rows = store.rows(kind(), ids, lengths, encoder)
+    rows = store.find_or_encode_rows(kind(), ids, lengths, encoder)
     np.testing.assert_array_equal(np.array(rows), true_rows(ids, lengths))
     store.close()
     assert encoder.calls == [100]
@@ -200,8 +200,8 @@ def test_a_store_whose_folder_is_gone_says_so_once(tmp_path, caplog):
     store, (ids, lengths) = RowStore(tmp_path / "rows"), entries(N)
     (tmp_path / "rows").rmdir()
     for _ in range(2):
-        store.rows(kind(), ids, lengths, Encoder())
+        store.find_or_encode_rows(kind(), ids, lengths, Encoder())
         store.flush()
     store.close()
     assert len(warnings(caplog)) == 1
-    assert mx.array_equal(store.rows(kind(), ids, lengths, Encoder()), mx.array(true_rows(ids, lengths)))
+    assert mx.array_equal(store.find_or_encode_rows(kind(), ids, lengths, Encoder()), mx.array(true_rows(ids, lengths)))

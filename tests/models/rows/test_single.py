@@ -75,16 +75,18 @@ def test_a_layer_that_is_not_known_is_left_to_the_encoder():
     assert not can_encode_singly(model.output_encoder)
     source, (ids, lengths) = model.row_source, entry(3)
     expected = encode_entries(model.output_encoder, model.head_matrix, ids, lengths)
-    np.testing.assert_array_equal(np.array(source.encode(model.side("output"), ids, lengths)), np.array(expected))
+    np.testing.assert_array_equal(
+        np.array(source.encode_rows_of_side(model.side_named("output"), ids, lengths)), np.array(expected)
+    )
 
 
 def test_a_replaced_weight_is_used_from_the_next_entry_on():
     model = model_with("transformer", num_heads=4)
     model.row_source.store = RowStore()
-    side, (ids, lengths) = model.side("output"), entry(3)
-    before = np.array(model.row_source.encode(side, ids, lengths))
+    side, (ids, lengths) = model.side_named("output"), entry(3)
+    before = np.array(model.row_source.encode_rows_of_side(side, ids, lengths))
     model.output_encoder.layers[0].mlp.fc2.weight = 2 * model.output_encoder.layers[0].mlp.fc2.weight
-    after = np.array(model.row_source.encode(side, ids, lengths))
+    after = np.array(model.row_source.encode_rows_of_side(side, ids, lengths))
     expected = encode_entries(model.output_encoder, model.head_matrix, ids, lengths)
     np.testing.assert_allclose(after, np.array(expected), atol=1e-5)
     assert np.abs(after - before).max() > 0.01
@@ -93,4 +95,4 @@ def test_a_replaced_weight_is_used_from_the_next_entry_on():
 def test_training_takes_the_encoder_itself(monkeypatch):
     model = model_with("transformer", num_heads=4).train()
     monkeypatch.setattr(module.SingleEncoder, "__call__", lambda *args: pytest.fail("the quick way has no gradients"))
-    model.row_source.encode(model.side("output"), *entry(2))
+    model.row_source.encode_rows_of_side(model.side_named("output"), *entry(2))

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 
 from mlx_zip import DataError, ModelError, RowStore, ZipState
 from mlx_zip.engine.mlx.generate import batch_generate, generate, stream_generate
-from mlx_zip.engine.mlx.scoring import compress_row, score
+from mlx_zip.engine.mlx.scoring import compress_row, score_rows
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.packs.tuned import PlainCodec, TunedRows
@@ -39,7 +39,7 @@ def encoded(model, entries):
     """Entries with the rows that the model's encoder makes."""
     rows = [[*run, *[PAD] * (model.config.merge_size - len(run))] for run in entries]
     lengths = np.array([len(run) for run in entries])
-    sides = [np.array(side) for side in model.rows(np.array(rows, np.uint32), lengths)]
+    sides = [np.array(side) for side in model.encode_rows(np.array(rows, np.uint32), lengths)]
     return Pack(entries, rows=TunedRows(sides[0], sides[1], model.fingerprint))
 
 
@@ -119,7 +119,7 @@ def test_tuned_rows_never_enter_the_row_store_and_encoded_ones_never_take_their_
     tuned_logits = last_logits(MODEL, IDS, MODEL.make_cache(pack=TUNED))
     for start, want in ((TUNED, tuned_logits), (START, expected), (TUNED, tuned_logits), (START, expected)):
         assert_close(last_logits(model, IDS, model.make_cache(pack=start)), want)
-    store.settle()
+    store.store_all_rows()
     fresh = RowStore()
     model.row_source.store = fresh
     last_logits(model, IDS, model.make_cache(pack=TUNED))
@@ -162,7 +162,7 @@ def test_rows_are_one_array_where_the_models_sides_are_one_and_nowhere_else(fami
     model = tiny_model(family, tie_encoders=family == "gemma")
     good = tuned(model)
     rows = good.rows.output
-    other = TunedRows(rows, rows.copy() if good.rows.one else rows, model.fingerprint)
+    other = TunedRows(rows, rows.copy() if good.rows.sides_are_one else rows, model.fingerprint)
     with pytest.raises(ModelError, match=f"must be {wanted} for this model"):
         model.make_cache(pack=Pack(START, rows=other))
     model.make_cache(pack=good)
@@ -180,7 +180,7 @@ def test_scores_are_those_of_the_model_with_the_rows():
     row = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=TUNED)
     plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=Pack(START))
     assert row.ids.tolist() == plain.ids.tolist()
-    found, other = score(MODEL, [row, plain], batch_size=2)
+    found, other = score_rows(MODEL, [row, plain], batch_size=2)
     logits = MODEL(mx.array([row.ids.tolist()]), cache=MODEL.make_cache(pack=TUNED), causal=True)[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     want = np.array(logprobs)[np.arange(len(row.ids) - 1), row.ids[1:]]
@@ -190,7 +190,7 @@ def test_scores_are_those_of_the_model_with_the_rows():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_generation_reads_tuned_rows_also_ahead_of_the_host(ahead, monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "_begins_ahead", lambda model: ahead)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "_ahead_option", lambda model: ahead)
     cache, feed, expected = MODEL.make_cache(pack=TUNED), IDS, []
     for _ in range(20):
         expected.append(int(np.argmax(last_logits(MODEL, feed, cache))))
@@ -205,7 +205,7 @@ def test_generation_reads_tuned_rows_also_ahead_of_the_host(ahead, monkeypatch):
 
 def test_a_model_with_a_pack_begins_with_it_unless_another_start_is_named():
     model = tiny_model()
-    model.take_pack(TUNED)
+    model.use_pack(TUNED)
     expected = last_logits(MODEL, IDS, MODEL.make_cache(pack=TUNED))
     assert_close(last_logits(model, IDS, model.make_cache()), expected)
     untuned = last_logits(MODEL, IDS, MODEL.make_cache(pack=START))
@@ -213,7 +213,7 @@ def test_a_model_with_a_pack_begins_with_it_unless_another_start_is_named():
     texts = batch_generate(model, ENDLESS, [TEXT, [5, 6]], max_tokens=12)
     assert texts == [generate(MODEL, ENDLESS, prompt, max_tokens=12, pack=TUNED) for prompt in (TEXT, [5, 6])]
     with pytest.raises(ModelError, match="another model"):
-        tiny_model(seed=1).take_pack(TUNED)
+        tiny_model(seed=1).use_pack(TUNED)
 
 
 # ---- saved states
@@ -235,7 +235,7 @@ def test_a_saved_cache_goes_on_with_the_pack_that_it_was_begun_with(tmp_path):
 
 def test_a_saved_cache_finds_its_rows_in_the_models_own_pack(tmp_path):
     model = tiny_model()
-    model.take_pack(TUNED)
+    model.use_pack(TUNED)
     cache = model.make_cache()
     last_logits(model, IDS[:10], cache)
     back = saved(cache, tmp_path / "cache.safetensors")
@@ -304,7 +304,7 @@ def test_rows_are_read_back_as_they_were_written(dtype, tmp_path):
         assert (back.fingerprint, back.entries, back.about) == (pack.fingerprint, pack.entries, {"x": 1})
         np.testing.assert_array_equal(back.rows.input, start.rows.input)
         np.testing.assert_array_equal(back.rows.output, start.rows.output)
-        assert (back.rows.one, back.rows.plain) == (start.rows.one, start.rows.plain)
+        assert (back.rows.sides_are_one, back.rows.plain) == (start.rows.sides_are_one, start.rows.plain)
         assert back.tuned_fingerprint == start.tuned_fingerprint
 
 
