@@ -121,10 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_setting_flags(add, TrainSettings)
     _add_setting_flags(add, EncoderOptions, ENCODER_FLAGS)
-    _add_mlx_lm_names(parser.add_argument_group("mlx-lm's names").add_argument)
+    _add_mlx_lm_flags(parser.add_argument_group("mlx-lm's names").add_argument)
 
 
-def _add_mlx_lm_names(add: Any) -> None:
+def _add_mlx_lm_flags(add: Any) -> None:
     """Declares flags of `mlx_lm.lora`; flags without a counterpart here are hidden, and an error if given."""
     add("--num-layers", type=int, metavar="N", help="mlx-lm's name for --lora-layers N")
     add("--adapter-path", metavar="DIR", help="mlx-lm's name for --out DIR --save adapter")
@@ -155,8 +155,11 @@ def _add_mlx_lm_names(add: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains the model. Returns 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
-    values = _merge_values(_read_config(args.config), given)
-    options, settings = _run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
+    values = _merge_file_and_flags(_read_train_config(args.config), given)
+    options, settings = (
+        _make_run_options(values),
+        TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values}),
+    )
     if values.get("plot"):
         from mlx_zip.training.run_metrics import load_matplotlib
 
@@ -177,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merge_file_and_flags(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a YAML file and of flags, with mlx-lm's names replaced by ours. Flags take precedence."""
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
     for name in ("fine_tune_type", "optimizer"):  # the meaning of other names of mlx-lm depends on these
@@ -185,7 +188,7 @@ def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[st
     return {**translate_names({**file_values, **iters}), **translate_names(given)}
 
 
-def _run_options(values: dict[str, Any]) -> RunOptions:
+def _make_run_options(values: dict[str, Any]) -> RunOptions:
     """Returns the `RunOptions` made of the flags' values. Raises `TrainingError` if --data or --out is missing."""
     for name in ("data", "out"):
         if not values.get(name):
@@ -212,7 +215,7 @@ def report_stop(step: int, number: int) -> int:
     return _STOPPED[signal.Signals(number)]
 
 
-def _read_config(path: str | None) -> dict[str, Any]:
+def _read_train_config(path: str | None) -> dict[str, Any]:
     """Returns the values of a YAML file by name, {} without a file. Raises `TrainingError`, which names the file."""
     if path is None:
         return {}
@@ -226,10 +229,10 @@ def _read_config(path: str | None) -> dict[str, Any]:
     if unknown := sorted(map(str, values.keys() - known)):
         hint = suggest_nearest(unknown[0], known)
         raise TrainingError(f"--config {path}: unknown {', '.join(unknown)}" + (f"; {hint}" if hint else ""))
-    return {name: _convert_value(path, name, value) for name, value in values.items() if value is not None}
+    return {name: _convert_yaml_value(path, name, value) for name, value in values.items() if value is not None}
 
 
-def _convert_value(path: str, name: str, value: Any) -> Any:
+def _convert_yaml_value(path: str, name: str, value: Any) -> Any:
     """Returns one value of the YAML file at `path`. Raises `TrainingError` if its type is not that of the flag.
 
     YAML reads 3e-4, which has no decimal point, as text, and `on` as true: both are corrected.

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import writable_path
+from mlx_zip.cli.actions import checked_output_path
 from mlx_zip.device import disable_tf32
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
     disable_tf32()  # because the recorded results are float32; must come before MLX computes anything
     limit = TimeLimit(time.monotonic() + TOTAL_S)
-    out = writable_path("--out", args.out)
-    data_file = writable_path("--out", json_report_file(out))
+    out = checked_output_path("--out", args.out)
+    data_file = checked_output_path("--out", json_report_file(out))
     golden = Path(str(files("mlx_zip.golden")))
     data: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
