@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
             announce=lambda line: print(line, file=sys.stderr),
             runner=_make_torch_runner(args.engine) if engine_choice.is_torch_engine(args) else None,
         )
-    print(evaluation_report.format_table(record))
+    print(evaluation_report.format_evaluation_table(record))
     if out is not None:  # last, so that the table is printed even if this fails
         write_json(out, record)
     return 0

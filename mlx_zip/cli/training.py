@@ -13,7 +13,7 @@ from typing import Any
 from mlx_zip.arguments import suggest_nearest
 from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import expand_home
-from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_names
+from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_mlx_lm_names
 from mlx_zip.training.settings import (
     ADAPTED_BITS,
     ENGINES,
@@ -24,8 +24,8 @@ from mlx_zip.training.settings import (
     EncoderOptions,
     RunOptions,
     TrainSettings,
-    has_kind,
-    help_text,
+    has_value_type,
+    setting_help_text,
 )
 
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run -> exit status
@@ -170,9 +170,9 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = train(options, settings)
     if values.get("plot") and is_first_machine():
-        from mlx_zip.training.run_metrics import plot_curves
+        from mlx_zip.training.run_metrics import plot_training_curves
 
-        plot_curves(options.out)
+        plot_training_curves(options.out)
     if outcome.stopped_by is not None:
         return report_stop(outcome.progress.step, outcome.stopped_by)
     if is_first_machine():
@@ -185,7 +185,7 @@ def _merge_file_and_flags(file_values: dict[str, Any], given: dict[str, Any]) ->
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
     for name in ("fine_tune_type", "optimizer"):  # the meaning of other names of mlx-lm depends on these
         iters |= {name: given[name]} if given.get(name) is not None else {}
-    return {**translate_names({**file_values, **iters}), **translate_names(given)}
+    return {**translate_mlx_lm_names({**file_values, **iters}), **translate_mlx_lm_names(given)}
 
 
 def _make_run_options(values: dict[str, Any]) -> RunOptions:
@@ -242,7 +242,7 @@ def _convert_yaml_value(path: str, name: str, value: Any) -> Any:
     if name in _FOLDERS:
         if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
             raise TrainingError(f"--config {path}: {name} must be names of folders, got {value!r}")
-    elif name in _KINDS and not has_kind(value, _KINDS[name]):
+    elif name in _KINDS and not has_value_type(value, _KINDS[name]):
         raise TrainingError(f"--config {path}: {name} must be {TYPE_WORDS[_KINDS[name]]}, got {value!r}")
     if name == "compile" and isinstance(value, bool):
         return "on" if value else "off"
@@ -277,9 +277,9 @@ def _add_setting_flags(
     for one in fields(cls):
         name, kind = (names or {}).get(one.name, one.name), str(one.type)
         if kind == "bool":
-            add(flag_name(name), action="store_true", default=None, help=help_text(one))
+            add(flag_name(name), action="store_true", default=None, help=setting_help_text(one))
         else:
-            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=help_text(one))
+            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=setting_help_text(one))
 
 
 def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
@@ -292,5 +292,5 @@ def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[
     for name, default in defaults.items():
         one = known[name]
         text = (purposes or {}).get(name)
-        shown = help_text(one, default) if text is None else f"{text} (default: {default})"
+        shown = setting_help_text(one, default) if text is None else f"{text} (default: {default})"
         add(flag_name(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=shown)

@@ -316,7 +316,7 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     """
     from mlx_zip.files import expand_home
     from mlx_zip.training.loop import TrainingStopped
-    from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_texts
+    from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_patch_texts
     from mlx_zip.training.patch_training import fit_patch_model as train
     from mlx_zip.training.settings import TrainSettings
 
@@ -333,7 +333,7 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     record = {"model": str(out / MODEL), **saved.source["progress"]}
     if not valid:
         return record, [record["model"]]
-    record["valid"] = evaluate_texts(saved, valid)
+    record["valid"] = evaluate_patch_texts(saved, valid)
     return record, [record["model"], *_format_patch_evaluation(record["valid"])]
 
 
@@ -393,11 +393,11 @@ def _print_written_patches(
 
 def _run_hbpe_evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.models.patches.patch_model import load_patch_model
-    from mlx_zip.training.patch_training import evaluate_texts
+    from mlx_zip.training.patch_training import evaluate_patch_texts
 
     check_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
-    found = evaluate_texts(saved, _read_patch_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
+    found = evaluate_patch_texts(saved, _read_patch_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
     return {"model": args.model, **found}, _format_patch_evaluation(found)
 
 

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> Any:
     the exit status 129, 130 or 143.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
-    from mlx_zip.training.pack_tuning import dequantize, load_model_to_tune, tune_pack
+    from mlx_zip.training.pack_tuning import dequantize_all_weights, load_model_to_tune, tune_pack
     from mlx_zip.training.settings import TrainSettings
 
     check_at_least(args, 1, "most_ids", "valid_ids")
@@ -129,12 +129,12 @@ def run(args: argparse.Namespace) -> Any:
     model = load_model_to_tune(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     name = model.fingerprint
     if args.dequantize:
-        model = dequantize(model, args.dtype)
+        model = dequantize_all_weights(model, args.dtype)
     found = tune_pack(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
-        from mlx_zip.training.run_metrics import plot_curves
+        from mlx_zip.training.run_metrics import plot_training_curves
 
-        plot_curves(place)
+        plot_training_curves(place)
     if found.rows is None:
         return report_stop(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
     return _write_tuned_pack(args, pack, found, (data, valid), tokenizer)
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> Any:
 
 def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """Returns the plan, which has the codec, the tokenizer, and whether the model is plain. Raises `DataError`."""
-    from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
+    from mlx_zip.training.prepare.plan import PrepareOptions, make_preparation_plan
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
@@ -163,15 +163,15 @@ def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bo
         train_on="all",
         trust_remote_code=args.trust_remote_code,
     )
-    return *make_plan(options)[:2], plain
+    return *make_preparation_plan(options)[:2], plain
 
 
 def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on and those to validate on. Raises `DataError` for too little text."""
-    from mlx_zip.training.prepare.text_windows import compress_windows, cut_records, encode_sources
+    from mlx_zip.training.prepare.text_windows import compress_windows, cut_record_windows, encode_sources
 
     def windows(some: Any, most_ids: int) -> list[Any]:
-        return cut_records(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, args.context)
+        return cut_record_windows(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, args.context)
 
     report = lambda line: print(line, file=sys.stderr)
     own = make_sources(args)

@@ -70,7 +70,7 @@ def _add_pack_learn_flags(parser: argparse.ArgumentParser) -> None:
 def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.learner import WINDOW, learn_pack, measure_pack
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
-    from mlx_zip.training.prepare.plan import make_plan
+    from mlx_zip.training.prepare.plan import make_preparation_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     args.window = WINDOW if args.window is None else args.window
@@ -78,7 +78,7 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
     plot, options = checked_plot_path(args.plot, [args.out]), _make_prepare_options(args)
     held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
-    plan, tokenizer, _ = make_plan(options, pads=False)
+    plan, tokenizer, _ = make_preparation_plan(options, pads=False)
     texts = _encode_texts_to_learn(args, options.sources, tokenizer)
     held_out = _encode_texts_to_learn(args, held_out_texts, tokenizer) if held_out_texts else []
     if held_out_texts and not any(map(len, held_out)):
@@ -114,7 +114,7 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
 
 
 def _make_prepare_options(args: argparse.Namespace) -> Any:
-    """Returns the flags as `PrepareOptions`, from which `make_plan` reads the tokenizer and the codec."""
+    """Returns the flags as `PrepareOptions`, from which `make_preparation_plan` reads the tokenizer and the codec."""
     from mlx_zip.training.prepare.plan import PrepareOptions
 
     return PrepareOptions(
