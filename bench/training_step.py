@@ -131,7 +131,7 @@ def encoders_call(model: Any, settings: TrainSettings, batch: Batch) -> Callable
 
 
 def encode_rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
-    """Returns the rows that training's `encode_rows` returns, from one forward pass that keeps its activations.
+    """Returns the rows that training's `encode_hyper_rows` returns, from one forward pass that keeps its activations.
 
     This is the minimum cost of the encoders.
     """

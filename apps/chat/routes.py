@@ -27,7 +27,7 @@ from mlx_zip.named import QUALITY
 from mlx_zip.server.answers.turn import Done, Turn
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import json_response, read_body, stream_response, with_body_class
-from mlx_zip.server.vendor import live_json
+from mlx_zip.server.vendor import live_counts_json
 
 PATH = "/app/api/conversations"
 MOST_LISTED = 1000
@@ -217,7 +217,7 @@ async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGen
         async with models.using(about["model"]) as core, aclosing(core.answer(asked)) as deltas:
             async for delta in deltas:
                 if isinstance(delta, Done):
-                    ended[lane] = live_json(delta.counts)
+                    ended[lane] = live_counts_json(delta.counts)
                 if (frame := make_frame(delta)) is not None:
                     yield {**frame, "lane": lane}
     yield {"type": "done", "lanes": ended}

@@ -16,7 +16,7 @@ from mlx_zip.server.answers.turn import Delta, Done, LearnedEntries, LiveCounts,
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
-from mlx_zip.server.vendor import live_json, token_json, vendor_notes
+from mlx_zip.server.vendor import live_counts_json, shown_token_json, vendor_notes
 
 WRITE_S = 0.4  # seconds between writes to the store
 STOPPED = "You stopped it."
@@ -280,9 +280,9 @@ def make_frame(delta: Delta) -> dict[str, Any] | None:
             names = ("read", "total", "cached_tokens", "waits_for")
             return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
         case LiveCounts():
-            return {"type": "figures", **live_json(delta.counts)}
+            return {"type": "figures", **live_counts_json(delta.counts)}
         case Done():
-            return {"type": "figures", **live_json(delta.counts), **vendor_notes(delta)}
+            return {"type": "figures", **live_counts_json(delta.counts), **vendor_notes(delta)}
         case Text():
             return {"type": "text", **make_piece(delta)}
         case Reasoning():
@@ -296,7 +296,7 @@ def make_piece(delta: Delta) -> dict[str, Any]:
     """Returns what a delta adds to a message, in the form that `Store.append` takes."""
     match delta:
         case Text():
-            return {"text": delta.text, "tokens": [token_json(token) for token in delta.tokens]}
+            return {"text": delta.text, "tokens": [shown_token_json(token) for token in delta.tokens]}
         case Reasoning():
             return {"reasoning": delta.text}
         case LearnedEntries():

@@ -75,7 +75,7 @@ def models_from_folders(model: str | None, base: str | None, float32: bool = Fal
     `MlxZipError` if `model` has no hypertokens, `base` has hypertokens, or their tokenizers differ in size.
     """
     from mlx_zip.models.loading import find_model_folder, load
-    from mlx_zip.training.pack_tuning import dequantize
+    from mlx_zip.training.pack_tuning import dequantize_all_weights
 
     if model is None and base is None:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")
@@ -89,7 +89,7 @@ def models_from_folders(model: str | None, base: str | None, float32: bool = Fal
     if len({len(one) for one in (tokenizer, base_tokenizer) if one is not None}) > 1:
         raise MlxZipError(f"--base {base} and --model {model} have tokenizers of different sizes")
     if float32:
-        zipped, plain = (None if one is None else dequantize(one) for one in (zipped, plain))
+        zipped, plain = (None if one is None else dequantize_all_weights(one) for one in (zipped, plain))
     name: Any = model or base
     return Models(
         name=Path(name).name,

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the `mlx_zip` command and returns its exit status. argv: arguments, None for those of this process."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] in (["bench"], ["vocab"]):  # have subcommands, each with a parser
-        return run_guarded(lambda: _run_command_group(argv[0], argv[1:]))
+        return run_and_print_errors(lambda: _run_command_group(argv[0], argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run_command(argv[0], f"mlx_zip {argv[0]}", argv[1:])
     if not argv:
@@ -100,10 +100,10 @@ def command_parser(name: str, prog: str) -> Parser:
 
 
 def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    return run_guarded(lambda: _run_parsed(name, command_parser(name, prog).parse_args(argv)))
+    return run_and_print_errors(lambda: _run_parsed_command(name, command_parser(name, prog).parse_args(argv)))
 
 
-def _run_parsed(name: str, args: argparse.Namespace) -> int | None:
+def _run_parsed_command(name: str, args: argparse.Namespace) -> int | None:
     """Runs a command. First chooses MLX's device if --engine is mlx or the command has no --engine."""
     if getattr(args, "engine", MLX) == MLX:
         set_device_from_environment()
@@ -115,11 +115,11 @@ def _run_command_group(name: str, argv: Sequence[str]) -> int | None:
     return import_module(COMMANDS[name][0]).main(argv)
 
 
-def run_guarded(command: Callable[[], int | None]) -> int:
+def run_and_print_errors(command: Callable[[], int | None]) -> int:
     """Calls `command` and returns the exit status; prints an `MlxZipError` or an output error as one line on stderr."""
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
-    quiet_libraries()
+    silence_library_warnings()
     try:
         with exit_on_signals(), explain_missing_mlx():
             return command() or 0
@@ -134,7 +134,7 @@ def run_guarded(command: Callable[[], int | None]) -> int:
         return _print_error(error)
 
 
-def quiet_libraries() -> None:
+def silence_library_warnings() -> None:
     """Silences warnings of the Hugging Face libraries, and their progress bars unless stderr is a terminal.
 
     Only commands call this, before they import those libraries. Environment variables that the user has set are kept.

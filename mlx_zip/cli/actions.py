@@ -32,7 +32,7 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
 
     actions: name -> (function that declares the action's flags, purpose for --help, function that runs the action).
     examples: text at the end of each --help. Parsing sets `args.do` to the function that runs the action; what this
-    function returns is for `print_result`.
+    function returns is for `print_action_result`.
     """
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -48,7 +48,7 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
         action.set_defaults(do=do, action=name)
 
 
-def print_result(args: argparse.Namespace, result: Any) -> int:
+def print_action_result(args: argparse.Namespace, result: Any) -> int:
     """Prints the result of an action and returns the exit status.
 
     result: (record to print with --json, lines to print without), or an exit status if the action printed its output.
@@ -69,7 +69,7 @@ def add_json_flag(add: Any) -> None:
     add("--json", action="store_true", help="print the result as one JSON object instead of text (default: off)")
 
 
-def open_first_stage(name: str) -> Any:
+def read_first_stage_tokenizer(name: str) -> Any:
     """Returns the `first_stage.TokenizerFile` of the tokenizer `name`, a value of --tokenizer (see `TOKENIZER_HELP`).
 
     A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
@@ -100,7 +100,7 @@ def read_standard_input() -> str:
         raise GenerationError(f"standard input is not valid UTF-8 at byte {error.start}") from error
 
 
-def writable_path(
+def checked_output_path(
     flag: str, name: str | Path, what: str = "", suffix: str = "", read: Iterable[str | Path | None] = ()
 ) -> Path:
     """Returns the path of a file that the command will write, after checks; writes nothing.

@@ -25,7 +25,7 @@ def colour_text(text: str, length: int) -> str:
     return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
-def legend() -> str:
+def colour_legend() -> str:
     """Returns a line that explains the colours, each in its own colour."""
     named = [f"\x1b[{colour}m{n}\x1b[0m" for n, colour in COLOURS.items()]
     named.append(f"\x1b[{LONGER}m{max(COLOURS) + 1} or more\x1b[0m")

@@ -95,24 +95,28 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError("--show must be at least 0 and --window at least 1")
     from mlx_zip.text.vocabularies import read_vocabulary
 
-    text = read_text(args.file)
+    text = read_file_or_standard_input(args.file)
     try:
         vocabulary = read_vocabulary(args.tokenizer)
     except DataError as error:
         raise GenerationError(f"--tokenizer {error}") from error
-    params = codec_params(vocabulary, model_codec_params(args.tokenizer), args)
+    params = choose_codec_params(vocabulary, model_codec_params(args.tokenizer), args)
     ids = vocabulary.encode(text)
     if not len(ids):
         raise GenerationError(f"{args.file} has no tokens")
-    tally = compress_windows(params, ids, args.window or len(ids))
+    tally = compress_and_tally(params, ids, args.window or len(ids))
     best = sorted(tally.uses, key=lambda entry: (-tally.saved_ids(entry), entry))[: args.show]
-    record = _make_record(params, tally, len(text.encode("utf-8")))
+    record = _make_compression_record(params, tally, len(text.encode("utf-8")))
     top = [_entry_record(vocabulary, tally, entry) for entry in best]
-    print(json.dumps({**record, "hypertokens": top}, ensure_ascii=False) if args.json else _format_table(record, top))
+    print(
+        json.dumps({**record, "hypertokens": top}, ensure_ascii=False)
+        if args.json
+        else _format_compression_report(record, top)
+    )
     return 0
 
 
-def read_text(file: str) -> str:
+def read_file_or_standard_input(file: str) -> str:
     """Returns the text of a file, or of standard input for "-".
 
     Raises `GenerationError` if the text cannot be read, is empty or is not UTF-8.
@@ -136,7 +140,7 @@ def model_codec_params(name: str) -> Any:
     return read_model_codec(read_json_object(file, raises=GenerationError, constants=True)) if file.is_file() else None
 
 
-def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:
+def choose_codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:
     """Returns the codec parameters: each from its flag, else from `own`, else the default.
 
     own: codec parameters of the converted model in --tokenizer, None if it is not a model.
@@ -157,7 +161,7 @@ def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> 
     return CodecParams(vocabulary.size, disabled_ids=tuple(sorted(disabled)), **chosen)
 
 
-def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
+def compress_and_tally(params: Any, ids: Sequence[int], window: int) -> Tally:
     """Compresses the base ids in windows of `window` ids, each with a new codebook, and returns the totals."""
     from mlx_zip.codec import Codebook, compress
 
@@ -175,7 +179,7 @@ def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
     return tally
 
 
-def _make_record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
+def _make_compression_record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
     return {
         "text_bytes": text_bytes,
         "base_tokens": tally.base_tokens,
@@ -196,7 +200,7 @@ def _entry_record(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) 
     return {"text": text, "base_ids": list(entry), "uses": tally.uses[entry], "saved_ids": tally.saved_ids(entry)}
 
 
-def _format_table(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
+def _format_compression_report(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
     """Returns the figures as plain text. top: records of the hypertokens to list, from `_entry_record`."""
     lines = [
         f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "

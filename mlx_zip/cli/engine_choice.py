@@ -95,7 +95,7 @@ def add_engine_flag(add: Any, names: Sequence[str] = ENGINE_NAMES) -> None:
     )
 
 
-def is_torch(args: argparse.Namespace) -> bool:
+def is_torch_engine(args: argparse.Namespace) -> bool:
     """Returns whether --engine is torch or cuda."""
     return args.engine in (TORCH, CUDA)
 
@@ -128,7 +128,7 @@ def _pick_engine(args: argparse.Namespace, models: Sequence[Any], group: Any) ->
     folders = [find_model_folder(model, getattr(args, "revision", None)) for model in models]
     if folders and max(map(_weight_bytes, folders)) < SMALL_MB << 20:
         return MLX, None
-    if (flag := next(_refused_flags(args), None)) is not None:
+    if (flag := next(_flags_refused_by_engine(args), None)) is not None:
         return MLX, f"because torch does not take --{flag.replace('_', '-')}"
     for folder in folders:
         if (reason := why_not_on_torch(read_model_config(folder))) is not None:
@@ -140,7 +140,7 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
-def _refused_flags(args: argparse.Namespace) -> Iterator[str]:
+def _flags_refused_by_engine(args: argparse.Namespace) -> Iterator[str]:
     """Yields the flags in `args` that the engine refuses; with --engine auto, those that PyTorch refuses."""
     for name in REFUSED.get(args.engine, _ON_TORCH):
         if (given := getattr(args, name, None)) is not None and given not in _NEUTRAL_VALUES.get(name, ()):
@@ -156,12 +156,12 @@ def check_engine_flags(args: argparse.Namespace) -> None:
     if RANK_VARIABLE in os.environ:
         several = "vLLM starts several itself" if args.engine == VLLM else "mlx.launch runs a model on several with mlx"
         raise GenerationError(f"--engine {args.engine} runs on one machine; {several}")
-    if (name := next(_refused_flags(args), None)) is not None:
+    if (name := next(_flags_refused_by_engine(args), None)) is not None:
         flag = name.replace("_", "-")
         raise GenerationError(f"--{flag} cannot be used with --engine {args.engine}: {REFUSED[args.engine][name]}")
 
 
-def machines_of_run(args: argparse.Namespace) -> Any:
+def connect_machines_of_run(args: argparse.Namespace) -> Any:
     """Returns the machines of this run, None for one. Raises `MachineError` if a machine cannot be reached."""
     if args.engine in REFUSED or (args.engine == AUTO and find_spec("mlx") is None):
         return None
@@ -174,7 +174,7 @@ def open_row_store(args: argparse.Namespace) -> Any:
     """Returns a context manager that yields the row store set by flags, or None if the engine has its own store."""
     from mlx_zip.cli import row_cache
 
-    return nullcontext() if args.engine in REFUSED else row_cache.open_store(args)
+    return nullcontext() if args.engine in REFUSED else row_cache.open_row_cache(args)
 
 
 def open_vllm_engine(name: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.cli.actions import DATA_HELP, writable_path
+from mlx_zip.cli.actions import DATA_HELP, checked_output_path
 from mlx_zip.cli.generation_flags import SAMPLING_FLAGS, add_canonical_flag, add_sampling_flag
 from mlx_zip.errors import DataError
 
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if given and not args.tasks:
         raise DataError("--tasks names no task; lm-eval ls tasks lists them")
     what = EvaluationOptions(**{field.name: getattr(args, field.name) for field in fields(EvaluationOptions)})
-    out = None if args.out is None else writable_path("--out", args.out, read=[*args.data, args.prompts])
+    out = None if args.out is None else checked_output_path("--out", args.out, read=[*args.data, args.prompts])
     engine_choice.check_engine_flags(args)
     engine_choice.choose_engine(args, *args.model)
     with engine_choice.open_row_store(args) as store:
@@ -159,9 +159,9 @@ def run(args: argparse.Namespace) -> int:
             row_store=store,
             progress=True,
             announce=lambda line: print(line, file=sys.stderr),
-            runner=_make_torch_runner(args.engine) if engine_choice.is_torch(args) else None,
+            runner=_make_torch_runner(args.engine) if engine_choice.is_torch_engine(args) else None,
         )
-    print(evaluation_report.format_table(record))
+    print(evaluation_report.format_evaluation_table(record))
     if out is not None:  # last, so that the table is printed even if this fails
         write_json(out, record)
     return 0

@@ -27,7 +27,7 @@ from mlx_zip.cli.generation_flags import (
     check_model_flag,
     refuse_flags,
 )
-from mlx_zip.cli.serving.opening import pack_options, request_pack
+from mlx_zip.cli.serving.opening import choose_request_pack, pack_options
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.model_folder import is_plain_model
@@ -70,46 +70,46 @@ class _OpenedModel(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Generates a text and prints it; returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
-    _check_flags(args)
+    _check_generate_flags(args)
     if args.model is None and args.prompt_cache_file is None:
-        _choose_bundled_model(args)
+        _default_to_bundled_model(args)
     biases = parse_json_map("--logit-bias", args.logit_bias)
     engines.check_engine_flags(args)
-    group = engines.machines_of_run(args)
-    _check_machines(args, group)
+    group = engines.connect_machines_of_run(args)
+    _check_flags_on_several_machines(args, group)
     engines.choose_engine(args, args.model, group=group)
     prompt = read_prompt(args.prompt)
     from mlx_zip.engine.sampling.options import parse_logit_bias
 
     sampling = {**{name: getattr(args, name) for name in SAMPLING_FLAGS}, "logit_bias": parse_logit_bias(biases)}
-    if engines.is_torch(args):
-        with _open_on_torch(args, sampling) as opened:
-            return _print_answer(args, opened, prompt, None)
+    if engines.is_torch_engine(args):
+        with _open_model_on_torch(args, sampling) as opened:
+            return _generate_and_print(args, opened, prompt, None)
 
     from mlx_zip.cli.machine_watch import watch_machines
     from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines
 
-    with lost_machines_as_errors(), watch_machines(group), _open_on_mlx(args, sampling, group) as opened:
-        status = _print_answer(args, opened, prompt, group)
+    with lost_machines_as_errors(), watch_machines(group), _open_model_on_mlx(args, sampling, group) as opened:
+        status = _generate_and_print(args, opened, prompt, group)
         if status == 0:
             wait_for_machines(group)
         return status
 
 
-def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, group: Any) -> int:
+def _generate_and_print(args: argparse.Namespace, opened: _OpenedModel, prompt: str, group: Any) -> int:
     """Generates a text and prints it; returns the exit status. group: the machines of this run, None for one."""
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     add_eos_tokens(opened.tokenizer, args.extra_eos_token)
     responses = opened.answer(make_chat_prompt(opened.tokenizer, prompt, args, opened.continues))
-    with _open_output(group) as out:
+    with _open_first_machine_output(group) as out:
         if out.isatty() and args.verbose and not args.json:
             print(*opening_notes(args, opened.name, opened.hyper), sep="\n", file=sys.stderr)
         return print_responses(responses, args, out, opened.store, opened.record)
 
 
 @contextmanager
-def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_OpenedModel]:
+def _open_model_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_OpenedModel]:
     """Context manager: yields the model on MLX.
 
     sampling: fields of `Sampling`. group: the machines of this run, None for one.
@@ -120,7 +120,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
     chosen, saved = chosen_packs.read_packs(args.pack), _read_saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
     check_kv_size(args, name)
-    with rows.open_store(args) as store:
+    with rows.open_row_cache(args) as store:
         model, tokenizer = load(
             name,
             adapter_path=args.adapter_path,
@@ -158,7 +158,7 @@ def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any)
 
 
 @contextmanager
-def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
+def _open_model_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
     """Context manager: yields the model on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import stream_answers
     from mlx_zip.engine.sampling.options import Sampling
@@ -179,7 +179,7 @@ def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterat
         sessions=None,
         **pack_options(chosen, args.codebook_size, args.model, args.revision),
     ) as engine:
-        pack = request_pack(chosen, plain, engine)
+        pack = choose_request_pack(chosen, plain, engine)
 
         def answer(prompt: Any) -> Iterator[Any]:
             base_ids = encode_prompt(engine.tokenizer, prompt)
@@ -200,7 +200,7 @@ def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
 
 
 @contextmanager
-def _open_output(group: Any) -> Iterator[TextIO]:
+def _open_first_machine_output(group: Any) -> Iterator[TextIO]:
     """Context manager: yields standard output on the first machine of a run, the null device on the others."""
     if group is None or group.rank() == 0:
         yield sys.stdout
@@ -209,7 +209,7 @@ def _open_output(group: Any) -> Iterator[TextIO]:
         yield nowhere
 
 
-def _check_machines(args: argparse.Namespace, group: Any) -> None:
+def _check_flags_on_several_machines(args: argparse.Namespace, group: Any) -> None:
     """Raises `GenerationError` if a flag cannot be used in a run on several machines."""
     if group is None:
         return
@@ -219,7 +219,7 @@ def _check_machines(args: argparse.Namespace, group: Any) -> None:
         raise GenerationError("--prompt -: mlx.launch does not pass on the end of standard input; give the text itself")
 
 
-def _check_flags(args: argparse.Namespace) -> None:
+def _check_generate_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used here or --model is empty."""
     refuse_flags(args, REFUSED, "mlx_lm.generate")
     check_model_flag(args)
@@ -243,11 +243,11 @@ def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -
     if not hasattr(args, "given_prompt"):
         lines.append(f"model {Path(model).name}, prompt {args.prompt!r} (choose with --model and --prompt)")
     if has_hypertokens and colours.should_colour(args.color, sys.stdout):
-        lines.append(colours.legend())
+        lines.append(colours.colour_legend())
     return lines
 
 
-def _choose_bundled_model(args: argparse.Namespace) -> None:
+def _default_to_bundled_model(args: argparse.Namespace) -> None:
     """Sets --model in `args` to the bundled model, and --prompt and --max-tokens, unless given, to its defaults."""
     args.model = str(named.bundled_model_folder(named.DEFAULT))  # even if the current folder has one of that name
     if not hasattr(args, "given_prompt"):
@@ -286,7 +286,7 @@ def print_responses(
             "finish_reason": "interrupted" if status or response is None else response.finish_reason,
             **({} if response is None else response.figures()),
             **(codebook or {}),
-            **_row_counts(store),
+            **_count_rows_by_origin(store),
         }
         print(json.dumps(record, ensure_ascii=False), file=out)
         return status
@@ -300,7 +300,7 @@ def print_responses(
     return status
 
 
-def _row_counts(store: Any) -> dict[str, int]:
+def _count_rows_by_origin(store: Any) -> dict[str, int]:
     """Returns the number of hyper rows by origin: encoded, from memory, from disk; {} if `store` is None."""
     names = () if store is None else ("encoded", "from_memory", "from_disk")
     return {f"rows_{name}": getattr(store, name) for name in names}
@@ -328,14 +328,14 @@ def make_chat_prompt(tokenizer: Any, prompt: str, args: argparse.Namespace, cont
     from mlx_zip.text.prompts import Chat, encode_text
 
     if not tokenizer.has_chat_template or args.ignore_chat_template:
-        _refuse_chat_flags(args)
+        _refuse_chat_template_flags(args)
         return prompt
     options = parse_json_map("--chat-template-config", args.chat_template_config)
     chat = Chat([{"role": "user", "content": prompt}], args.system_prompt, args.prefill_response, options)
     return encode_text(tokenizer, chat.next_turn(tokenizer)) if continues else chat
 
 
-def _refuse_chat_flags(args: argparse.Namespace) -> None:
+def _refuse_chat_template_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag was given that only applies to a chat template."""
     chat = {"system_prompt", "prefill_response", "chat_template_config", "use_default_chat_template"}
     if given := sorted(name for name in chat if getattr(args, name)):

@@ -136,7 +136,7 @@ def _add_cache_flags(add: Any) -> None:
 def _add_output_flags(add: Any) -> None:
     add(
         "--verbose",
-        type=_parse_bool,
+        type=_parse_verbose,
         default=True,
         metavar="BOOL",
         help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
@@ -287,6 +287,6 @@ class _MarkGiven(argparse.Action):
         setattr(namespace, f"given_{self.dest}", True)
 
 
-def _parse_bool(text: str) -> bool:
+def _parse_verbose(text: str) -> bool:
     """Returns the value of --verbose: False for "false" or "f" in any case, else True, as in mlx_lm."""
     return text.lower() not in ("false", "f")

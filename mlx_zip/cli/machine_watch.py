@@ -38,7 +38,7 @@ def watch_machines(group: Group | None) -> Iterator[None]:
     except OSError as error:
         raise MachineError(f"the machines of this run cannot connect: {error}") from error
     for link in links:
-        threading.Thread(target=_end_with_link, args=(link, over), daemon=True).start()
+        threading.Thread(target=_end_process_with_connection, args=(link, over), daemon=True).start()
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def watch_machines(group: Group | None) -> Iterator[None]:
             link.close()
 
 
-def _end_with_link(link: socket.socket, over: threading.Event) -> None:
+def _end_process_with_connection(link: socket.socket, over: threading.Event) -> None:
     """Waits until a connection is closed; then ends the process unless `over` is set within `GRACE_S` seconds."""
     with suppress(OSError):  # closed by this process, or reset by the other machine
         link.recv(1)
@@ -61,7 +61,7 @@ def _connect_machines(group: Group) -> list[socket.socket]:
     if group.rank() > 0:
         place = bytes_of_first_machine(group, b"")
         return [_connect_to_first(*json.loads(place))] if place else []
-    host = _first_host()
+    host = _first_machine_host()
     if host is None:
         bytes_of_first_machine(group, b"")
         return []
@@ -69,10 +69,10 @@ def _connect_machines(group: Group) -> list[socket.socket]:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.settimeout(CONNECT_S)
         bytes_of_first_machine(group, json.dumps([host, listener.getsockname()[1], token]).encode())
-        return _accept_links(listener, token, group.size() - 1)
+        return _accept_connections(listener, token, group.size() - 1)
 
 
-def _accept_links(listener: socket.socket, token: str, count: int) -> list[socket.socket]:
+def _accept_connections(listener: socket.socket, token: str, count: int) -> list[socket.socket]:
     """Accepts `count` connections that send `token` first, and closes others. Raises `OSError` on a timeout."""
     links: list[socket.socket] = []
     while len(links) < count:
@@ -94,7 +94,7 @@ def _connect_to_first(host: str, port: int, token: str) -> socket.socket:
     return link
 
 
-def _first_host() -> str | None:
+def _first_machine_host() -> str | None:
     path = os.environ.get(HOSTS)
     if not path:
         return None

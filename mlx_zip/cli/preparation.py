@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in _PASSED_FLAGS},
     )
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
-    print(format_summary(args.out, prepare_data(options, workers, progress=True)))
+    print(format_prepared_summary(args.out, prepare_data(options, workers, progress=True)))
     return 0
 
 
@@ -232,17 +232,17 @@ def parse_column(text: str) -> tuple[str, str]:
 
 def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
     """Returns the ids of --disable, None without the flag. Raises `DataError` if its value is not a list of ids."""
-    return None if args.disable is None else _parse_ids(args.disable)
+    return None if args.disable is None else _parse_disable_value(args.disable)
 
 
-def _parse_ids(text: str) -> tuple[int, ...]:
+def _parse_disable_value(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")
     return tuple(map(int, parts))
 
 
-def format_summary(out: str, index: dict[str, Any]) -> str:
+def format_prepared_summary(out: str, index: dict[str, Any]) -> str:
     """Returns a summary of the prepared data in a few lines. out: its folder. index: what `prepare_data` returned."""
     totals, skipped = index["totals"], index["skipped"]
     per_id = totals["base_ids"] / totals["ids"]

@@ -9,7 +9,7 @@ import time
 from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import row_cache
-from mlx_zip.cli.engine_choice import ENGINE_NAMES, MLX, is_torch
+from mlx_zip.cli.engine_choice import ENGINE_NAMES, MLX, is_torch_engine
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size, check_model_flag
 from mlx_zip.device import set_device_from_environment
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the model over the prompt, writes the prompt cache and prints figures; returns 0. Raises `MlxZipError`."""
-    if is_torch(args):
+    if is_torch_engine(args):
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
     if args.engine != MLX:  # auto: only MLX writes such files, and its device has not been chosen yet
         set_device_from_environment()
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     config = {"trust_remote_code": args.trust_remote_code}
     if args.eos_token is not None:
         config["eos_token"] = args.eos_token
-    with row_cache.open_store(args) as store:
+    with row_cache.open_row_cache(args) as store:
         model, tokenizer = load(
             name,
             adapter_path=args.adapter_path,

@@ -42,20 +42,20 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
     from mlx_zip.models.rows.row_folder import purge_row_folder
 
-    folder = folder_of_flag(args.folder)
+    folder = cache_folder_from_flag(args.folder)
     if folder is None:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
     with errors_as(GenerationError, str(folder), OSError):
         if args.action == "purge":
             count, size = purge_row_folder(folder)
-            print(f"removed: {_count_and_size(count, size)}")
+            print(f"removed: {_format_count_and_size(count, size)}")
         else:
             files = list_row_files(folder)
-            print(_count_and_size(len(files), sum_disk_usage(files)))
+            print(_format_count_and_size(len(files), sum_disk_usage(files)))
     return 0
 
 
-def _count_and_size(count: int, size: int) -> str:
+def _format_count_and_size(count: int, size: int) -> str:
     return f"{pluralize(count, 'file')}, {size} bytes"
 
 
@@ -75,14 +75,14 @@ def add_row_cache_flags(add: Any) -> None:
     )
 
 
-def open_store(args: argparse.Namespace) -> Any:
+def open_row_cache(args: argparse.Namespace) -> Any:
     """Returns the `RowStore` set by flags; it keeps rows in memory, and on disk if --row-cache names a folder."""
     from mlx_zip.models.rows.row_store import FOLDER_BYTES, RowStore
 
-    return RowStore(folder_of_flag(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
+    return RowStore(cache_folder_from_flag(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
 
 
-def folder_of_flag(given: str | None, variable: str = ENVIRONMENT) -> Path | None:
+def cache_folder_from_flag(given: str | None, variable: str = ENVIRONMENT) -> Path | None:
     """Returns the folder to keep files in, None for "off". given: a flag's value, None for that of `variable`."""
     from mlx_zip.files import expand_home
 

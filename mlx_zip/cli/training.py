@@ -13,7 +13,7 @@ from typing import Any
 from mlx_zip.arguments import suggest_nearest
 from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import expand_home
-from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_names
+from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_mlx_lm_names
 from mlx_zip.training.settings import (
     ADAPTED_BITS,
     ENGINES,
@@ -24,8 +24,8 @@ from mlx_zip.training.settings import (
     EncoderOptions,
     RunOptions,
     TrainSettings,
-    has_kind,
-    help_text,
+    has_value_type,
+    setting_help_text,
 )
 
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run -> exit status
@@ -121,10 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_setting_flags(add, TrainSettings)
     _add_setting_flags(add, EncoderOptions, ENCODER_FLAGS)
-    _add_mlx_lm_names(parser.add_argument_group("mlx-lm's names").add_argument)
+    _add_mlx_lm_flags(parser.add_argument_group("mlx-lm's names").add_argument)
 
 
-def _add_mlx_lm_names(add: Any) -> None:
+def _add_mlx_lm_flags(add: Any) -> None:
     """Declares flags of `mlx_lm.lora`; flags without a counterpart here are hidden, and an error if given."""
     add("--num-layers", type=int, metavar="N", help="mlx-lm's name for --lora-layers N")
     add("--adapter-path", metavar="DIR", help="mlx-lm's name for --out DIR --save adapter")
@@ -155,8 +155,11 @@ def _add_mlx_lm_names(add: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains the model. Returns 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
-    values = _merge_values(_read_config(args.config), given)
-    options, settings = _run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
+    values = _merge_file_and_flags(_read_train_config(args.config), given)
+    options, settings = (
+        _make_run_options(values),
+        TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values}),
+    )
     if values.get("plot"):
         from mlx_zip.training.run_metrics import load_matplotlib
 
@@ -167,9 +170,9 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = train(options, settings)
     if values.get("plot") and is_first_machine():
-        from mlx_zip.training.run_metrics import plot_curves
+        from mlx_zip.training.run_metrics import plot_training_curves
 
-        plot_curves(options.out)
+        plot_training_curves(options.out)
     if outcome.stopped_by is not None:
         return report_stop(outcome.progress.step, outcome.stopped_by)
     if is_first_machine():
@@ -177,15 +180,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merge_file_and_flags(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a YAML file and of flags, with mlx-lm's names replaced by ours. Flags take precedence."""
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
     for name in ("fine_tune_type", "optimizer"):  # the meaning of other names of mlx-lm depends on these
         iters |= {name: given[name]} if given.get(name) is not None else {}
-    return {**translate_names({**file_values, **iters}), **translate_names(given)}
+    return {**translate_mlx_lm_names({**file_values, **iters}), **translate_mlx_lm_names(given)}
 
 
-def _run_options(values: dict[str, Any]) -> RunOptions:
+def _make_run_options(values: dict[str, Any]) -> RunOptions:
     """Returns the `RunOptions` made of the flags' values. Raises `TrainingError` if --data or --out is missing."""
     for name in ("data", "out"):
         if not values.get(name):
@@ -212,7 +215,7 @@ def report_stop(step: int, number: int) -> int:
     return _STOPPED[signal.Signals(number)]
 
 
-def _read_config(path: str | None) -> dict[str, Any]:
+def _read_train_config(path: str | None) -> dict[str, Any]:
     """Returns the values of a YAML file by name, {} without a file. Raises `TrainingError`, which names the file."""
     if path is None:
         return {}
@@ -226,10 +229,10 @@ def _read_config(path: str | None) -> dict[str, Any]:
     if unknown := sorted(map(str, values.keys() - known)):
         hint = suggest_nearest(unknown[0], known)
         raise TrainingError(f"--config {path}: unknown {', '.join(unknown)}" + (f"; {hint}" if hint else ""))
-    return {name: _convert_value(path, name, value) for name, value in values.items() if value is not None}
+    return {name: _convert_yaml_value(path, name, value) for name, value in values.items() if value is not None}
 
 
-def _convert_value(path: str, name: str, value: Any) -> Any:
+def _convert_yaml_value(path: str, name: str, value: Any) -> Any:
     """Returns one value of the YAML file at `path`. Raises `TrainingError` if its type is not that of the flag.
 
     YAML reads 3e-4, which has no decimal point, as text, and `on` as true: both are corrected.
@@ -239,7 +242,7 @@ def _convert_value(path: str, name: str, value: Any) -> Any:
     if name in _FOLDERS:
         if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
             raise TrainingError(f"--config {path}: {name} must be names of folders, got {value!r}")
-    elif name in _KINDS and not has_kind(value, _KINDS[name]):
+    elif name in _KINDS and not has_value_type(value, _KINDS[name]):
         raise TrainingError(f"--config {path}: {name} must be {TYPE_WORDS[_KINDS[name]]}, got {value!r}")
     if name == "compile" and isinstance(value, bool):
         return "on" if value else "off"
@@ -274,9 +277,9 @@ def _add_setting_flags(
     for one in fields(cls):
         name, kind = (names or {}).get(one.name, one.name), str(one.type)
         if kind == "bool":
-            add(flag_name(name), action="store_true", default=None, help=help_text(one))
+            add(flag_name(name), action="store_true", default=None, help=setting_help_text(one))
         else:
-            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=help_text(one))
+            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=setting_help_text(one))
 
 
 def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
@@ -289,5 +292,5 @@ def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[
     for name, default in defaults.items():
         one = known[name]
         text = (purposes or {}).get(name)
-        shown = help_text(one, default) if text is None else f"{text} (default: {default})"
+        shown = setting_help_text(one, default) if text is None else f"{text} (default: {default})"
         add(flag_name(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=shown)

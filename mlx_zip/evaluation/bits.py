@@ -72,7 +72,9 @@ def _have_equal_ids(a: Sequence[ScoredWindow], b: Sequence[ScoredWindow]) -> boo
     return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
 
 
-def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fill_windows: bool = False) -> Windows:
+def cut_scored_windows(
+    tokenizer: Any, documents: Sequence[Document], context: int, fill_windows: bool = False
+) -> Windows:
     """Encodes documents and cuts them into windows of at most `context` base ids.
 
     Each document begins a new window, unless `fill_windows`: then the documents are joined with an eos between them,
@@ -81,15 +83,15 @@ def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fil
     """
     if context < 1:
         raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
-    streams = [_encode_document(tokenizer, document) for document in documents]
+    streams = [_encode_scored_document(tokenizer, document) for document in documents]
     pairs = zip(documents, streams, strict=True)
-    altered = sum(_decode(tokenizer, stream[0]) != document.text for document, stream in pairs)
+    altered = sum(_decode_ids(tokenizer, stream[0]) != document.text for document, stream in pairs)
     streams = [_join_with_eos(tokenizer, streams)] if fill_windows else streams
     windows = tuple(window for stream in streams for window in _cut_stream(*stream, context))
-    return Windows(windows, prefix_id(tokenizer), altered)
+    return Windows(windows, choose_prefix_id(tokenizer), altered)
 
 
-def prefix_id(tokenizer: Any) -> int:
+def choose_prefix_id(tokenizer: Any) -> int:
     """Returns the id to read before a text: bos, else eos, else the lowest eos id. Raises `DataError` without any."""
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, min(tokenizer.eos_token_ids, default=None)):
         if token_id is not None:
@@ -100,7 +102,7 @@ def prefix_id(tokenizer: Any) -> int:
 _Stream = tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]  # ids, scored, bytes per id
 
 
-def _encode_document(tokenizer: Any, document: Document) -> _Stream:
+def _encode_scored_document(tokenizer: Any, document: Document) -> _Stream:
     """Returns a document as base ids, all scored, with the bytes per id. Raises `DataError` if there are no ids."""
     ids, n_bytes = encode_with_bytes(tokenizer, document.text)
     if not len(ids):
@@ -124,7 +126,7 @@ def _cut_stream(
         yield ScoredWindow(ids[part], scored[part], int(n_bytes[part].sum()))
 
 
-def _decode(tokenizer: Any, ids: Uint32s) -> str:
+def _decode_ids(tokenizer: Any, ids: Uint32s) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -20,8 +20,15 @@ from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.errors import DataError, GenerationError, ModelError, failure_reason
 from mlx_zip.evaluation import tasks as benchmark
-from mlx_zip.evaluation.bits import BitsResult, Windows, check_context_fits, compare_bits, cut_windows, measure_bits
-from mlx_zip.evaluation.evaluation_report import make_record
+from mlx_zip.evaluation.bits import (
+    BitsResult,
+    Windows,
+    check_context_fits,
+    compare_bits,
+    cut_scored_windows,
+    measure_bits,
+)
+from mlx_zip.evaluation.evaluation_report import make_evaluation_record
 from mlx_zip.evaluation.rates import RateSettings, check_batch_size, measure_rates
 from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.loading import load
@@ -65,7 +72,7 @@ class EvaluationOptions:
 
     data: text files or data sets to score in bits per byte. separator, limit_bytes: see `read_corpus`. context: maximum
     number of base ids per window and per task request; None for the first model's number of positions, limited to 1024
-    for windows. fill_windows: see `cut_windows`. availability: see `score`. generate: number of conversations to
+    for windows. fill_windows: see `cut_scored_windows`. availability: see `score`. generate: number of conversations to
     generate, None for none. prompts: file of prompts for the conversations; None to use the first `opening` base ids of
     each document as prompts. turns: requests per conversation. keep_cache, max_tokens, temp, top_p, stop: see
     `rates.RateSettings`. tasks, include_path, num_shots, limit, apply_chat_template, confirm_run_unsafe_code: see
@@ -168,7 +175,7 @@ def evaluate(
     announce: Callable[[str], None] = lambda line: None,
     runner: ModelRunner | None = None,
 ) -> dict[str, Any]:
-    """Returns the record of all figures (see `make_record`); the first model is the baseline of the others.
+    """Returns the record of all figures (see `make_evaluation_record`); the first model is the baseline of the others.
 
     models: folders, hub ids or bundled names. options: what to measure. pack: one pack or several to merge, each a path
     or a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
@@ -179,7 +186,7 @@ def evaluate(
     """
     _check_codebook_size(codebook_size)
     chosen = chosen_packs.read_packs(pack)
-    inputs = _read_inputs(models, options, chosen, codebook_size)
+    inputs = _read_evaluation_inputs(models, options, chosen, codebook_size)
     runner = ModelRunner("mlx", mx.default_device().type.name, load) if runner is None else runner
     announce(_describe_evaluation(models, options, inputs, runner))
     records = []
@@ -192,13 +199,13 @@ def evaluate(
     data = None
     if inputs.corpus is not None and inputs.windows is not None:
         data = {**inputs.corpus.record(), "altered_documents": inputs.windows.altered}
-    return make_record(records, settings, data)
+    return make_evaluation_record(records, settings, data)
 
 
 # ---- before the first model is loaded
 
 
-def _read_inputs(
+def _read_evaluation_inputs(
     models: Sequence[str], options: EvaluationOptions, pack: Pack | None, codebook_size: int | None
 ) -> _EvaluationInputs:
     """Reads and checks all inputs of an evaluation: also every model's config and tokenizer, but not the weights."""
@@ -207,7 +214,9 @@ def _read_inputs(
     manager = benchmark.check_tasks(options.tasks, options.include_path, options.num_shots, options.limit, options.seed)
     folders = {name: find_model_folder(name) for name in models}
     context = (
-        options.context if options.context is not None else _default_context(read_model_config(folders[models[0]]))
+        options.context
+        if options.context is not None
+        else _default_context_length(read_model_config(folders[models[0]]))
     )
     inputs = _EvaluationInputs(folders, pack, corpus, context, options.context, manager=manager)
     for number, name in enumerate(models):
@@ -227,7 +236,7 @@ def _read_inputs(
     return inputs
 
 
-def _default_context(config: Mapping[str, Any]) -> int:
+def _default_context_length(config: Mapping[str, Any]) -> int:
     inner = config.get("text_config")
     nested = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     positions = config.get("max_position_embeddings", nested)
@@ -245,7 +254,7 @@ def _cut_and_check_windows(
 
     name: the model's name. first: the first model's name. Raises `DataError` if the windows of the two models differ.
     """
-    windows = cut_windows(tokenizer, corpus.documents, inputs.context, fill_windows)
+    windows = cut_scored_windows(tokenizer, corpus.documents, inputs.context, fill_windows)
     if inputs.windows is None:
         inputs.windows = windows
     elif not windows.same_as(inputs.windows):
@@ -290,7 +299,9 @@ def _measure_model(
     progress: bool,
     runner: ModelRunner,
 ) -> dict[str, Any]:
-    model, tokenizer = _load_model(inputs.folders[name], options, inputs.pack, codebook_size, row_store, runner)
+    model, tokenizer = _load_model_to_evaluate(
+        inputs.folders[name], options, inputs.pack, codebook_size, row_store, runner
+    )
     if inputs.pack is not None and has_hypertokens(model):
         chosen_packs.check_pack_fits(inputs.pack, model, tokenizer)
     if inputs.task_context is None:
@@ -300,17 +311,17 @@ def _measure_model(
         record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
         record |= {"canonical": model.config.canonical, **chosen_packs.pack_record(inputs.pack, model)}
     if inputs.windows is not None:
-        record["text"] = _record_bits(name, model, options, inputs, progress)
+        record["text"] = _measure_model_bits(name, model, options, inputs, progress)
     if options.generate is not None:
-        record["generation"] = _record_rates(name, model, tokenizer, options, inputs, progress)
+        record["generation"] = _measure_model_rates(name, model, tokenizer, options, inputs, progress)
     if options.tasks:
-        record["tasks"] = _record_tasks(model, tokenizer, options, inputs)
+        record["tasks"] = _run_model_tasks(model, tokenizer, options, inputs)
     if scores_itself(model):
         model.close()
     return record
 
 
-def _load_model(
+def _load_model_to_evaluate(
     folder: Path,
     options: EvaluationOptions,
     pack: Pack | None,
@@ -341,7 +352,7 @@ def _pack_for_requests(inputs: _EvaluationInputs) -> Pack | None:
     return None if inputs.pack is None else replace(inputs.pack, tokenizer=None)
 
 
-def _record_bits(
+def _measure_model_bits(
     name: str, model: Any, options: EvaluationOptions, inputs: _EvaluationInputs, progress: bool
 ) -> dict[str, Any]:
     """Measures a model's bits per byte; returns the figures, for all but the first model with differences from it."""
@@ -356,7 +367,7 @@ def _record_bits(
     return bits.record() | compare_bits(bits, inputs.baseline)
 
 
-def _record_rates(
+def _measure_model_rates(
     name: str, model: Any, tokenizer: Any, options: EvaluationOptions, inputs: _EvaluationInputs, progress: bool
 ) -> dict[str, Any]:
     names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
@@ -366,7 +377,9 @@ def _record_rates(
         return measure_rates(model, tokenizer, inputs.conversations, settings, step).record()
 
 
-def _record_tasks(model: Any, tokenizer: Any, options: EvaluationOptions, inputs: _EvaluationInputs) -> dict[str, Any]:
+def _run_model_tasks(
+    model: Any, tokenizer: Any, options: EvaluationOptions, inputs: _EvaluationInputs
+) -> dict[str, Any]:
     names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
     given = {name: getattr(options, name) for name in (*names, "batch_size", "border")}
     given |= {"manager": inputs.manager, "pack": _pack_for_requests(inputs), "context": inputs.task_context}

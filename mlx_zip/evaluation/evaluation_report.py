@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from mlx_zip.evaluation.tasks import list_metrics
+from mlx_zip.evaluation.tasks import list_task_metrics
 from mlx_zip.progress import pluralize
 
 VERSION = 1
@@ -16,22 +16,22 @@ _LIBRARIES = ("mlx_zip", "mlx", "mlx-lm", "torch", "transformers", "lm_eval")
 FormatValue = Callable[[Any], str]
 
 
-def _with_digits(digits: int) -> FormatValue:
+def _format_with_digits(digits: int) -> FormatValue:
     return lambda value: f"{value:.{digits}f}"
 
 
 _PERCENT: FormatValue = lambda value: f"{value:.1%}"
 _COUNT: FormatValue = lambda value: f"{value:,.0f}"
 _BITS_ROWS: list[tuple[str, str, FormatValue]] = [
-    ("bits per byte", "bits_per_byte", _with_digits(4)),
-    ("  standard error", "bits_per_byte_standard_error", _with_digits(4)),
+    ("bits per byte", "bits_per_byte", _format_with_digits(4)),
+    ("  standard error", "bits_per_byte_standard_error", _format_with_digits(4)),
     ("  to the first model", "bits_per_byte_relative", lambda value: f"{value:+.2%}"),
-    ("byte-perplexity", "byte_perplexity", _with_digits(4)),
+    ("byte-perplexity", "byte_perplexity", _format_with_digits(4)),
     ("bytes", "bytes", _COUNT),
     ("base ids", "base_ids", _COUNT),
     ("ids", "ids", _COUNT),
     ("compression rate", "compression_rate", _PERCENT),
-    ("base ids per id", "base_ids_per_id", _with_digits(3)),
+    ("base ids per id", "base_ids_per_id", _format_with_digits(3)),
     ("hypertokens among ids", "hyper_share", _PERCENT),
     ("probability of hypertokens", "hyper_mass", _PERCENT),
     ("bytes/s", "bytes_per_s", _COUNT),
@@ -39,9 +39,9 @@ _BITS_ROWS: list[tuple[str, str, FormatValue]] = [
 ]
 _RATES_ROWS: list[tuple[str, str, FormatValue]] = [
     ("generated base tokens", "base_tokens", _COUNT),
-    ("base tokens per step", "base_tokens_per_step", _with_digits(3)),
-    ("  canonical", "canonical_base_tokens_per_step", _with_digits(3)),
-    ("  of canonical", "of_canonical", _with_digits(3)),
+    ("base tokens per step", "base_tokens_per_step", _format_with_digits(3)),
+    ("  canonical", "canonical_base_tokens_per_step", _format_with_digits(3)),
+    ("  of canonical", "of_canonical", _format_with_digits(3)),
     ("  turn by turn", "turns", lambda turns: " ".join(f"{turn['base_tokens_per_step']:.2f}" for turn in turns)),
     ("hypertokens among steps", "hyper_share", _PERCENT),
     ("invalid ids", "invalid_ids", _COUNT),
@@ -87,7 +87,9 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], data: Any = None) -> dict[str, Any]:
+def make_evaluation_record(
+    models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], data: Any = None
+) -> dict[str, Any]:
     """Returns the record of an evaluation: time, machine, versions, settings, data and the models' figures.
 
     models: one mapping per model, with the keys "model" and "kind", "canonical" for a zip2zip model, and "text",
@@ -102,10 +104,10 @@ def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
     }
 
 
-def format_table(record: Mapping[str, Any]) -> str:
+def format_evaluation_table(record: Mapping[str, Any]) -> str:
     """Returns the record's figures as a table in plain text, followed by notes and explanations of the rows."""
     models = record["models"]
-    rows = [["", *_short_names([model["model"] for model in models])]]
+    rows = [["", *_short_model_names([model["model"] for model in models])]]
     rows += _figure_rows(models, [("canonical decoding", "canonical", lambda on: "yes" if on else "no")])
     rows += _figure_rows([model.get("text") for model in models], _BITS_ROWS)
     rows += _figure_rows([model.get("generation") for model in models], _RATES_ROWS)
@@ -115,10 +117,10 @@ def format_table(record: Mapping[str, Any]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, *_list_limits(record), *_explain_rows(models)])
+    return "\n".join([*lines, *_list_limit_notes(record), *_explain_rows(models)])
 
 
-def _short_names(names: Sequence[str]) -> list[str]:
+def _short_model_names(names: Sequence[str]) -> list[str]:
     """Returns a short name for each model: the last 1 to 3 parts of its path, as few as make the names differ."""
     parts = [name.rstrip("/").split("/") for name in names]
     for depth in (1, 2, 3):
@@ -145,7 +147,9 @@ def _figure_rows(
 
 def _task_rows(parts: Sequence[Mapping[str, Any] | None]) -> list[list[str]]:
     """Returns a table row [metric, value per model] for each metric of the tasks. parts: each model's task results."""
-    found = [{label: (value, error) for label, value, error in list_metrics(part)} if part else {} for part in parts]
+    found = [
+        {label: (value, error) for label, value, error in list_task_metrics(part)} if part else {} for part in parts
+    ]
     labels = dict.fromkeys(label for column in found for label in column)
     return [[label, *(_format_with_error(*column.get(label, (None, None))) for column in found)] for label in labels]
 
@@ -162,7 +166,7 @@ def _explain_rows(models: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _list_limits(record: Mapping[str, Any]) -> list[str]:
+def _list_limit_notes(record: Mapping[str, Any]) -> list[str]:
     notes, texts = [], [model["text"] for model in record["models"] if model.get("text")]
     if any(text["availability"] == "legacy" for text in texts):
         notes.append(

@@ -23,8 +23,8 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.bits import check_context_fits, cut_windows, measure_bits, prefix_id
-from mlx_zip.evaluation.rates import can_batch, check_batch_size, stream_responses
+from mlx_zip.evaluation.bits import check_context_fits, choose_prefix_id, cut_scored_windows, measure_bits
+from mlx_zip.evaluation.rates import can_generate_batches, check_batch_size, stream_responses
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
@@ -78,7 +78,7 @@ class ZipLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Id to read before a text without a context: bos, else eos."""
-        return prefix_id(self.tokenizer)
+        return choose_prefix_id(self.tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Returns the base ids of a text; prepends bos if the tokenizer adds bos and the text has none."""
@@ -177,7 +177,7 @@ class ZipLM(TemplateLM):
             (text,) = request.args
             total = 0.0
             if text:
-                windows = cut_windows(self.tokenizer, [Document(text, "a document")], self.max_length)
+                windows = cut_scored_windows(self.tokenizer, [Document(text, "a document")], self.max_length)
                 bits = measure_bits(self.model, windows, self.batch_size, pack=self.pack)
                 total = float(-bits.bits.sum() * math.log(2))
             totals.append(total)
@@ -196,7 +196,7 @@ class ZipLM(TemplateLM):
         texts, seeds = [""] * len(requests), count(self.seed)  # equal seeds would repeat answers
         for _, same in groupby(order, key=lambda i: keys[i]):
             rows = list(same)
-            size = self.batch_size if can_batch(self.model) else 1
+            size = self.batch_size if can_generate_batches(self.model) else 1
             for batch in (rows[begin : begin + size] for begin in range(0, len(rows), size)):
                 answers = self._generate_batch([prompts[i] for i in batch], options[batch[0]], next(seeds))
                 for i, text in zip(batch, answers, strict=True):

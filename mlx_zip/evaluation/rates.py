@@ -118,7 +118,7 @@ def measure_rates(
     a plain model, which always reads base ids. progress: called with the number of turns just done.
     """
     begun, generated = time.perf_counter(), []
-    together = 1 if _keeps_cache(model, settings) or not can_batch(model) else settings.batch_size
+    together = 1 if _keeps_cache(model, settings) or not can_generate_batches(model) else settings.batch_size
     for first in range(0, len(conversations), together):
         rows = [Conversation(tokenizer, prompts) for prompts in conversations[first : first + together]]
         generated.append(_generate_conversations(model, tokenizer, rows, settings, settings.seed + first, progress))
@@ -133,7 +133,7 @@ def _keeps_cache(model: Any, settings: RateSettings) -> bool:
     return settings.keep_cache and has_hypertokens(model)
 
 
-def can_batch(model: Any) -> bool:
+def can_generate_batches(model: Any) -> bool:
     """Returns whether several prompts can be generated in one batch."""
     return (
         scores_itself(model)
@@ -188,7 +188,7 @@ def _stream_turn(
 def stream_responses(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], **options: Any
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (index of the prompt, response) for new requests. Takes several prompts only if `can_batch(model)`.
+    """Yields (index of the prompt, response) for new requests. Several prompts need `can_generate_batches(model)`.
 
     options: keyword arguments of `stream_generate`.
     """
@@ -213,7 +213,7 @@ def _count_turn(model: Any, turn: _RunningTurn, pack: Pack | None) -> GeneratedT
     if has_hypertokens(model):
         book = Codebook(codec_of_model(model, pack)) if turn.context is None else turn.context
         canonical = count_canonical_steps(book, turn.prompt, turn.base_ids)
-        invalid = count_invalid(book, turn.tokens)
+        invalid = count_invalid_ids(book, turn.tokens)
         hypertokens = sum(model.layout.is_hyper(token) for token in turn.tokens)
     return GeneratedTurn(
         text=turn.text,
@@ -238,7 +238,7 @@ def count_canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Seque
     return len(book.compress(np.array(base_ids, np.uint32)))
 
 
-def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
+def count_invalid_ids(book: Codebook, tokens: Sequence[int]) -> int:
     """Returns how many generated ids were neither base ids nor entries of the codebook when they were generated.
 
     book: the codebook before the first id of `tokens`; not changed. An invalid id creates no entry.

@@ -113,7 +113,7 @@ def _import_zip_lm() -> Any:
     return ZipLM
 
 
-def list_metrics(results: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+def list_task_metrics(results: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
     """Returns (task and metric, value, standard error or None) for every numeric metric. results: from `run_tasks`."""
     rows = []
     for task, metrics in results["results"].items():

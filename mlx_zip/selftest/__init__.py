@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import writable_path
+from mlx_zip.cli.actions import checked_output_path
 from mlx_zip.device import disable_tf32
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
     disable_tf32()  # because the recorded results are float32; must come before MLX computes anything
     limit = TimeLimit(time.monotonic() + TOTAL_S)
-    out = writable_path("--out", args.out)
-    data_file = writable_path("--out", json_report_file(out))
+    out = checked_output_path("--out", args.out)
+    data_file = checked_output_path("--out", json_report_path(out))
     golden = Path(str(files("mlx_zip.golden")))
     data: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def json_report_file(out: Path) -> Path:
+def json_report_path(out: Path) -> Path:
     """Returns the path of the JSON file that is written next to the report `out`."""
     return out.with_suffix(".figures.json" if out.suffix == ".json" else ".json")
 
@@ -84,19 +84,19 @@ def json_report_file(out: Path) -> Path:
 def json_report(checks: list[Check], data: dict[str, Any]) -> dict[str, Any]:
     """Returns what the JSON file holds: the checks, the machine, and the data of the measurements."""
     found = [{"name": one.name, "passed": one.passed, "figure": one.figure} for one in checks]
-    return {"selftest": SCHEMA, "machine": machine(), "checks": found, **data}
+    return {"selftest": SCHEMA, "machine": describe_machine(), "checks": found, **data}
 
 
 def markdown_report(checks: list[Check]) -> str:
     """Returns the report in Markdown."""
     failed = sum(check.passed is False for check in checks)
     rows = [f"| {_MARKS[check.passed]} | {check.name} | {check.figure} |" for check in checks]
-    about = [f"- {name}: {value}" for name, value in machine().items()]
+    about = [f"- {name}: {value}" for name, value in describe_machine().items()]
     head = ["# mlx_zip selftest", "", "All checks passed." if not failed else f"**{failed} checks failed.**", ""]
     return "\n".join([*head, *about, "", "| | check | found |", "| --- | --- | --- |", *rows, ""])
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Returns facts about the machine, and the libraries' versions, by name."""
     import mlx.core as mx
 
@@ -106,8 +106,12 @@ def machine() -> dict[str, str]:
         "device": ", ".join(f"{key} {value}" for key, value in mx.device_info(device).items()),
         "default device": str(device),
     }
-    return {**about, "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES), "mlx_zip": _own_version()}
+    return {
+        **about,
+        "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "mlx_zip": _mlx_zip_version(),
+    }
 
 
-def _own_version() -> str:
+def _mlx_zip_version() -> str:
     return import_module("mlx_zip").__version__

@@ -51,7 +51,7 @@ def _count_agreeing(same: Callable[[Any], bool], cases: list[Any]) -> tuple[bool
     return not wrong, f"{len(cases) - len(wrong)} of {len(cases)} equal" + (f"; not: {', '.join(wrong)}" * bool(wrong))
 
 
-def _codec_params(case: Any) -> Any:
+def _recorded_codec_params(case: Any) -> Any:
     from mlx_zip.codec import CodecParams
 
     c = case["config"]
@@ -63,7 +63,7 @@ def _compresses_as_recorded(case: Any) -> bool:
     """Returns whether compressing a case's base ids gives the recorded ids and codebook, and decodes as recorded."""
     from mlx_zip.codec import compress
 
-    params = _codec_params(case)
+    params = _recorded_codec_params(case)
     ids, entries = compress(params, case["input_ids"])
     encoded = ids.tolist() == case["encoded_ids"] and _entry_pairs(entries) == case["codebook_after_encode"]
     return encoded and _expands_as_recorded(case)
@@ -77,7 +77,7 @@ def _expands_as_recorded(case: Any) -> bool:
     """
     from mlx_zip.codec import Codebook
 
-    book = Codebook(_codec_params(case))
+    book = Codebook(_recorded_codec_params(case))
     try:
         book.push(case["encoded_ids"])
     except CodecError:
@@ -107,7 +107,7 @@ def check_models(golden: Path, folder: Path) -> list[Check]:
                 ("logits", _compare_logits),
                 ("greedy ids", _compare_greedy_ids),
             ):
-                one = lambda check=check, source=source, out=out: check(source, *_load(out))
+                one = lambda check=check, source=source, out=out: check(source, *_load_converted_model(out))
                 checks.append(run_check(f"{source.name}: {name}", one))
     return checks
 
@@ -117,7 +117,7 @@ def _check_conversion(source: Path, out: Path) -> tuple[bool, str]:
     return True, f"{sum(file.stat().st_size for file in out.iterdir()) / 1e6:.1f} MB"
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def _load_converted_model(folder: Path) -> tuple[Any, Any]:
     from mlx_zip.models.loading import load
 
     return load(folder)

@@ -35,7 +35,7 @@ class TimeLimit:
 
     ends: float
 
-    def left(self, part_s: float) -> float:
+    def seconds_left(self, part_s: float) -> float:
         """Returns the seconds that a part may still take, at most `part_s`."""
         return min(part_s, self.ends - time.monotonic())
 
@@ -50,10 +50,10 @@ def measure_rough_speeds(golden: Path, folder: Path) -> list[Check]:
         run_check("codec: compress 2,048 ids", _measure_compress_speed),
         run_check("codec: push one id", _measure_push_speed),
         run_check("memory: read and write 64 MB", _measure_bandwidth),
-        run_check("TF32 in float32 products", lambda: (None, _tf32_line())),
-        run_check("step, plain tiny model", lambda: (None, _step_time(plain))),
+        run_check("TF32 in float32 products", lambda: (None, _describe_tf32())),
+        run_check("step, plain tiny model", lambda: (None, _measure_step_time(plain))),
     ]
-    return [*checks, run_check("step, same model with hypertokens", lambda: (None, _step_time(zipped)))]
+    return [*checks, run_check("step, same model with hypertokens", lambda: (None, _measure_step_time(zipped)))]
 
 
 def _time_trials(work: Callable[[], Any]) -> list[float]:
@@ -99,7 +99,7 @@ def _measure_bandwidth() -> tuple[None, str]:
     return None, f"{count / statistics.median(_time_trials(work)) / 1e9:.1f} GB/s"
 
 
-def _step_time(folder: Path) -> str:
+def _measure_step_time(folder: Path) -> str:
     """Returns the median time per step when the model in `folder` continues 32 ids, as text."""
     from mlx_zip.engine.mlx.generate import load, stream_generate
 
@@ -127,9 +127,9 @@ def measure_steps(limit: TimeLimit, data: dict[str, Any], rest_s: float) -> list
     data["state_before"] = state()
     parts = [
         _check_bandwidth(bench, data),
-        *_check_steps("stories", bench.measure_bundled_model, bench.report_lines, limit.left(STORIES_S), data),
-        *_check_steps("smollm2", bench.measure_smollm2, bench.report_lines, limit.left(SMOLLM2_S), data),
-        *_check_steps("1B, 4 bit", bench.measure_random_shape, bench.report_lines, limit.left(SHAPE_S), data),
+        *_check_steps("stories", bench.measure_bundled_model, bench.report_lines, limit.seconds_left(STORIES_S), data),
+        *_check_steps("smollm2", bench.measure_smollm2, bench.report_lines, limit.seconds_left(SMOLLM2_S), data),
+        *_check_steps("1B, 4 bit", bench.measure_random_shape, bench.report_lines, limit.seconds_left(SHAPE_S), data),
         *_check_steps("host", partial(bench.measure_host_parts, rest_s), bench.host_parts.report_lines, HOST_S, data),
     ]
     data["state_after"] = state()
@@ -185,7 +185,7 @@ print(np.abs(np.array(mx.array(a) @ mx.array(b)) - exact).max() / np.abs(exact).
 """
 
 
-def _tf32_line() -> str:
+def _describe_tf32() -> str:
     """Returns whether MLX uses TF32 by default on this machine, and the errors with and without it, as text."""
     default, full = _matmul_error(None), _matmul_error("0")
     state = "on" if default > _SURELY_TF32 else "off"

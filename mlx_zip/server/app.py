@@ -24,7 +24,7 @@ from mlx_zip.server import sessions
 from mlx_zip.server.anthropic import messages
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, as_request_error, dialect_of, json_bytes
-from mlx_zip.server.http import ClientGone, check_model, json_response
+from mlx_zip.server.http import ClientGone, check_model_name, json_response
 from mlx_zip.server.metrics import Metrics, RequestCounter
 from mlx_zip.server.openai import chat, completions, responses
 from mlx_zip.server.options import Options
@@ -34,11 +34,11 @@ _CODEX_INSTRUCTIONS = (  # instructions that Codex begins its prompts with
     "until the task is done. Then say in a few words what you did. Ask before you delete what cannot be made again."
 )
 DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
-    chat.routes,
-    completions.routes,
-    responses.routes,
-    messages.routes,
-    sessions.routes,
+    chat.chat_routes,
+    completions.completions_routes,
+    responses.responses_routes,
+    messages.messages_routes,
+    sessions.session_routes,
 )
 
 
@@ -50,7 +50,9 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
     options = core.options
     metrics = Metrics(core)
     routes = (
-        [route for dialect in DIALECTS for route in dialect(core)] + _general_routes(core) + [metrics.route(), *more]
+        [route for dialect in DIALECTS for route in dialect(core)]
+        + _general_routes(core)
+        + [metrics.metrics_route(), *more]
     )
     routes.append(_openapi_route(routes))
     origins = list(options.allowed_origins)
@@ -89,11 +91,11 @@ def _general_routes(core: Core) -> list[Route]:
 
     async def models(request: Request) -> Response:
         """Lists the model that is served."""
-        return json_response({"object": "list", "data": [model], "models": [_codex_model(core.model, context)]})
+        return json_response({"object": "list", "data": [model], "models": [_codex_model_entry(core.model, context)]})
 
     async def one_model(request: Request) -> Response:
         """Describes the model that is served."""
-        check_model(core, request.path_params["name"])
+        check_model_name(core, request.path_params["name"])
         return json_response(model)
 
     async def health(request: Request) -> Response:
@@ -114,7 +116,7 @@ def _general_routes(core: Core) -> list[Route]:
     ]
 
 
-def _codex_model(name: str, context: int | None) -> dict[str, Any]:
+def _codex_model_entry(name: str, context: int | None) -> dict[str, Any]:
     """Returns the model's entry for Codex: all fields that Codex requires, and the context length in tokens."""
     nothing = ("description", "availability_nux", "upgrade", "default_verbosity", "apply_patch_tool_type")
     no = ("supports_reasoning_summaries", "support_verbosity")
@@ -211,7 +213,7 @@ def host_or_origin_refusal(options: Options, path: str, headers: Headers) -> Req
 
 def key_refusal(options: Options, path: str, headers: Headers) -> RequestError | None:
     """Returns the refusal (401) of a request whose API key is missing or wrong, None if the request may pass."""
-    if options.api_key is None or _is_open_path(options, path) or _has_key(options.api_key, headers):
+    if options.api_key is None or _is_open_path(options, path) or _has_api_key(options.api_key, headers):
         return None
     message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
     return RequestError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -228,7 +230,7 @@ def _is_open_path(options: Options, path: str) -> bool:
     return any(path == one or (one.endswith("*") and path.startswith(one[:-1])) for one in options.open_paths)
 
 
-def _has_key(key: str, headers: Headers) -> bool:
+def _has_api_key(key: str, headers: Headers) -> bool:
     """Returns whether the headers hold the key. The comparison takes the same time for any wrong key."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

@@ -30,7 +30,7 @@ from mlx_zip.errors import (
 )
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
 from mlx_zip.server.answers.answer_deltas import AnswerDeltas, mask_letters_and_digits
-from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.constraint import make_grammar_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
@@ -101,7 +101,7 @@ class Core:
         """
         inbox: asyncio.Queue[Event | None] = asyncio.Queue()
         self._log_left_out_tools(turn.left_out)
-        ticket, splitter = await self._submit(turn, _deliver_to(inbox))
+        ticket, splitter = await self._submit(turn, _make_deliver(inbox))
         try:
             yield Waiting(0, 0)
             answering = self._make_answer_deltas(turn, ticket, splitter)
@@ -139,7 +139,7 @@ class Core:
             first = [(i, await anext(deltas)) for i, deltas in enumerate(running)]
             for pair in first:
                 yield pair
-            async with aclosing(_merge_streams(running)) as merged:
+            async with aclosing(_merge_delta_streams(running)) as merged:
                 async for pair in merged:
                     yield pair
 
@@ -218,7 +218,7 @@ class Core:
             eos_ids=frozenset(self.engine.tokenizer.eos_token_ids),
             sampling={**self.options.sampling, **turn.sampling},
             top_logprobs=turn.logprobs,
-            constraint=make_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
+            constraint=make_grammar_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
             pack=self.named_packs.resolve(turn.pack),
             show=turn.show,
             prediction=prediction,
@@ -332,7 +332,7 @@ def _count_characters(value: Any) -> int:
     return sum(map(_count_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _deliver_to(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
+def _make_deliver(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
     loop = asyncio.get_running_loop()
 
     def deliver(event: Event) -> None:
@@ -342,7 +342,9 @@ def _deliver_to(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
     return deliver
 
 
-async def _merge_streams(running: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
+async def _merge_delta_streams(
+    running: Sequence[AsyncGenerator[Delta, None]],
+) -> AsyncGenerator[tuple[int, Delta], None]:
     """Yields the deltas of several answers as they arrive, as (index of the answer, delta)."""
     waiting = {asyncio.ensure_future(anext(deltas)): i for i, deltas in enumerate(running)}
     try:
@@ -378,7 +380,7 @@ class Cores:
             return
         engine = await self._acquire_engine(name)
         try:
-            yield self._core_of(name, engine)
+            yield self._get_core(name, engine)
         finally:
             self.engines.release(engine)
 
@@ -396,7 +398,7 @@ class Cores:
         if not waiting.cancelled() and waiting.exception() is None:
             self.engines.release(waiting.result())
 
-    def _core_of(self, name: str, engine: Engine) -> Core:
+    def _get_core(self, name: str, engine: Engine) -> Core:
         """Returns the core of an engine, with the main core's options but no packs, which fit the main model only."""
         if self._other is None or self._other.engine is not engine:
             if self._other is not None:
@@ -430,7 +432,7 @@ class NamedPacks:
 
     def __init__(self, packs: Mapping[str, Any], default: Any) -> None:
         self._packs, self._default = packs, default
-        self._merged = lru_cache(_MOST_MERGED_PACKS)(self._merge)
+        self._merged = lru_cache(_MOST_MERGED_PACKS)(self._merge_named_packs)
 
     def resolve(self, names: str | Sequence[str] | None) -> Any:
         """Returns the pack with this name, or the packs with these names merged in order; the default pack for None.
@@ -446,15 +448,15 @@ class NamedPacks:
             return self._packs[several[0]] if several else self._default
         return self._merged(several)
 
-    def _merge(self, names: tuple[str, ...]) -> Pack:
+    def _merge_named_packs(self, names: tuple[str, ...]) -> Pack:
         with errors_as(GenerationError, f"pack: {' and '.join(names)}", MlxZipError):
             return merge_packs([as_pack(self._packs[name]) for name in names])
 
     def pack_infos(self, engine: Engine) -> list[PackInfo]:
         """Returns one `PackInfo` per pack, which says whether requests to `engine` can use the pack."""
-        return [self._pack_info(name, pack, engine) for name, pack in self._packs.items()]
+        return [self._make_pack_info(name, pack, engine) for name, pack in self._packs.items()]
 
-    def _pack_info(self, name: str, pack: Any, engine: Engine) -> PackInfo:
+    def _make_pack_info(self, name: str, pack: Any, engine: Engine) -> PackInfo:
         entries = 0
         try:
             found = as_pack(pack)

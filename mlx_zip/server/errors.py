@@ -78,7 +78,7 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, HTTPException):
-        return _route_error(error)
+        return _route_request_error(error)
     if isinstance(error, EngineBusyError):
         wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return RequestError(429, str(error), "rate_limit_exceeded", headers=wait)
@@ -95,7 +95,7 @@ def as_request_error(error: BaseException) -> RequestError:
     return RequestError(500, "the server made a mistake; its log says more", "internal_error")
 
 
-def _route_error(error: HTTPException) -> RequestError:
+def _route_request_error(error: HTTPException) -> RequestError:
     words = {404: "there is no such route; GET /openapi.json lists the routes", 405: "this route has another method"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))

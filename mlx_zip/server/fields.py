@@ -38,7 +38,7 @@ Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Stops = Annotated[Many[NonEmptyText], Field(max_length=MOST_STOPS)]
 
 
-def _check_are_names(given: Any) -> Any:
+def _check_pack_field(given: Any) -> Any:
     """Raises `ValueError` unless `given` is a name or a list; pydantic's own error would mention only one of these."""
     if not isinstance(given, str | list):
         raise ValueError("this must be the name of a pack, or a list of names")
@@ -47,7 +47,7 @@ def _check_are_names(given: Any) -> Any:
 
 PackNames = Annotated[
     NonEmptyText | Annotated[list[str], Field(min_length=1, max_length=16)],
-    BeforeValidator(_check_are_names),
+    BeforeValidator(_check_pack_field),
 ]
 
 _UNION_NAMES = frozenset({"str", "constrained-str", "none"})  # pydantic's names of union members, not fields
@@ -183,11 +183,11 @@ def parse_body(kind: type[Some], given: Any) -> Some:
         return kind.model_validate(given)
     except ValidationError as error:
         faults = [(_field_path(fault["loc"], given), fault) for fault in error.errors(include_url=False)]
-    path, fault = max(faults, key=_match_quality)
+    path, fault = max(faults, key=_union_match_quality)
     raise BodyError(_describe_fault(fault), ".".join(path) or None)
 
 
-def _match_quality(found: tuple[list[str], Any]) -> tuple[int, bool]:
+def _union_match_quality(found: tuple[list[str], Any]) -> tuple[int, bool]:
     """Returns how well the union member with this fault fits: the fault's depth, and whether the value's type fits."""
     return len(found[0]), not found[1]["type"].endswith("_type")
 
@@ -249,7 +249,7 @@ def thinking_options(effort: str | None) -> dict[str, Any]:
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
-def new_id(prefix: str) -> str:
+def new_prefixed_id(prefix: str) -> str:
     """Returns a new random id such as "resp_5f3a..."."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
@@ -277,19 +277,19 @@ def _field_path(place: Sequence[str | int], given: Any) -> list[str]:
     for i, step in enumerate(place):
         if isinstance(step, int):
             path, given, of_type = [*path, str(step)], given[step] if isinstance(given, list) else None, False
-        elif not isinstance(given, Mapping) or _is_union_name(step):
+        elif not isinstance(given, Mapping) or _is_union_member_name(step):
             continue
-        elif not of_type and given.get("type") == step and not _ends_or_divides(place[i + 1 :]):
+        elif not of_type and given.get("type") == step and not _ends_field_name(place[i + 1 :]):
             of_type = True
         elif step in given or i == len(place) - 1:
             path, given, of_type = [*path, step], given.get(step), False
     return path
 
 
-def _is_union_name(step: str) -> bool:
+def _is_union_member_name(step: str) -> bool:
     return "[" in step or step in _UNION_NAMES
 
 
-def _ends_or_divides(rest: Sequence[str | int]) -> bool:
+def _ends_field_name(rest: Sequence[str | int]) -> bool:
     """Returns whether `rest` is empty or begins with an index or a union member: then the step before it is a field."""
-    return not rest or isinstance(rest[0], int) or _is_union_name(rest[0])
+    return not rest or isinstance(rest[0], int) or _is_union_member_name(rest[0])

@@ -30,7 +30,7 @@ class ClientGone(Exception):
     """The client closed the connection before the answer was ready."""
 
 
-def check_model(core: Core, name: str) -> None:
+def check_model_name(core: Core, name: str) -> None:
     """Raises `RequestError` with status 404 unless `name` is the served model or "default_model", as in mlx-lm."""
     if name not in (core.model, "default_model"):
         message = f"there is no model {name!r}; this server has {core.model!r} alone"
@@ -92,13 +92,13 @@ async def _read_bytes(request: Request, most: int) -> bytes:
                     break
         if large:
             body.clear()
-            await _discard(chunks)
+            await _discard_body(chunks)
     if large:
         raise RequestError(413, f"the body is larger than {most} bytes", "request_too_large", headers=_CLOSE)
     return bytes(body)
 
 
-async def _discard(chunks: AsyncIterator[bytes]) -> None:
+async def _discard_body(chunks: AsyncIterator[bytes]) -> None:
     try:
         async with asyncio.timeout(_DISCARDED_S):
             async for _ in chunks:
@@ -114,10 +114,10 @@ def parse_json(body: bytes, max_depth: int) -> Any:
     except UnicodeDecodeError as error:
         raise RequestError(400, f"the body is not UTF-8 at byte {error.start}", "invalid_json") from error
     except RecursionError as error:
-        raise _depth_error(max_depth) from error
+        raise _json_depth_error(max_depth) from error
     except ValueError as error:  # not JSON, or a number with thousands of digits
         raise RequestError(400, f"the body is not JSON: {first_message_line(error)}", "invalid_json") from error
-    _check_depth(value, max_depth)
+    _check_json_depth(value, max_depth)
     return value
 
 
@@ -127,7 +127,7 @@ def _parse_finite(text: str) -> float:
     return number
 
 
-def _check_depth(value: Any, most: int) -> None:
+def _check_json_depth(value: Any, most: int) -> None:
     """Raises `RequestError` if the lists and objects in `value` are nested deeper than `most`."""
     level = [value]
     for _ in range(most):
@@ -140,10 +140,10 @@ def _check_depth(value: Any, most: int) -> None:
         ]
         if not level:
             return
-    raise _depth_error(most)
+    raise _json_depth_error(most)
 
 
-def _depth_error(most: int) -> RequestError:
+def _json_depth_error(most: int) -> RequestError:
     return RequestError(400, f"the body is nested deeper than {most} levels", "too_deep")
 
 

@@ -41,7 +41,7 @@ class Metrics:
         self._first_id.observe(done.counts.first_id_s)
         self._total.observe(done.counts.total_s)
 
-    def route(self) -> Route:
+    def metrics_route(self) -> Route:
         """Returns the route that shows the metrics."""
 
         async def metrics(request: Request) -> Response:

@@ -97,11 +97,11 @@ class Server(uvicorn.Server):
         closing.start()
         await super().shutdown(sockets)
         if self.force_exit:
-            await self._end_at_once()
+            await self._abort_answers()
         while closing.is_alive() and not self.force_exit and self.fault is None:
             await asyncio.sleep(0.02)
 
-    async def _end_at_once(self) -> None:
+    async def _abort_answers(self) -> None:
         """Ends answers in flight with an error, and aborts connections still busy after `AT_ONCE_S` seconds."""
         threading.Thread(target=self._core.engine.close, daemon=True).start()
         last = time.monotonic() + AT_ONCE_S
@@ -184,9 +184,9 @@ class _Connection(H11Protocol):
             self._begun = (self._begun + data[:MOST_BEGUN])[:MOST_BEGUN]
         super().data_received(data)
         self._update_head_timer()
-        self._read_ahead()
+        self._keep_reading()
 
-    def _read_ahead(self) -> None:
+    def _keep_reading(self) -> None:
         """Keeps reading while a request is answered; otherwise a client that disconnects would go unnoticed."""
         is_paused = self.flow.read_paused and not self._is_waiting_for_head and self.conn.their_state is h11.DONE
         if is_paused and len(self.conn.trailing_data[0]) < MOST_AHEAD:

@@ -37,7 +37,7 @@ class LoadBody(Body):
     file: str
 
 
-def routes(core: Core) -> list[Route]:
+def session_routes(core: Core) -> list[Route]:
     """Returns the routes of sessions."""
 
     async def show(request: Request) -> Response:
@@ -53,20 +53,22 @@ def routes(core: Core) -> list[Route]:
 
     async def drop(request: Request) -> Response:
         """Forgets one session, in memory and on disk."""
-        await _call_engine(core, core.engine.drop_session, request.path_params["name"])
+        await _call_engine_in_thread(core, core.engine.drop_session, request.path_params["name"])
         return json_response({"deleted": 1})
 
     async def save(request: Request) -> Response:
         """Writes a session to a file."""
         asked = await read_body(request, core, SaveBody)
-        await _call_engine(core, core.engine.save_session, asked.session, _session_file(core, asked.file))
+        await _call_engine_in_thread(
+            core, core.engine.save_session, asked.session, _session_file_path(core, asked.file)
+        )
         return json_response({"file": asked.file})
 
     async def load(request: Request) -> Response:
         """Loads the session in a file."""
         asked = await read_body(request, core, LoadBody)
         return json_response(
-            asdict(await _call_engine(core, core.engine.load_session, _session_file(core, asked.file)))
+            asdict(await _call_engine_in_thread(core, core.engine.load_session, _session_file_path(core, asked.file)))
         )
 
     return [
@@ -78,7 +80,7 @@ def routes(core: Core) -> list[Route]:
     ]
 
 
-async def _call_engine(core: Core, work: Callable[..., Some], *args: Any) -> Some:
+async def _call_engine_in_thread(core: Core, work: Callable[..., Some], *args: Any) -> Some:
     """Calls an engine's method in a thread, and returns its result.
 
     Raises `EngineStoppedError` unchanged, and other errors of the engine as `RequestError`: `UnknownSessionError` with
@@ -94,7 +96,7 @@ async def _call_engine(core: Core, work: Callable[..., Some], *args: Any) -> Som
         raise RequestError(400, str(error), "session") from error
 
 
-def _session_file(core: Core, name: str) -> Path:
+def _session_file_path(core: Core, name: str) -> Path:
     """Returns a session file's path. Raises `RequestError` without --session-files or if the name is not allowed."""
     folder = core.options.session_files
     if folder is None:

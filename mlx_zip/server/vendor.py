@@ -45,7 +45,7 @@ def vendor_notes(done: Done) -> dict[str, Any]:
     return left_out | ({} if done.differs is None else {"prompt_differs": asdict(done.differs)})
 
 
-def token_json(token: ShownToken) -> dict[str, Any]:
+def shown_token_json(token: ShownToken) -> dict[str, Any]:
     """Returns a shown token as JSON: "t" text, "id"; for a hypertoken also "p" parts, "o" origin, "a" `ShownToken.at`.
 
     "d": true if a draft had proposed the token, "c": true if the token begins in an earlier piece of text.
@@ -56,7 +56,7 @@ def token_json(token: ShownToken) -> dict[str, Any]:
     return found | ({"d": True} if token.from_draft else {}) | ({"c": True} if token.continues else {})
 
 
-def live_json(counts: Counts) -> dict[str, Any]:
+def live_counts_json(counts: Counts) -> dict[str, Any]:
     """Returns an answer's counts so far as JSON. seconds: since the request. base_tokens_per_s: since the first id."""
     names = (
         "base_tokens",
@@ -77,7 +77,7 @@ def live_json(counts: Counts) -> dict[str, Any]:
     }
 
 
-def sum_counts(counts: Sequence[Counts]) -> Counts:
+def sum_answer_counts(counts: Sequence[Counts]) -> Counts:
     """Returns the counts of several answers together: maxima of times, entries and codebook sizes, else sums."""
     added = ("prompt_tokens", "cached_tokens", "prompt_ids", "base_tokens", "steps", "hypertokens", "kv_bytes_saved")
     added += ("proposed", "accepted", "proposed_tokens", "accepted_tokens")

@@ -27,11 +27,11 @@ from mlx_zip.models.draft_head import DEPTH, DraftHead, HeadedModel, save_draft_
 from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack, pack_in_folder
-from mlx_zip.training.pack_tuning import dequantize
+from mlx_zip.training.pack_tuning import dequantize_all_weights
 from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import ADAPTER, RunOptions, TrainSettings
 from mlx_zip.training.steps.batches import Batch
-from mlx_zip.training.steps.forward_pass import encode_rows, run_forward_pass
+from mlx_zip.training.steps.forward_pass import encode_hyper_rows, run_forward_pass
 from mlx_zip.training.steps.objective import CLOSED_LOGIT, LossWeights, Trainee, make_samples, separate_pack
 from mlx_zip.training.trainer import Trainer
 
@@ -84,13 +84,13 @@ class HeadTrainee(Trainee):
 
         accepted: number of guesses that equal the model's greedy choice, as do all earlier guesses of their position.
         """
-        taught = self._ask_model(arrays, long)
+        taught = self._compute_teaching_signal(arrays, long)
         rows, state, length = self._rows_of_next_ids(arrays["targets"], taught.rows), taught.h, taught.h.shape[1]
         nats, accepted, right = mx.array(0.0), mx.array(0.0), arrays["weights"] >= 0
         for depth in range(1, min(self._depth, length - 1) + 1):
             # position t guesses the model's output at position t + depth of the text
             state = self.draft_head(state[:, : length - depth], rows[:, depth - 1 : -1])
-            parts, weights = self._guess_logits(state, taught.rows, arrays, depth), arrays["weights"][:, depth:]
+            parts, weights = self._draft_logits(state, taught.rows, arrays, depth), arrays["weights"][:, depth:]
             whole = mx.logsumexp(mx.stack([mx.logsumexp(part, axis=-1) for part in parts]), axis=0)
             mean = (state * taught.mean_row[:, depth:]).sum(axis=-1)
             nats += ((whole - mean) * weights).sum() / self._depth
@@ -101,36 +101,36 @@ class HeadTrainee(Trainee):
         sums = {"nats": nats, "count": arrays["weights"][:, 1:].sum()}
         return sums if self.training else {**sums, "accepted": accepted}
 
-    def _ask_model(self, arrays: Arrays, long: bool) -> _Taught:
+    def _compute_teaching_signal(self, arrays: Arrays, long: bool) -> _Taught:
         headed, vocab = self._headed, self._headed.vocab_size
-        h, rows = self._read(arrays, long)
+        h, rows = self._run_to_last_layer(arrays, long)
         logits = headed.base_logits(h)[..., :vocab].astype(mx.float32)
         if rows is not None:
-            hyper = _close_slots(self.model.soft_cap_logits(h @ rows.swapaxes(-1, -2)), arrays, 0)
+            hyper = _mask_unavailable_slots(self.model.soft_cap_logits(h @ rows.swapaxes(-1, -2)), arrays, 0)
             logits = mx.concatenate([logits, hyper], axis=-1)
-        shares = _exclude_ids(mx.softmax(logits, axis=-1), arrays)
+        shares = _canonical_probabilities(mx.softmax(logits, axis=-1), arrays)
         mean_row = headed.mean_base_row(shares[..., :vocab])
         if rows is not None:
             mean_row += shares[..., vocab:] @ rows
         still = mx.stop_gradient
         return _Taught(still(h), None if rows is None else still(rows), still(mean_row), mx.argmax(shares, axis=-1))
 
-    def _read(self, arrays: Arrays, long: bool) -> tuple[mx.array, mx.array | None]:
+    def _run_to_last_layer(self, arrays: Arrays, long: bool) -> tuple[mx.array, mx.array | None]:
         """Returns the last layer's output [B, L, D], and output rows [B, K, D] of slots (None for a plain model)."""
         if not isinstance(self.model, Model):
             return self.model.model(arrays["inputs"]), None
         samples = make_samples(arrays, long)
-        encoded = encode_rows(self.model, samples)
+        encoded = encode_hyper_rows(self.model, samples)
         if self._pack is not None and self._pack.rows is not None:
             own = [mx.array(rows.astype(np.float32)) for rows in (self._pack.rows.input, self._pack.rows.output)]
             encoded = mx.concatenate([own[0], encoded[0]]), mx.concatenate([own[1], encoded[1]])
         h = run_forward_pass(self.model, samples, encoded).hidden
         return h, encoded[1][samples.slots].astype(h.dtype)
 
-    def _guess_logits(self, state: mx.array, rows: mx.array | None, arrays: Arrays, depth: int) -> list[mx.array]:
+    def _draft_logits(self, state: mx.array, rows: mx.array | None, arrays: Arrays, depth: int) -> list[mx.array]:
         """Returns float32 logits [B, L - depth, V] of base ids and, if `rows` are given, [B, L - depth, K] of slots."""
         base = self._headed.products(state)[..., : self._headed.vocab_size].astype(mx.float32)
-        return [base] if rows is None else [base, _close_slots(state @ rows.swapaxes(-1, -2), arrays, depth)]
+        return [base] if rows is None else [base, _mask_unavailable_slots(state @ rows.swapaxes(-1, -2), arrays, depth)]
 
     def _rows_of_next_ids(self, targets: mx.array, rows: mx.array | None) -> mx.array:
         """Returns the output rows [B, L, D] of the ids `targets` [B, L]. rows [B, K, D]: output rows of the slots."""
@@ -143,13 +143,13 @@ class HeadTrainee(Trainee):
         return mx.where((targets < vocab)[..., None], base, hyper.astype(base.dtype))
 
 
-def _close_slots(hyper: mx.array, arrays: Arrays, first: int) -> mx.array:
+def _mask_unavailable_slots(hyper: mx.array, arrays: Arrays, first: int) -> mx.array:
     """Returns float32 logits [B, L - first, K] from position `first` on, with `CLOSED_LOGIT` for unavailable slots."""
     is_open = mx.arange(hyper.shape[-1]) < arrays["available"][:, first:, None]
     return mx.where(is_open, hyper.astype(mx.float32), CLOSED_LOGIT)
 
 
-def _exclude_ids(shares: mx.array, arrays: Arrays) -> mx.array:
+def _canonical_probabilities(shares: mx.array, arrays: Arrays) -> mx.array:
     """Returns the probabilities `shares` [B, L, W] under canonical decoding; see `sampling.canonical.exclude_ids`."""
     if "excluded_at" not in arrays:
         return shares
@@ -174,7 +174,7 @@ class HeadTrainer(Trainer):
 
     def measure_validation(self) -> dict[str, float]:
         """Measures the head on `validation_batches`: loss in nats per guess, and accepted ids per position."""
-        sums = self.sum_validation()
+        sums = self.sum_validation_losses()
         count = max(sums["count"], 1)
         return {"val_loss": sums["nats"] / count, "val_accepted_ids": sums["accepted"] / count}
 
@@ -193,7 +193,7 @@ def check_head_options(options: RunOptions, settings: TrainSettings) -> None:
         raise TrainingError(f"--draft-head goes without {found}")
 
 
-def check_data_fits(plain: bool, params: CodecParams) -> None:
+def check_head_data_fits(plain: bool, params: CodecParams) -> None:
     """Raises `TrainingError` if the data have a codebook but the model is plain. plain: whether the model is plain."""
     if plain and can_have_entries(params):
         raise TrainingError(
@@ -205,7 +205,7 @@ def check_data_fits(plain: bool, params: CodecParams) -> None:
 def freeze_model(model: Any, settings: TrainSettings) -> Any:
     """Returns the model with all weights frozen, and dequantized on the CPU, where quantized weights are slow."""
     if mx.default_device() == mx.cpu:
-        model = dequantize(model, settings.dtype)
+        model = dequantize_all_weights(model, settings.dtype)
     elif settings.dtype == "float32":
         model.set_dtype(mx.float32)
     model.freeze()

@@ -52,7 +52,7 @@ _LORA_NAMES = {"rank": "lora_rank", "scale": "lora_scale", "dropout": "lora_drop
 _SCHEDULE_KEYS = {"name", "warmup", "warmup_init", "arguments"}
 
 
-def translate_names(values: Mapping[str, Any]) -> Values:
+def translate_mlx_lm_names(values: Mapping[str, Any]) -> Values:
     """Returns the settings under mlx_zip's names. Keeps names that mlx-lm does not have; drops values of None.
 
     Raises `TrainingError` if a setting has no counterpart in mlx_zip, with advice what to use instead, or if a setting
@@ -96,7 +96,7 @@ def _translate_adapter_path(value: Any, found: Values) -> Values:
 
 
 def _translate_lora_parameters(value: Any, found: Values) -> Values:
-    given = _check_mapping("lora_parameters", value, set(_LORA_NAMES))
+    given = _check_option_mapping("lora_parameters", value, set(_LORA_NAMES))
     if isinstance(given.get("keys"), list | tuple):
         given["keys"] = ",".join(map(str, given["keys"]))  # an empty list counts as not given
     return {
@@ -128,7 +128,7 @@ def _translate_optimizer_config(value: Any, found: Values) -> Values:
 
 
 def _translate_lr_schedule(value: Any, found: Values) -> Values:
-    given = _check_mapping("lr_schedule", value, _SCHEDULE_KEYS)
+    given = _check_option_mapping("lr_schedule", value, _SCHEDULE_KEYS)
     arguments = given.get("arguments")
     if given.get("name") != "cosine_decay" or not isinstance(arguments, list) or len(arguments) not in (2, 3):
         raise TrainingError(
@@ -160,7 +160,7 @@ def _to_number(value: Any) -> Any:
         return value
 
 
-def _check_mapping(name: str, value: Any, known: set[str]) -> Values:
+def _check_option_mapping(name: str, value: Any, known: set[str]) -> Values:
     if not isinstance(value, Mapping):
         raise TrainingError(f"{name} of mlx-lm must be a mapping, got {value!r}")
     if unknown := sorted(map(str, value.keys() - known)):

@@ -25,7 +25,7 @@ from mlx_zip.progress import pluralize
 from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
-from mlx_zip.training.run_summary import header_lines
+from mlx_zip.training.run_summary import run_header_lines
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.starting_model import make_starting_model
 from mlx_zip.training.steps.objective import PackTrainee, encode_pack_rows
@@ -66,7 +66,7 @@ def load_model_to_tune(name: str, params: CodecParams, position_mode: str, trust
     return model
 
 
-def dequantize(model: Model, dtype: str = "float32") -> Model:
+def dequantize_all_weights(model: Model, dtype: str = "float32") -> Model:
     """Returns the model with all quantized weights dequantized, including the hyper-encoders.
 
     dtype: dtype in which the model will compute: "float32" or "bfloat16".
@@ -107,8 +107,8 @@ def tune_pack(
     name, params = name or model.fingerprint, data.params
     if settings.dtype == "float32":
         model.set_dtype(mx.float32)
-    rows = _starting_rows(pack, model, name, params)
-    record = _make_run_record(pack, name, data, valid, settings)
+    rows = _initial_pack_rows(pack, model, name, params)
+    record = _make_tuning_record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     open_run_folder(run, record, mark, "--run")
     with lock_run_folder(run, "--run"):
@@ -116,7 +116,11 @@ def tune_pack(
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
         if not trainer.quiet:
-            print(*header_lines(trainer, f"rows of {pluralize(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
+            print(
+                *run_header_lines(trainer, f"rows of {pluralize(len(pack.entries), 'entry')}"),
+                sep="\n",
+                file=sys.stderr,
+            )
         before = _bits_before_training(trainer, first, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:
@@ -135,7 +139,7 @@ def _check_windows_fit(model: Model, data: CompressedTexts, valid: CompressedTex
         raise TrainingError(f"there are windows of {longest} base ids (--context), the model has {context} positions")
 
 
-def _starting_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
+def _initial_pack_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
     """Returns the initial input rows and output rows, each float32 [P, D]. name: see `tune_pack`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.sides_are_one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
@@ -158,7 +162,7 @@ def _bits_before_training(trainer: Trainer, first: Any, run: Path) -> float:
     return found["val_bits_per_byte"]
 
 
-def _make_run_record(
+def _make_tuning_record(
     pack: Pack, name: str, data: CompressedTexts, valid: CompressedTexts, settings: TrainSettings
 ) -> dict[str, Any]:
     fixed = settings.values_to_record()

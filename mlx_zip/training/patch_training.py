@@ -96,14 +96,14 @@ class PatchCorpus:
         return digest.hexdigest()
 
 
-def cut_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
+def cut_patch_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
     """Joins documents, each followed by the id `end`, and cuts them to windows [W, length]; drops the last ids."""
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)
 
 
-def sum_nats(model: PatchModel | PlainModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
+def sum_window_nats(model: PatchModel | PlainModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
     """Returns the summed negative log-likelihood of windows `ids` [B, T], in nats.
 
     A patch model predicts every symbol of every patch, including end marks; a plain model predicts every id.
@@ -115,7 +115,7 @@ def sum_nats(model: PatchModel | PlainModel, corpus: PatchCorpus, ids: Uint32s) 
 
 
 def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
-    """Returns `sum_nats` of a patch model.
+    """Returns `sum_window_nats` of a patch model.
 
     Each distinct patch is encoded once, the decoder runs up to the longest patch, and the head skips padding.
     """
@@ -132,7 +132,7 @@ def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.
     return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")
 
 
-def _check_ids_known(model: PatchModel | PlainModel, corpus: PatchCorpus) -> None:
+def _check_corpus_ids_known(model: PatchModel | PlainModel, corpus: PatchCorpus) -> None:
     """Raises `DataError` unless all ids or symbols of the text are in the model's vocabulary; MLX does not check."""
     if isinstance(model, PlainModel):
         units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
@@ -146,20 +146,20 @@ def _check_ids_known(model: PatchModel | PlainModel, corpus: PatchCorpus) -> Non
 
 
 def _check_trainable(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> None:
-    _check_ids_known(model, corpus)
+    _check_corpus_ids_known(model, corpus)
     if len(corpus.ids) < settings.batch_size:
         raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
 
 
-def evaluate_corpus(model: PatchModel | PlainModel, corpus: PatchCorpus, batch_size: int = 16) -> dict[str, Any]:
+def evaluate_patch_corpus(model: PatchModel | PlainModel, corpus: PatchCorpus, batch_size: int = 16) -> dict[str, Any]:
     """Measures all windows, each as a separate sequence. Raises `DataError` if the model cannot read the text.
 
     Returns `bits_per_byte`, `nats`, `bytes`, and `units` (number of patches or ids). batch_size: windows per call.
     """
-    _check_ids_known(model, corpus)
+    _check_corpus_ids_known(model, corpus)
     total = 0.0
     for at in range(0, len(corpus.ids), batch_size):
-        some: Any = sum_nats(model, corpus, corpus.ids[at : at + batch_size]).item()
+        some: Any = sum_window_nats(model, corpus, corpus.ids[at : at + batch_size]).item()
         total += some
     return {
         "bits_per_byte": bits_per_byte(total, corpus.n_bytes),
@@ -191,7 +191,7 @@ def train_patch_model(
     _check_trainable(model, corpus, settings)
     job = _PatchTrainer(model, corpus, settings, run)
     if not quiet and sys.stderr is not None:
-        print(*job.header(), sep="\n", file=sys.stderr)
+        print(*job.header_lines(), sep="\n", file=sys.stderr)
     stopped = train_to_step(job, settings, asked, quiet, until)
     if stopped and job.progress.step < settings.iters:
         raise TrainingStopped(job.progress, asked() or signal.SIGTERM)
@@ -205,19 +205,19 @@ class _PatchTrainer:
         self.model, self.corpus, self.settings, self.run = model, corpus, settings, run
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(model.trainable_parameters())
-        self.fingerprint = _fingerprint_run(model, corpus, settings)
+        self.fingerprint = _fingerprint_patch_run(model, corpus, settings)
         self.progress = load_last_checkpoint(run, model, self.optimizer, self.fingerprint)
         run.mkdir(parents=True, exist_ok=True)
         self._log = MetricsLog(run, self.progress.step)
-        self._value_and_grad = nn.value_and_grad(model, lambda ids: sum_nats(model, corpus, ids) / ids.size)
-        self._batches = _iterate_batches(corpus, settings, self.progress.step)
+        self._value_and_grad = nn.value_and_grad(model, lambda ids: sum_window_nats(model, corpus, ids) / ids.size)
+        self._batches = _iterate_window_batches(corpus, settings, self.progress.step)
         self._last_step: tuple[float, Uint32s, float] = (
             0.0,
             corpus.ids[:0],
             0.0,
         )  # loss, ids and seconds of the last step
 
-    def header(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         parameters = count_parameters(self.model)
         done, windows = self.progress.step, pluralize(len(self.corpus.ids), "window")
         return [
@@ -258,7 +258,7 @@ class _PatchTrainer:
             save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
 
-def _iterate_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
+def _iterate_window_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
     """Yields the windows [B, T] of each step from `step` on.
 
     Each pass over the text has its own random order; windows that do not fill the pass's last batch are left out.
@@ -271,7 +271,7 @@ def _iterate_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) ->
         yield corpus.ids[order[at : at + settings.batch_size]]
 
 
-def _fingerprint_run(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> str:
+def _fingerprint_patch_run(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> str:
     left_out = {"steps_per_report", "save_every", "keep", *ADDED_LATER}
     chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in left_out)
     facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()
@@ -316,13 +316,13 @@ def fit_patch_model(
     holds other files or another process trains there.
     """
     text = _make_patch_text(texts, options)
-    ids = cut_windows([text.ids(one) for one in texts], text.end, options.context)
+    ids = cut_patch_windows([text.ids(one) for one in texts], text.end, options.context)
     corpus = PatchCorpus(ids, text.unit_bytes, text.table.rows)
     mx.random.seed(settings.seed)
     merges = text.table.merges
     model = PatchModel(PatchConfig(merges.symbols, merges.patch_size, options.latent, options.local))
     _check_trainable(model, corpus, settings)
-    record = _make_run_record(texts, text, options, settings)
+    record = _make_patch_run_record(texts, text, options, settings)
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     with errors_as(TrainingError, str(out), OSError), lock_run_folder(out, "RUN"):
         remove_unfinished_files(out)
@@ -334,7 +334,7 @@ def fit_patch_model(
     return saved
 
 
-def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
+def evaluate_patch_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
     """Measures a patch model on documents. Raises `DataError` if the texts have no bytes.
 
     The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last window may be
@@ -342,11 +342,11 @@ def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int
     per word; None if there are no words), forward_flops_per_byte (`hierarchical_flops` at these texts' mean symbols per
     patch, per byte), parameters, and exact (whether the patches' bytes equal the texts').
     """
-    ids = cut_windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
+    ids = cut_patch_windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
     whole = len(ids) // saved.context * saved.context
     parts = [part.reshape(-1, n) for part, n in ((ids[:whole], saved.context), (ids[whole:], len(ids) - whole)) if n]
     corpora = [PatchCorpus(part, saved.text.unit_bytes, saved.text.table.rows) for part in parts if part.size]
-    found = [evaluate_corpus(saved.model, corpus, batch_size) for corpus in corpora]
+    found = [evaluate_patch_corpus(saved.model, corpus, batch_size) for corpus in corpora]
     n_bytes, lengths = sum(one["bytes"] for one in found), saved.text.table.lengths[ids]
     if not n_bytes:
         raise DataError("the texts have no bytes: there is nothing to measure")
@@ -375,7 +375,7 @@ def _make_patch_text(texts: Sequence[str], options: PatchFitOptions) -> PatchTex
     return PatchText.learn(tokenizer, options.patch_size, options.mode)
 
 
-def _make_run_record(
+def _make_patch_run_record(
     texts: Sequence[str], text: PatchText, options: PatchFitOptions, settings: TrainSettings
 ) -> dict[str, Any]:
     digest = sha256()

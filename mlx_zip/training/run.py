@@ -28,7 +28,7 @@ from mlx_zip.training.checkpoints import hash_trained_weights, list_checkpoints,
 from mlx_zip.training.head_training import (
     HeadTrainee,
     HeadTrainer,
-    check_data_fits,
+    check_head_data_fits,
     check_head_options,
     freeze_model,
     make_head_trainee,
@@ -37,14 +37,14 @@ from mlx_zip.training.head_training import (
 from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run_data import (
     JoinedFolders,
+    check_data_prepared,
     check_length_and_mask,
-    check_prepared,
     count_held_out,
     split_held_out,
 )
 from mlx_zip.training.run_folder import BegunRun, lock_run_folder, open_run_folder, read_begun_run, record_more_iters
 from mlx_zip.training.run_metrics import ReportServices, check_report_services
-from mlx_zip.training.run_summary import header_lines, measure_base_bits, summary_lines
+from mlx_zip.training.run_summary import measure_base_bits, run_header_lines, run_summary_lines
 from mlx_zip.training.saving import check_adapter_savable, default_save_dtype, save_adapter_folder, save_model_folder
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
 from mlx_zip.training.starting_model import (
@@ -96,7 +96,7 @@ def _train_and_save(
     if not quiet and sys.stderr is not None:
         trained = "a draft head" if settings.draft_head else settings.fine_tune_type
         what = f"{options.model or options.scratch} ({trained})"
-        print(*header_lines(trainer, what), sep="\n", file=sys.stderr)
+        print(*run_header_lines(trainer, what), sep="\n", file=sys.stderr)
     from_model = trainer.loss_is_of_text and options.scratch is None
     if trainer.valid is not None and not trainer.progress.step and from_model:
         line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
@@ -105,8 +105,8 @@ def _train_and_save(
     outcome = trainer.train()
     if outcome.progress.step >= settings.iters and first:
         if unfinished and not quiet and trainer.loss_is_of_text:
-            print(*summary_lines(trainer, options), sep="\n", file=sys.stderr)
-        _save_result(options, settings, start, outcome, trainee)
+            print(*run_summary_lines(trainer, options), sep="\n", file=sys.stderr)
+        _save_trained_model(options, settings, start, outcome, trainee)
     return outcome
 
 
@@ -169,7 +169,7 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
     if settings.draft_head:
         check_head_options(options, settings)
     check_report_services(options.report_to)
-    check_prepared(options)
+    check_data_prepared(options)
     data = JoinedFolders(options.data)
     check_length_and_mask(options, data)
     valid = JoinedFolders(options.valid) if options.valid else None
@@ -185,7 +185,7 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
     mx.random.seed(settings.seed)
     scratch = None if options.scratch is None else read_json_object(options.scratch, raises=TrainingError)
     if settings.draft_head and folder is not None:
-        check_data_fits(is_plain_model(str(folder)), data.params)
+        check_head_data_fits(is_plain_model(str(folder)), data.params)
     model, config = make_starting_model(folder, scratch, data.params, options.encoder, options.canonical)
     _check_vocabulary_and_context(config, data, len(tokenizer))
     if settings.pack_rows:
@@ -199,7 +199,7 @@ def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) 
         freeze_and_add_lora(model, settings)
     check_enough_samples(data, valid, settings)
     begun = read_begun_run(options.out)
-    record = _make_run_record(options, settings, data, begun)
+    record = _make_train_run_record(options, settings, data, begun)
     mark = run_mark = fingerprint_run(model, config, record["fixed"])
     held_out = 0
     if first:
@@ -259,7 +259,7 @@ def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Pa
         raise DataError(f"{part.folder} was prepared with another tokenizer than the one in {folder}; prepare it again")
 
 
-def _save_result(
+def _save_trained_model(
     options: RunOptions, settings: TrainSettings, start: _RunInputs, outcome: Outcome, trainee: Trainee
 ) -> None:
     if isinstance(trainee, HeadTrainee):
@@ -303,7 +303,7 @@ def _check_vocabulary_and_context(config: Mapping[str, Any], data: JoinedFolders
         raise TrainingError(f"the data hold windows of {longest} base ids, the model's context is {context}")
 
 
-def _make_run_record(
+def _make_train_run_record(
     options: RunOptions, settings: TrainSettings, data: JoinedFolders, begun: BegunRun | None
 ) -> dict[str, Any]:
     """Returns the record of what the run trains, by which `open_run_folder` recognizes the run.
@@ -317,13 +317,13 @@ def _make_run_record(
         before = {"init_from": known or hash_trained_weights(options.init_from)}
     return {
         "fixed": {"model": Path(origin).name if origin else None, "settings": settings.values_to_record(), **before},
-        "data": [_make_data_record(part) for part in data.parts],
+        "data": [_make_prepared_data_record(part) for part in data.parts],
         "encoder": vars(options.encoder),
         "mlx_zip": mlx_zip.__version__,
     }
 
 
-def _make_data_record(part: PreparedShards) -> dict[str, Any]:
+def _make_prepared_data_record(part: PreparedShards) -> dict[str, Any]:
     """Returns a record of a prepared folder's content and origin, without paths, so that folders may be moved."""
     settings = part.index.get("settings") or {}
     try:

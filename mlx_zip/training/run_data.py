@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mlx_zip.errors import DataError
 from mlx_zip.text.hub import is_hub_id
 from mlx_zip.training.prepare.prepared_folder import SETTINGS_FILE
-from mlx_zip.training.prepare.shards import PreparedShards, Sample, can_have_entries, is_prepared
+from mlx_zip.training.prepare.shards import PreparedShards, Sample, can_have_entries, is_prepared_folder
 from mlx_zip.training.settings import RunOptions
 
 _SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
@@ -24,10 +24,10 @@ _FEWEST_HELD_OUT = 4  # minimum number of samples to hold out, if the data have 
 _ONE_HELD_OUT_IN = 5  # hold out at most one in 5 samples
 
 
-def check_prepared(options: RunOptions) -> None:
+def check_data_prepared(options: RunOptions) -> None:
     """Raises `DataError`, naming the command to run first, if data are missing or not prepared."""
     for folder in (*options.data, *options.valid):
-        if is_prepared(folder):
+        if is_prepared_folder(folder):
             continue
         if (folder / SETTINGS_FILE).is_file():
             raise DataError(f"{folder} is not finished: run the same `mlx_zip prepare` again, which goes on with it")
@@ -109,7 +109,7 @@ class JoinedFolders:
         sample = self.parts[number][i - (self._ends[number - 1] if number else 0)]
         return replace(sample, plain=True) if self._plain[number] else sample
 
-    def only(self, chosen: NDArray[np.bool_]) -> JoinedFolders:
+    def select_samples(self, chosen: NDArray[np.bool_]) -> JoinedFolders:
         """Returns a copy in which samples outside of `chosen`, bool [len(self)], have length 0. Indices stay."""
         made = copy(self)
         made.lengths, made.base_ids = np.where(chosen, self.lengths, 0), np.where(chosen, self.base_ids, 0)
@@ -138,4 +138,4 @@ def split_held_out(data: JoinedFolders, count: int, seed: int) -> tuple[JoinedFo
     drawn = np.random.default_rng([seed, count]).permutation(np.flatnonzero(data.lengths >= 2))[:count]
     held = np.zeros(len(data), np.bool_)
     held[drawn] = True
-    return data.only(~held), data.only(held)
+    return data.select_samples(~held), data.select_samples(held)

@@ -56,13 +56,13 @@ def _has_no_saved_step(out: Path, hint: str = "") -> bool:
 
     hint: end of the error message. Raises `TrainingError` if the record is damaged.
     """
-    names = _list_names(out)
+    names = _list_file_names(out)
     if RUN_RECORD not in names or not names <= {RUN_RECORD, METRICS_FILE}:
         return False
     return read_json_object(out / RUN_RECORD, hint, TrainingError).keys() >= {"fingerprint", "fixed", "data"}
 
 
-def _list_names(out: Path) -> set[str]:
+def _list_file_names(out: Path) -> set[str]:
     return {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
 
 
@@ -98,9 +98,9 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
         before = read_json_object(path, f"; {advice}", TrainingError)
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
-            raise TrainingError(f"{out} holds another run ({_describe_difference(before, record)}); {advice}")
+            raise TrainingError(f"{out} holds another run ({_describe_run_difference(before, record)}); {advice}")
         return
-    if _list_names(out):
+    if _list_file_names(out):
         raise TrainingError(f"{out} is not empty and holds no run; {advice}")
     with errors_as(TrainingError, f"cannot write {out}", OSError):
         out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _remove_unstarted_run(out: Path, flag: str) -> None:
         (out / RUN_RECORD).unlink()
 
 
-def _describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _describe_run_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     fixed, new = before.get("fixed"), now["fixed"]["settings"]
     old = fixed.get("settings") if isinstance(fixed, dict) else None
     if not isinstance(old, dict):

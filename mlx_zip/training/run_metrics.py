@@ -67,7 +67,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def plot_curves(run: Path) -> Path:
+def plot_training_curves(run: Path) -> Path:
     """Draws loss, bits per byte, learning rate and speed from the run's log; returns the path of `curves.png`.
 
     Each of the four panels shows one quantity by optimizer step, in training and in validation. Raises `TrainingError`
@@ -107,16 +107,16 @@ def check_report_services(names: str | None) -> None:
 
     names: services separated by commas; None for none.
     """
-    if names and not _split_names(names):
+    if names and not _split_service_names(names):
         raise TrainingError(f"--report-to {names!r} names no service; give {' or '.join(_SERVICES)}")
-    for name in _split_names(names):
+    for name in _split_service_names(names):
         if name not in _SERVICES:
             raise TrainingError(f"--report-to {name}: only {' and '.join(_SERVICES)} are known")
         if find_spec(name) is None:
             raise InstallationError(f"--report-to {name} needs the package: pip install {name}")
 
 
-def _split_names(names: str | None) -> list[str]:
+def _split_service_names(names: str | None) -> list[str]:
     return [name.strip().lower() for name in (names or "").split(",") if name.strip()]
 
 
@@ -127,7 +127,7 @@ class ReportServices:
         from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
         self._callback = get_reporting_callbacks(
-            ",".join(_split_names(options.report_to)),
+            ",".join(_split_service_names(options.report_to)),
             project_name=options.project_name,
             log_dir=str(options.out),
             config={**settings.to_dict(), "model": options.model, "data": [str(path) for path in options.data]},  # type: ignore[arg-type]

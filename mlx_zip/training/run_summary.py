@@ -30,7 +30,7 @@ _FAIR_COMPARISON = (
 _NOTABLE_CHANGE = 0.005  # relative change from which a validation figure counts as falling or rising
 
 
-def header_lines(trainer: Trainer, what: str) -> list[str]:
+def run_header_lines(trainer: Trainer, what: str) -> list[str]:
     """Returns lines of text: trained parameters, device, data, and the step at which the run resumes.
 
     what: description of the trained model.
@@ -39,22 +39,24 @@ def header_lines(trainer: Trainer, what: str) -> list[str]:
     total = get_total_parameters(trainer.trainee)
     lines = [
         f"training {what}: {trained:,} of {total:,} parameters; device: {trainer.stepper.device}",
-        f"data: {_describe_counts(trainer.data)}"
-        + (f"; held out: {_describe_counts(trainer.valid)}" if trainer.valid is not None else "; nothing held out"),
+        f"data: {_describe_data_counts(trainer.data)}"
+        + (
+            f"; held out: {_describe_data_counts(trainer.valid)}" if trainer.valid is not None else "; nothing held out"
+        ),
     ]
     if trainer.progress.step:
         lines.append(f"resuming at step {trainer.progress.step:,} of {trainer.settings.iters:,}")
     return lines
 
 
-def _describe_counts(data: SampleData) -> str:
+def _describe_data_counts(data: SampleData) -> str:
     usable = data.lengths >= 2
     base_ids, ids = int(data.base_ids[usable].sum()), int(data.lengths[usable].sum())
     samples = pluralize(int(usable.sum()), "sample")
     return f"{samples}, {pluralize(base_ids, 'base id')} ({base_ids / max(ids, 1):.2f} per id)"
 
 
-def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
+def run_summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
     """Returns lines of text about a finished run: figures and their meaning, hints, and commands to run next."""
     done = trainer.progress
     passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
@@ -68,13 +70,14 @@ def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
         _quality_lines(log, bits) if bits else ["no validation data: how the model does on other text is not known"]
     )
     lines += [
-        f"hint: {hint}" for hint in hint_lines(bits, passes, done, new_encoders=has_hypertokens(trainer.trainee.model))
+        f"hint: {hint}"
+        for hint in training_hint_lines(bits, passes, done, new_encoders=has_hypertokens(trainer.trainee.model))
     ]
-    return lines + _next_commands(options, done)
+    return lines + _list_next_commands(options, done)
 
 
 def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
-    """Returns lines of text: the last validation, and the gap to the model before training. bits: see `hint_lines`."""
+    """Returns lines: the last validation, and the gap to the model before training. bits: see `training_hint_lines`."""
     last = next(line for line in reversed(log) if "val_bits_per_byte" in line)
     base = next((line["base_bits_per_byte"] for line in log if "base_bits_per_byte" in line), None)
     lines = [f"held-out text: {bits[-1]:.4f} bits per byte"]
@@ -86,7 +89,7 @@ def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
     return lines if base is None else [*lines, _FAIR_COMPARISON]
 
 
-def hint_lines(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
+def training_hint_lines(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
     """Returns advice on more steps or more data.
 
     bits: bits per byte of each validation, in order. passes: number of passes over the data. done: the run's progress.
@@ -108,7 +111,7 @@ def hint_lines(bits: list[float], passes: float, done: Progress, new_encoders: b
     return found
 
 
-def _next_commands(options: RunOptions, done: Progress) -> list[str]:
+def _list_next_commands(options: RunOptions, done: Progress) -> list[str]:
     if options.save == ADAPTER:
         folder = shlex.quote(str(options.out / ADAPTER))
         return [f"next: mlx_zip convert --hf-path {folder} --mlx-path FOLDER puts it together with its base"]

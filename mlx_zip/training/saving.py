@@ -87,7 +87,7 @@ def save_model_folder(
         saved["zip2zip"] = {**section, "source": record}
     else:
         saved["mlx_zip"] = {"source": record}
-    with _new_folder(folder) as partial:
+    with _fill_new_folder(folder) as partial:
         save_model(partial, model)
         if isinstance(model, Model):
             saved["zip2zip"]["fingerprint"] = _fingerprint_hyper_rows(model, saved)
@@ -100,7 +100,7 @@ def save_model_folder(
 
 
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def _fill_new_folder(folder: Path) -> Iterator[Path]:
     """Context manager: yields a temporary folder to fill, which becomes `folder` on success. Raises `TrainingError`."""
     fault, good = f"cannot write {folder}", "; the last checkpoint stays good"
     with errors_as(TrainingError, fault, OSError, RuntimeError, end=good), atomic_folder(folder) as partial:
@@ -147,12 +147,12 @@ def fuse_lora(model: nn.Module, bits: str = UNQUANTIZED) -> None:
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
     for name, module in layers:
         module.set_dtype(mx.float32)
-        fused = _requantize(module.fuse(dequantize=True), module.linear, bits)
+        fused = _requantize_layer(module.fuse(dequantize=True), module.linear, bits)
         mx.eval(fused.parameters())
         model.update_modules(tree_unflatten([(name, fused)]))
 
 
-def _requantize(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
+def _requantize_layer(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
     """Returns the layer `fused`, quantized to `bits`. base: the adapted layer without the adapter.
 
     `BASE` means the base layer's own quantization. Other numbers of bits use affine quantization in groups of the
@@ -225,14 +225,14 @@ def save_adapter_folder(
     `PackAndModelTrainee.trained_pack_rows`; None or empty for none. Raises `TrainingError` if writing fails.
     """
     pairs = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    with _new_folder(folder) as partial:
+    with _fill_new_folder(folder) as partial:
         if pairs:
             write_json(partial / ADAPTER_CONFIG, _make_peft_config(pairs, base, settings, len(model.layers)))
             mx.save_safetensors(
                 str(partial / ADAPTER_WEIGHTS), _to_peft_weights(pairs, DTYPES[dtype]), _PYTORCH_METADATA
             )
         if isinstance(model, Model):
-            write_json(partial / ZIP_CONFIG, _make_zip_config(model, base))
+            write_json(partial / ZIP_CONFIG, _make_adapter_zip_config(model, base))
             named = named_arrays(model.parameters())
             encoders = {name: value for name, value in named if name.startswith(SIDES)}
             if encoders:
@@ -243,7 +243,7 @@ def save_adapter_folder(
             mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PYTORCH_METADATA)
 
 
-def _make_zip_config(model: Model, base: str) -> dict[str, Any]:
+def _make_adapter_zip_config(model: Model, base: str) -> dict[str, Any]:
     found = replace(model.config, format_version=1, base_model=base).to_dict()
     del found["pad_token_id"]  # zip2zip reads it from the tokenizer and refuses unknown keys
     return found

@@ -48,7 +48,7 @@ VALUE_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
 
-def has_kind(value: Any, kind: str) -> bool:
+def has_value_type(value: Any, kind: str) -> bool:
     """Returns whether a value has one of the types of `kind`, a key of `VALUE_TYPES`. A truth value is no number."""
     return isinstance(value, VALUE_TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
 
@@ -70,7 +70,7 @@ def declare_setting(
     return field(default=default, metadata=about)
 
 
-def help_text(one: Field[Any], default: Any = MISSING) -> str:
+def setting_help_text(one: Field[Any], default: Any = MISSING) -> str:
     """Returns the help line of the setting `one`, with its default. default: value to show instead of the default."""
     value = one.default if default is MISSING else default
     shown = one.metadata["shown"] or ("off" if value is False else "on" if value is True else value)
@@ -200,7 +200,7 @@ class TrainSettings:
     def _check_type(self, name: str, kind: Any) -> None:
         """Raises `TrainingError` unless the setting `name` has the type `kind`. Converts int to float if needed."""
         value = getattr(self, name)
-        if not has_kind(value, kind):
+        if not has_value_type(value, kind):
             raise TrainingError(f"{name} must be {TYPE_WORDS[kind]}, got {value!r}")
         if kind == "int" and abs(value) > LARGEST_INTEGER:
             raise TrainingError(f"{name} is too large: {value}")

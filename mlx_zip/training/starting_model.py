@@ -77,12 +77,12 @@ def make_starting_model(
     if folder is None:
         model = _build_random_model(config)
     else:
-        model = _load_weights(folder, config, strict=not can_have_entries(params))
+        model = _load_model_weights(folder, config, strict=not can_have_entries(params))
     if isinstance(model, Model):
         if folder is not None:
             _check_decoder_tensors(folder, model)
             _check_weight_shapes(folder, model)
-        _init_encoders(model)
+        _init_hyper_encoders(model)
     return model, config
 
 
@@ -122,7 +122,8 @@ def _adopt_codec_sizes(config: dict[str, Any], params: CodecParams) -> dict[str,
     sizes = {"codebook_size": params.codebook_size, "merge_size": params.merge_size}
     if replace(theirs, start=None, **sizes) != replace(params, start=None) or params.merge_size < theirs.merge_size:
         raise TrainingError(
-            f"the data were prepared for another codec than the model's ({_describe_difference(params, theirs)}): "
+            f"the data were prepared for another codec than the model's "
+            f"({_describe_codec_difference(params, theirs)}): "
             "prepare them with `mlx_zip prepare --model`, naming this model"
         )
     if (theirs.codebook_size, theirs.merge_size) == (params.codebook_size, params.merge_size):
@@ -131,7 +132,7 @@ def _adopt_codec_sizes(config: dict[str, Any], params: CodecParams) -> dict[str,
     return {**config, "zip2zip": {**replace(found, **sizes).to_dict(), **kept}}
 
 
-def _describe_difference(data: CodecParams, model: CodecParams) -> str:
+def _describe_codec_difference(data: CodecParams, model: CodecParams) -> str:
     differ = [one.name for one in fields(data) if getattr(data, one.name) != getattr(model, one.name)]
     lists = [f"other {name}" for name in differ if name == "disabled_ids"]
     numbers = [name for name in differ if name not in ("disabled_ids", "start")]
@@ -147,11 +148,11 @@ def _load_with_longer_entries(folder: Path, config: dict[str, Any], wanted: dict
     """
     before, after = (one["zip2zip"]["compression"]["max_subtokens"] for one in (config, wanted))
     if before == after:  # the number of slots does not change the weights
-        return _load_weights(folder, wanted)
+        return _load_model_weights(folder, wanted)
     if "quantization" in config:
         raise TrainingError(f"{folder} is quantized: its entries of {before} base ids cannot become longer ({after})")
     made, weights = _build_random_model(wanted), dict[str, mx.array]()
-    for name, value in named_arrays(_load_weights(folder, config).parameters()):
+    for name, value in named_arrays(_load_model_weights(folder, config).parameters()):
         more = [value[-1:]] * (after - before) if name.endswith("pos_embed.weight") else []
         weights[name] = mx.concatenate([value, *more])
     made.load_weights(list(weights.items()))
@@ -164,7 +165,7 @@ def _build_random_model(config: dict[str, Any]) -> nn.Module:
         return model_class(arguments.from_dict(config))
 
 
-def _load_weights(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
+def _load_model_weights(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
     try:
         return load_model(folder, lazy=False, strict=strict, model_config=config)[0]
     except load_error_types() as error:
@@ -195,7 +196,7 @@ def _check_weight_shapes(folder: Path, model: Model) -> None:
         model(mx.zeros((1, 1), mx.int32))
 
 
-def _init_encoders(model: Model) -> None:
+def _init_hyper_encoders(model: Model) -> None:
     """Initializes new encoders so that their rows have the scale of the matrix (embedding or head) that they read.
 
     For `res_latent_attn`, the last weight is set to zero (as in zip2zip++), so that the encoder begins as its residual:

@@ -42,7 +42,7 @@ from mlx_zip.training.steps.batches import (
     Batch,
     CallFunction,
     block_stop_signals,
-    call_here,
+    call_in_this_process,
     make_batch,
     order_batches,
     start_batch_workers,
@@ -108,7 +108,7 @@ class Trainer:
         check_enough_samples(data, valid, settings)
         self._lengths, self._starts = data.lengths, data.starts
         self._orders: dict[int, list[np.ndarray]] = {}
-        self._call: CallFunction = call_here
+        self._call: CallFunction = call_in_this_process
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._restore_progress()
@@ -155,7 +155,7 @@ class Trainer:
         ):
             self._upcoming = deque(self._pool.submit(self._make_step_batches, done + k) for k in range(ahead))
             stopped = train_to_step(self, self.settings, asked, self.quiet)
-        self._call = call_here
+        self._call = call_in_this_process
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 
     def step(self, stop: bool) -> bool:
@@ -283,14 +283,14 @@ class Trainer:
 
     def measure_validation(self) -> dict[str, float]:
         """Measures the model on `validation_batches`: loss in nats per id, bits per byte, base tokens per step."""
-        sums = self.sum_validation()
+        sums = self.sum_validation_losses()
         return {
             "val_loss": sums["nats"] / max(sums["count"], 1),
             "val_bits_per_byte": sums["nats"] / math.log(2) / max(sums["n_bytes"], 1),
             "val_base_tokens_per_step": sums["base_ids"] / max(sums["ids"], 1),
         }
 
-    def sum_validation(self) -> dict[str, float]:
+    def sum_validation_losses(self) -> dict[str, float]:
         """Returns the sums of the losses, `n_bytes`, `ids` and `base_ids` over `validation_batches`.
 
         Each sample's first id is read but not predicted, so it counts neither in `ids` nor in `base_ids`.

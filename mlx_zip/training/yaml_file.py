@@ -27,10 +27,10 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueNamesLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(_describe_error(error)) from error
+        raise ValueError(_describe_yaml_error(error)) from error
 
 
-def _describe_error(error: yaml.YAMLError | RecursionError) -> str:
+def _describe_yaml_error(error: yaml.YAMLError | RecursionError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {' '.join(str(error.problem).split())}"
     return " ".join(str(error).split())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.cli import colours
 from mlx_zip.cli.chat.markdown import MarkdownStream
-from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_controls
+from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_control_characters
 
 TEXT = """# A title with `colour_code`
 
@@ -203,8 +203,8 @@ def test_a_terminal_that_says_it_has_no_columns_has_eighty(sized):
 
 
 def test_control_characters_are_pictures():
-    assert replace_controls("\x1b[31m\x07\x00\x7f\x9b\u202e\r\n\ta\r") == "␛[31m␇␀␡\ufffd\ufffd\n\ta␍"
-    assert replace_controls("👩‍👩‍👧 שלום e\u0301") == "👩‍👩‍👧 שלום e\u0301"
+    assert replace_control_characters("\x1b[31m\x07\x00\x7f\x9b\u202e\r\n\ta\r") == "␛[31m␇␀␡\ufffd\ufffd\n\ta␍"
+    assert replace_control_characters("👩‍👩‍👧 שלום e\u0301") == "👩‍👩‍👧 שלום e\u0301"
 
 
 def test_typed_bytes_that_are_not_utf8_become_replacement_characters():

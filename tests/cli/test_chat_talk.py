@@ -54,7 +54,7 @@ def test_marked_reasoning_is_shown_apart_and_kept_in_the_conversation():
     text = "<think>A boat is good.</think>Once upon a time."
     front = Thinker("hello")
     program = Program(FakeEngine(Script(text=text), vocab=vocab), Settings(), front, Conversation())
-    assert commands.run(program) == 0
+    assert commands.run_chat_loop(program) == 0
     assert (front.thoughts, front.shown) == ("A boat is good.", ["Once upon a time."])
     assert program.conversation.messages[1] == message("assistant", text)
 
@@ -140,7 +140,7 @@ def test_a_message_without_an_answer_is_taken_back_and_can_be_asked_again():
     assert (front.errors, program.conversation.messages) == (["out of memory"], [])
     engine.script = Script()
     program.front.messages = ["/retry"]
-    commands.run(program)
+    commands.run_chat_loop(program)
     assert program.conversation.messages == [message("user", "one"), message("assistant", STORY)]
 
 
@@ -157,7 +157,7 @@ def test_a_retry_that_fails_leaves_the_answer_that_was_there():
     program, front = chatted("one", engine=engine)
     engine.script = Script(fails=GenerationError("no"), ids=())
     front.messages = ["/retry"]
-    commands.run(program)
+    commands.run_chat_loop(program)
     assert program.conversation.messages == [message("user", "one"), message("assistant", STORY)]
     assert program.conversation.answered
 
@@ -268,7 +268,7 @@ def test_vocabulary_counts_only_the_answers_that_the_conversation_has():
     assert len(program.conversation.uses) == 1
     assert all(line.split()[0] == "1x" for line in front.said[1:])
     program.front.messages = ["/reset", "/vocabulary"]
-    commands.run(program)
+    commands.run_chat_loop(program)
     assert front.said[-1] == "no hypertokens yet; answers from a loaded file are not counted"
 
 
@@ -297,7 +297,7 @@ def test_a_conversation_can_be_saved_after_the_engine_has_stopped_and_a_pipe_end
     program, front = chatted("one", engine=engine)
     engine.die()
     front.is_interactive, front.messages = asks, ["two", f"/save {tmp_path}/talk", "/quit"]
-    assert commands.run(program) == 1
+    assert commands.run_chat_loop(program) == 1
     assert front.errors == ["the engine has stopped; /save keeps the conversation, /quit ends the chat"]
     assert (tmp_path / "talk.jsonl").exists() is asks
 

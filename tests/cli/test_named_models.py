@@ -78,10 +78,10 @@ def test_convert_takes_a_base_and_a_wrong_one_leaves_nothing(
 def test_the_app_offers_what_is_at_hand_beside_the_bundled_model(
     kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert [*app._offered_models("stories")] == ["stories"]
+    assert [*app._choose_offered_models("stories")] == ["stories"]
     install_package(monkeypatch, tmp_path / "site")
-    assert [*app._offered_models("stories")] == ["stories", "smollm2"]
-    assert app._offered_models("some/model") == {}
+    assert [*app._choose_offered_models("stories")] == ["stories", "smollm2"]
+    assert app._choose_offered_models("some/model") == {}
     assert not kept.exists()  # nothing was made
 
 

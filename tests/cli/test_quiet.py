@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from mlx_zip.cli import quiet_libraries
+from mlx_zip.cli import silence_library_warnings
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +17,11 @@ def environment(monkeypatch):
 
 
 def test_libraries_are_silenced_unless_the_user_asked_them_to_speak():
-    quiet_libraries()
+    silence_library_warnings()
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
     assert os.environ["HF_HUB_VERBOSITY"] == "error"
 
 
 def test_without_a_terminal_downloads_draw_no_bars():
-    quiet_libraries()
+    silence_library_warnings()
     assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"

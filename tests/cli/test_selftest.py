@@ -199,7 +199,7 @@ def test_rounds_end_at_the_limit(tiny_shape, monkeypatch):
 
 def test_a_part_for_which_no_time_is_left_is_skipped_and_says_so():
     limit, data = speed.TimeLimit(time.monotonic() + 5), {}
-    found = speed._check_steps("1B", None, steps.report_lines, limit.left(40), data)
+    found = speed._check_steps("1B", None, steps.report_lines, limit.seconds_left(40), data)
     assert [(one.passed, one.figure) for one in found] == [
         (None, "skipped: the limit of 110 seconds is nearly reached")
     ]
@@ -221,8 +221,8 @@ def test_bandwidth_is_measured_on_a_gpu_only(tiny_shape, monkeypatch):
 
 
 def test_the_figures_lie_next_to_the_report(tmp_path):
-    assert selftest.json_report_file(tmp_path / "a.md") == tmp_path / "a.json"
-    assert selftest.json_report_file(tmp_path / "a.json") == tmp_path / "a.figures.json"
+    assert selftest.json_report_path(tmp_path / "a.md") == tmp_path / "a.json"
+    assert selftest.json_report_path(tmp_path / "a.json") == tmp_path / "a.figures.json"
 
 
 def test_the_last_line_says_what_to_do_with_both_files(monkeypatch, tmp_path, capsys):

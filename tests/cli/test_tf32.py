@@ -50,7 +50,7 @@ def test_the_tests_run_without_tf32():
 @pytest.mark.parametrize(("default", "state"), [(2e-4, "on"), (1e-6, "off")])
 def test_the_line_says_whether_tf32_is_on_by_default_and_both_errors(monkeypatch, default, state):
     monkeypatch.setattr(speed, "_matmul_error", lambda value: default if value is None else 1e-6)
-    line = speed._tf32_line()
+    line = speed._describe_tf32()
     assert line.startswith(f"{state} by default; ")
     assert f"{default:.0e}" in line
     assert "1e-06" in line

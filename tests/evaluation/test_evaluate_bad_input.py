@@ -39,7 +39,7 @@ def test_the_table_is_printed_although_the_json_file_cannot_be_written(tmp_path,
 
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setattr("mlx_zip.evaluation.evaluate.evaluate", lambda *_, **__: {})
-    monkeypatch.setattr("mlx_zip.evaluation.evaluation_report.format_table", lambda record: "the table")
+    monkeypatch.setattr("mlx_zip.evaluation.evaluation_report.format_evaluation_table", lambda record: "the table")
     monkeypatch.setattr("mlx_zip.files.write_json", full)
     argv = ["evaluate", "--engine", "mlx", "--model", "m", "--data", str(tmp_path / "a.txt")]
     assert main([*argv, "--out", str(tmp_path / "a.json")]) == 2

@@ -11,7 +11,7 @@ import pytest
 from mlx_zip import GenerationError, cli
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.evaluation import evaluation_report
-from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
 from mlx_zip.evaluation.evaluate import EvaluationOptions, check_prompts_fit, evaluate
 from mlx_zip.text.conversations import Prompt
 from mlx_zip.text.documents import read_corpus
@@ -82,7 +82,7 @@ def test_base_and_zip_model_stand_next_to_one_another_on_the_same_bytes(run, bas
 def test_the_record_is_what_the_library_measures(run, zipped, text):
     record = run("--model", zipped, "--data", text, "--context", 20, "--batch-size", 3, "--fill-windows")[3]
     model, tokenizer = load(zipped)
-    windows = cut_windows(tokenizer, read_corpus([text]).documents, 20, fill_windows=True)
+    windows = cut_scored_windows(tokenizer, read_corpus([text]).documents, 20, fill_windows=True)
     expected = measure_bits(model, windows).record()
     found = record["models"][0]["text"]
     assert found["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], abs=1e-5)

@@ -16,7 +16,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.evaluation.rates import (
     GeneratedTurn,
     RateSettings,
-    count_invalid,
+    count_invalid_ids,
     count_repeated_grams,
     measure_rates,
     summarize_turns,
@@ -115,9 +115,9 @@ def test_ids_that_are_not_installed_are_invalid_the_next_one_too():
     book = Codebook(PARAMS)
     book.push([5, 6])  # installs one entry, id V
     first = PARAMS.vocab_size
-    assert count_invalid(book, [first, 7]) == 0
-    assert count_invalid(book, [first + 1, first + 9, 7]) == 2
-    assert count_invalid(book, [7, first + 1, -1]) == 1
+    assert count_invalid_ids(book, [first, 7]) == 0
+    assert count_invalid_ids(book, [first + 1, first + 9, 7]) == 2
+    assert count_invalid_ids(book, [7, first + 1, -1]) == 1
     assert len(book) == 1
 
 

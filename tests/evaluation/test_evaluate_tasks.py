@@ -16,8 +16,8 @@ from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.scoring import compress_row
 from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 from mlx_zip.errors import DataError, InstallationError
-from mlx_zip.evaluation.bits import cut_windows, measure_bits
-from mlx_zip.evaluation.tasks import list_metrics, run_tasks
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
+from mlx_zip.evaluation.tasks import list_task_metrics, run_tasks
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
@@ -180,7 +180,7 @@ def test_rolling_scores_are_the_bits_of_the_same_windows(model):
     lm = ZipLM(model, TOKENIZER, context=16)
     scores = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in [*texts, ""]]))
     for text, score in zip(texts, scores, strict=False):
-        bits = measure_bits(model, cut_windows(TOKENIZER, [Document(text, "")], 16)).bits.sum()
+        bits = measure_bits(model, cut_scored_windows(TOKENIZER, [Document(text, "")], 16)).bits.sum()
         assert score == pytest.approx(-bits * math.log(2), abs=1e-3)
     assert scores[2] == 0
 
@@ -294,7 +294,7 @@ def test_local_tasks_of_each_kind_run_through_the_harness(tasks, model):
     right = [np.argmax([score for score, _ in pair]) == a for pair, a in zip(scores, (0, 1), strict=True)]
     assert results["results"]["choose"]["acc,none"] == np.mean(right)
     texts = [f"{q} sat on the mat" for q in ("the cat", "the mat")]
-    found = cut_windows(TOKENIZER, [Document(text, "") for text in texts], 64)
+    found = cut_scored_windows(TOKENIZER, [Document(text, "") for text in texts], 64)
     expected = measure_bits(model, found).bits_per_byte
     assert results["results"]["roll"]["bits_per_byte,none"] == pytest.approx(expected, abs=1e-4)
 
@@ -307,7 +307,7 @@ def test_the_figures_of_tasks_are_metrics_with_their_errors():
         "exact_match,strict": 1,
         "exact_match_stderr,strict": "N/A",
     }
-    rows = list_metrics({"results": {"t": metrics}})
+    rows = list_task_metrics({"results": {"t": metrics}})
     assert rows == [("t acc", 0.5, 0.1), ("t exact_match (strict)", 1.0, None)]
 
 

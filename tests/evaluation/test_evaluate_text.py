@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.bits import cut_windows, prefix_id
+from mlx_zip.evaluation.bits import choose_prefix_id, cut_scored_windows
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.token_facts import encode_with_bytes
 from support import tiny_text
@@ -106,13 +106,13 @@ def test_the_record_names_the_text_by_its_hash(tmp_path):
 @pytest.mark.parametrize("context", [1, 3, 7, 100])
 @pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
 def test_windows_add_up_to_every_byte_of_the_text(tokenizer, context, pack):
-    found = cut_windows(tokenizer, documents(*TEXTS), context, pack)
+    found = cut_scored_windows(tokenizer, documents(*TEXTS), context, pack)
     assert sum(window.n_bytes for window in found.windows) == sum(len(text.encode()) for text in TEXTS)
 
 
 @pytest.mark.parametrize("context", [3, 7, 100])
 def test_each_document_begins_a_window_of_its_own(context):
-    windows = cut_windows(BYTES, documents(*TEXTS), context).windows
+    windows = cut_scored_windows(BYTES, documents(*TEXTS), context).windows
     expected = []
     for text in TEXTS:
         ids = BYTES.encode(text, add_special_tokens=False)
@@ -121,7 +121,7 @@ def test_each_document_begins_a_window_of_its_own(context):
 
 
 def test_packed_windows_are_full_and_an_eos_between_documents_is_not_scored():
-    windows = cut_windows(BYTES, documents(*TEXTS), 10, fill_windows=True).windows
+    windows = cut_scored_windows(BYTES, documents(*TEXTS), 10, fill_windows=True).windows
     ids, scored = (np.concatenate([getattr(w, name) for w in windows]) for name in ("base_ids", "scored"))
     assert {len(window.base_ids) for window in windows[:-1]} == {10}
     assert (ids[~scored] == BYTES.eos_token_id).all()
@@ -157,30 +157,32 @@ def test_a_tokenizer_without_offsets_spreads_the_bytes_evenly():
 
 
 def test_a_window_stands_after_bos_or_else_eos():
-    assert prefix_id(BYTES) == BYTES.bos_token_id
-    assert prefix_id(without_bos(BYTES)) == BYTES.eos_token_id
+    assert choose_prefix_id(BYTES) == BYTES.bos_token_id
+    assert choose_prefix_id(without_bos(BYTES)) == BYTES.eos_token_id
     neither = without_bos(BYTES, eos_token=None)
-    assert prefix_id(neither) == BYTES.eos_token_id  # the model's configuration has named it
+    assert choose_prefix_id(neither) == BYTES.eos_token_id  # the model's configuration has named it
     neither._eos_token_ids = set()
     with pytest.raises(DataError, match="neither a bos nor an eos"):
-        prefix_id(neither)
+        choose_prefix_id(neither)
 
 
 def test_packing_needs_an_eos():
     with pytest.raises(DataError, match="no eos token"):
-        cut_windows(without_bos(BYTES, bos_token="<|bos|>", eos_token=None), documents("a"), 4, fill_windows=True)
+        cut_scored_windows(
+            without_bos(BYTES, bos_token="<|bos|>", eos_token=None), documents("a"), 4, fill_windows=True
+        )
 
 
 def test_documents_that_their_ids_do_not_give_back_are_counted():
-    assert cut_windows(BYTES, documents(*TEXTS), 9).altered == 0
-    assert cut_windows(BYTES, documents("once", "onceX", "😀"), 9).altered == 1
+    assert cut_scored_windows(BYTES, documents(*TEXTS), 9).altered == 0
+    assert cut_scored_windows(BYTES, documents("once", "onceX", "😀"), 9).altered == 1
 
 
 def test_a_document_without_any_token_is_an_error():
     with pytest.raises(DataError, match="document 1: the tokenizer makes no token"):
-        cut_windows(BYTES, documents("once", "ONCE"), 9)
+        cut_scored_windows(BYTES, documents("once", "ONCE"), 9)
 
 
 def test_a_context_of_no_ids_is_refused():
     with pytest.raises(DataError, match="--context"):
-        cut_windows(BYTES, documents("a"), 0)
+        cut_scored_windows(BYTES, documents("a"), 0)

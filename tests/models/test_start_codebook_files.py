@@ -165,11 +165,11 @@ def test_a_folders_pack_is_also_loaded_by_mlx_lm_and_kept_when_converted_again(t
 def test_the_command_compress_keeps_the_models_start_entries() -> None:
     from types import SimpleNamespace
 
-    from mlx_zip.cli.compression import codec_params
+    from mlx_zip.cli.compression import choose_codec_params
     from mlx_zip.text.vocabularies import Vocabulary
 
     own = ModelArgs({"zip2zip": section(start=ENTRIES)}).zip_config.codec_params
     vocabulary = Vocabulary("ids", 40, "none", list, str, str, frozenset({0}))
     for disabled in (None, ["specials"]):
         flags = SimpleNamespace(merge_size=None, codebook_size=None, disabled=disabled, policy=None)
-        assert codec_params(vocabulary, own, flags).start == ENTRIES
+        assert choose_codec_params(vocabulary, own, flags).start == ENTRIES

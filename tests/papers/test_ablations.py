@@ -20,7 +20,7 @@ from mlx_zip.bench.papers.zip2zip.ablations import LINES, Setting, settings_from
 from mlx_zip.bench.records import read_lines
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
 from support import prepared
@@ -144,7 +144,7 @@ def test_entries_count_only_from_the_id_on_that_made_them(done):
 def test_a_lines_figures_are_those_of_the_model_it_left(home, done):
     model, tokenizer = load(str(done / "runs" / "m3-averaging-seed0" / "model"))
     documents = read_corpus([home / "far.jsonl"]).documents
-    expected = measure_bits(model, cut_windows(tokenizer, documents, 32, fill_windows=True)).bits_per_byte
+    expected = measure_bits(model, cut_scored_windows(tokenizer, documents, 32, fill_windows=True)).bits_per_byte
     line = read_lines(done / LINES)[-1]
     assert line["texts"]["far.jsonl"]["bits_per_byte"] == pytest.approx(expected, abs=1e-6)
 

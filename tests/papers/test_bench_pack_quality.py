@@ -7,7 +7,7 @@ import pytest
 
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import CodecError, DataError, MlxZipError
-from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.text.documents import read_corpus
@@ -36,7 +36,7 @@ def test_a_line_per_start_holds_what_scoring_gives(flags, tmp_path, capsys):
         ("own", "two.npz", 2),
     ]
     (model, tokenizer), (base, _) = load(str(flags[1])), load(str(flags[3]))
-    windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
+    windows = cut_scored_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
     control = measure_bits(base, windows).bits_per_byte
     empty = measure_bits(model, windows, pack=Pack(())).bits_per_byte
     for line, entries in zip(lines, ((), ((FIRST, FIRST + 1), (FIRST, FIRST + 2))), strict=True):
@@ -55,7 +55,7 @@ def test_a_tuned_pack_is_measured_with_its_rows(flags, tmp_path, capsys):
     save_pack(tmp_path / "tuned.npz", Pack(entries, rows=tuned))
     assert tiny_bench.run("pack_quality", *flags, "--pack", f"own={tmp_path / 'tuned.npz'}") == 0
     line = json.loads(capsys.readouterr().out.splitlines()[1])
-    windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
+    windows = cut_scored_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
     packs = Pack(entries, rows=tuned), Pack(entries)
     found, untuned = (measure_bits(model, windows, pack=pack).bits_per_byte for pack in packs)
     assert line["bits_per_byte"] == pytest.approx(found, rel=1e-6)

@@ -9,7 +9,7 @@ from mlx_zip.bench.papers.packs.pack_transfer import split_at_half_of_bytes
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import CodecError, DataError, MlxZipError
-from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
 from mlx_zip.packs.learner import learn_pack
 from mlx_zip.packs.pack import Pack, save_pack
 from mlx_zip.text.documents import Document, read_corpus
@@ -66,7 +66,7 @@ def test_a_line_per_start_holds_what_the_library_measures(flags, tmp_path, capsy
         ("own", "own.npz", SIZE),
     ]
     assert learned
-    windows = cut_windows(tokenizer, held_out, 1024)
+    windows = cut_scored_windows(tokenizer, held_out, 1024)
     control = measure_bits(base, windows).bits_per_byte
     for line, entries in zip(lines, ((), learned, own), strict=True):
         bits = measure_bits(model, windows, pack=Pack(entries))

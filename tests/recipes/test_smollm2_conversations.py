@@ -371,7 +371,12 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     ours, theirs = (read_json_object(folder / "zip2zip_config.json") for folder in (shipped, trained))
     size = len(ours["start"]) + SMALL.packs.shipped_growth
     assert ours["compression"]["max_codebook_size"] == size < theirs["compression"]["max_codebook_size"]
-    assert read_json_object(run / "leg-1" / "models" / "zip" / "config.json")["zip2zip"]["compression"]["max_codebook_size"] == size
+    assert (
+        read_json_object(run / "leg-1" / "models" / "zip" / "config.json")["zip2zip"]["compression"][
+            "max_codebook_size"
+        ]
+        == size
+    )
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_zip.server.answers.turn import Tool, Turn
-from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
+from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, make_messages_turn
 from mlx_zip.server.fields import BodyError, parse_body
 
 USER = {"role": "user", "content": "Hi"}
@@ -21,7 +21,7 @@ def text(words, **more):
 
 
 def turn(**fields):
-    return turn_of(parse_body(MessagesBody, {"model": "m", "max_tokens": 7, "messages": [USER]} | fields))
+    return make_messages_turn(parse_body(MessagesBody, {"model": "m", "max_tokens": 7, "messages": [USER]} | fields))
 
 
 def messages(*given):
@@ -249,7 +249,7 @@ def test_what_is_refused_is_called_by_its_name():
 
 def test_counting_needs_no_limit_and_takes_none():
     body = {"model": "m", "messages": [USER], "tools": [ADD], "system": "A"}
-    got = turn_of(parse_body(CountBody, body))
+    got = make_messages_turn(parse_body(CountBody, body))
     assert (got.max_tokens, got.messages[0]["content"], got.tools[0].name) == (-1, "A", "add")
     with pytest.raises(BodyError, match="max_tokens"):
         parse_body(CountBody, body | {"max_tokens": 5})

@@ -82,11 +82,13 @@ def changed(draw, body):
 
 def response_turn(body):
     parsed = parse_body(responses_bodies.ResponseBody, body)
-    return responses_bodies.turn_of(parsed, [item for item in parsed.items if item["type"] != "item_reference"])
+    return responses_bodies.make_response_turn(
+        parsed, [item for item in parsed.items if item["type"] != "item_reference"]
+    )
 
 
 def message_turn(body):
-    return anthropic_bodies.turn_of(parse_body(anthropic_bodies.MessagesBody, body))
+    return anthropic_bodies.make_messages_turn(parse_body(anthropic_bodies.MessagesBody, body))
 
 
 @pytest.mark.slow

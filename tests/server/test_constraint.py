@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.constraint import make_grammar_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Reasoning, Text, Tool, ToolCall, Turn
 from support.sampling_answers import sampled, text_of
@@ -33,7 +33,7 @@ def asked(**fields):
 def answer(tokenizer, turn, seed=0, expand=False, prompt_ids=CLOSED):
     """(text, deltas) of a random answer to a turn."""
     rng = random.Random(seed)
-    ids = sampled(tokenizer, make_constraint(tokenizer, turn, prompt_ids), rng, expand)
+    ids = sampled(tokenizer, make_grammar_constraint(tokenizer, turn, prompt_ids), rng, expand)
     assert ids is not None
     splitter, text = Splitter(tokenizer, turn, prompt_ids), text_of(tokenizer, ids)
     return text, [*splitter.feed(text), *splitter.finish()]
@@ -68,7 +68,7 @@ def test_forced_calls_are_valid(kind, marks):
 @pytest.mark.parametrize("marks", ["text", "plain", "special"])
 def test_with_strict_tools_text_goes_on_until_a_call_which_is_valid(kind, marks):
     tokenizer, turn = TOKENIZERS[kind, marks], asked(tools=[ADD, NOW])
-    constraint = make_constraint(tokenizer, turn, CLOSED)
+    constraint = make_grammar_constraint(tokenizer, turn, CLOSED)
     form = {"tags": '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'}
     form |= {"list": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 7}}]', "headers": '[TOOL_CALLS]add[ARGS]{"a": 7}'}
     form |= {
@@ -85,9 +85,9 @@ def test_with_strict_tools_text_goes_on_until_a_call_which_is_valid(kind, marks)
 
 
 def test_tools_without_strict_and_a_free_choice_ask_for_nothing():
-    assert make_constraint(TAGS, asked(tools=[NOW])) is None
-    assert make_constraint(TAGS, asked(tools=[ADD], tool_choice="none")) is None
-    assert make_constraint(TAGS, asked()) is None
+    assert make_grammar_constraint(TAGS, asked(tools=[NOW])) is None
+    assert make_grammar_constraint(TAGS, asked(tools=[ADD], tool_choice="none")) is None
+    assert make_grammar_constraint(TAGS, asked()) is None
 
 
 def test_a_schema_and_tools_allow_either():
@@ -106,7 +106,7 @@ def test_one_call_only_where_parallel_calls_are_off():
 @pytest.mark.parametrize("strict", [True, False])
 def test_beside_a_schema_there_are_as_many_calls_as_parallel_calls_allow(strict, several):
     tools, schema = [Tool("t", "", strict=strict)], {"type": "boolean"}
-    constraint = make_constraint(TAGS, asked(tools=tools, schema=schema, parallel_tool_calls=several), CLOSED)
+    constraint = make_grammar_constraint(TAGS, asked(tools=tools, schema=schema, parallel_tool_calls=several), CLOSED)
     call = '<tool_call>\n{"name": "t", "arguments": {}}\n</tool_call>'
     for text, fits in ((call, True), (f"{call}\n{call}", several)):
         ids = [*TAGS.encode(text, add_special_tokens=False), TAGS.eos_token_id]
@@ -116,7 +116,7 @@ def test_beside_a_schema_there_are_as_many_calls_as_parallel_calls_allow(strict,
 def test_the_grammar_begins_after_the_reasoning():
     begun = TAGS.encode("<think>\n", add_special_tokens=False)
     for prompt_ids, before in ((begun, "I think"), ((), "<think>hm")):
-        constraint = make_constraint(TAGS, asked(schema={"type": "boolean"}), prompt_ids)
+        constraint = make_grammar_constraint(TAGS, asked(schema={"type": "boolean"}), prompt_ids)
         ids = [TAGS.encode(text, add_special_tokens=False) for text in (f"{before} so.</think>\n\n", "true")]
         assert not constraint.accepts([*ids[0], TAGS.eos_token_id])
         constraint.push(ids[0])
@@ -133,27 +133,29 @@ def test_without_the_reasoning_the_answer_follows_at_once():
 
 def test_a_prefill_begins_the_answer_that_the_schema_asks_for():
     turn = asked(schema=PARAMETERS, prefill='{"a": ')
-    constraint = make_constraint(TAGS, turn, TAGS.encode('</think>\n\n{"a":', add_special_tokens=False))
+    constraint = make_grammar_constraint(TAGS, turn, TAGS.encode('</think>\n\n{"a":', add_special_tokens=False))
     assert constraint.accepts(TAGS.encode(" 12}", add_special_tokens=False))
     with pytest.raises(GenerationError, match="beginning of the answer"):
-        make_constraint(TAGS, asked(schema=PARAMETERS, prefill="Sure"), CLOSED)
+        make_grammar_constraint(TAGS, asked(schema=PARAMETERS, prefill="Sure"), CLOSED)
 
 
 def test_what_cannot_be_forced_is_refused():
     with pytest.raises(GenerationError, match="'sub', which is not among the tools"):
-        make_constraint(TAGS, asked(tools=[ADD], tool_choice="sub"))
+        make_grammar_constraint(TAGS, asked(tools=[ADD], tool_choice="sub"))
     with pytest.raises(GenerationError, match="must be an object"):
-        make_constraint(TAGS, asked(tools=[Tool("t", "", {"type": "string"})], tool_choice="t"))
+        make_grammar_constraint(TAGS, asked(tools=[Tool("t", "", {"type": "string"})], tool_choice="t"))
     for template, reason in (("{{ messages }}", "has no tools"), ("{{ tools }}<arg_key>", "<arg_key> cannot be read")):
         tokenizer = with_tools()
         tokenizer._tokenizer.chat_template = template
         with pytest.raises(GenerationError, match=reason):
-            make_constraint(tokenizer, asked(tools=[ADD], tool_choice="required"))
+            make_grammar_constraint(tokenizer, asked(tools=[ADD], tool_choice="required"))
 
 
 def allowed(parameters, arguments, **fields):
     """Whether a forced call of a tool with these parameters may have these arguments, given as JSON."""
-    constraint = make_constraint(TAGS, asked(tools=[Tool("t", "", parameters, **fields)], tool_choice="t"), CLOSED)
+    constraint = make_grammar_constraint(
+        TAGS, asked(tools=[Tool("t", "", parameters, **fields)], tool_choice="t"), CLOSED
+    )
     call = f'<tool_call>\n{{"name": "t", "arguments": {arguments}}}\n</tool_call>'
     return constraint.accepts([*TAGS.encode(call, add_special_tokens=False), TAGS.eos_token_id])
 
@@ -220,6 +222,6 @@ def test_objects_stay_open_where_the_schema_says_so(parameters):
 
 def test_keywords_that_are_not_known_are_ignored_for_tools_that_are_not_strict():
     parameters = {**PARAMETERS, "not": {"required": ["b"]}}
-    assert make_constraint(TAGS, asked(tools=[Tool("t", "", parameters)], tool_choice="t"))
+    assert make_grammar_constraint(TAGS, asked(tools=[Tool("t", "", parameters)], tool_choice="t"))
     with pytest.raises(GenerationError, match=r'Unimplemented keys: \["not"\]'):
-        make_constraint(TAGS, asked(tools=[Tool("t", "", parameters, strict=True)], tool_choice="t"))
+        make_grammar_constraint(TAGS, asked(tools=[Tool("t", "", parameters, strict=True)], tool_choice="t"))

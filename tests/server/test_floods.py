@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_zip.server.anthropic.bodies import MessagesBody
-from mlx_zip.server.anthropic.bodies import turn_of as message_turn
+from mlx_zip.server.anthropic.bodies import make_messages_turn as message_turn
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import BodyError, check_tools, parse_body
 from mlx_zip.server.openai.chat import ChatBody
@@ -94,7 +94,7 @@ def test_a_stored_response_is_read_once_however_many_items_refer_to_it(monkeypat
     reads, get = [], store.get
     monkeypatch.setattr(store, "get", lambda name, *more: reads.append(name) or get(name, *more))
     given = [{"type": "item_reference", "id": name} for name in "abab" * 100]
-    assert store.with_references(given) == [{"id": name} for name in "abab" * 100]
+    assert store.resolve_references(given) == [{"id": name} for name in "abab" * 100]
     assert reads == ["r"]
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.constraint import make_grammar_constraint
 from mlx_zip.server.answers.marked_calls import FORMATS
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
@@ -45,7 +45,7 @@ def parameters(rng):
 
 
 def answered(tokenizer, turn, seed):
-    ids = sampled(tokenizer, make_constraint(tokenizer, turn), random.Random(seed), expand=seed % 2 == 0)
+    ids = sampled(tokenizer, make_grammar_constraint(tokenizer, turn), random.Random(seed), expand=seed % 2 == 0)
     assert ids is not None
     splitter, text = Splitter(tokenizer, turn), text_of(tokenizer, ids)
     return text, [*splitter.feed(text), *splitter.finish()]
@@ -74,7 +74,7 @@ def test_forced_calls_are_read_back_and_follow_their_schemas(name, special):
 def test_with_strict_tools_text_may_come_instead_of_a_call(name):
     tokenizer = TOKENIZERS[name, False]
     tool = Tool("add", "", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
-    constraint = make_constraint(tokenizer, Turn(tools=[tool]))
+    constraint = make_grammar_constraint(tokenizer, Turn(tools=[tool]))
     ids = tokenizer.encode("Only text.", add_special_tokens=False)
     assert constraint.accepts([*ids, tokenizer.eos_token_id])
     assert not constraint.accepts(tokenizer.encode(f"Well. {tokenizer.tool_call_start}sub", add_special_tokens=False))
@@ -94,7 +94,7 @@ def test_a_text_is_never_read_as_no_value():
 
     def accepted(text):
         ids = tokenizer.encode(form.format(text), add_special_tokens=False)
-        return make_constraint(tokenizer, turn).accepts([*ids, tokenizer.eos_token_id])
+        return make_grammar_constraint(tokenizer, turn).accepts([*ids, tokenizer.eos_token_id])
 
     assert all(map(accepted, ("nulls", "two\nlines <b>and</b> more", "")))
     assert not any(map(accepted, ("null", "NULL", " a", "a</parameter>b", "</tool_call>")))
@@ -117,4 +117,4 @@ def test_a_text_is_never_read_as_no_value():
 def test_parameters_that_cannot_be_forced_are_refused_by_name(parameters, reason):
     turn = Turn(tools=[Tool("t", "", parameters, strict=True)], tool_choice="required")
     with pytest.raises(GenerationError, match=reason):
-        make_constraint(TOKENIZERS["glm47", False], turn)
+        make_grammar_constraint(TOKENIZERS["glm47", False], turn)

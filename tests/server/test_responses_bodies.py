@@ -6,7 +6,7 @@ import pytest
 
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.fields import BodyError, parse_body
-from mlx_zip.server.openai.responses_bodies import ResponseBody, turn_of
+from mlx_zip.server.openai.responses_bodies import ResponseBody, make_response_turn
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
@@ -17,7 +17,7 @@ USER = {"role": "user", "content": "Hi"}
 
 def turn(**fields):
     body = parse_body(ResponseBody, {"model": "m", "input": "Hi"} | fields)
-    return turn_of(body, body.items)
+    return make_response_turn(body, body.items)
 
 
 def test_text_is_a_message_of_the_user():
@@ -63,7 +63,7 @@ def test_two_messages_of_the_model_in_a_row_stay_two():
 
 def test_an_output_may_answer_a_call_of_a_response_before():
     body = parse_body(ResponseBody, {"model": "m", "input": [OUTPUT]})
-    assert turn_of(body, [USER | {"type": "message"}, CALL, *body.items], 2).messages[-1]["content"] == "3"
+    assert make_response_turn(body, [USER | {"type": "message"}, CALL, *body.items], 2).messages[-1]["content"] == "3"
 
 
 def test_options_reach_the_turn():
@@ -149,7 +149,7 @@ def test_tools_that_the_server_cannot_run_are_left_out_and_named():
 def test_a_fault_is_placed_in_the_input_of_the_request_itself():
     body = parse_body(ResponseBody, {"model": "m", "input": [USER, OUTPUT]})
     with pytest.raises(BodyError) as refused:
-        turn_of(body, [USER | {"type": "message"}, *body.items], 1)
+        make_response_turn(body, [USER | {"type": "message"}, *body.items], 1)
     assert refused.value.param == "input.1.call_id"
 
 

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from mlx_zip.server.errors import RequestError, json_bytes
-from mlx_zip.server.fields import new_id
+from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}
@@ -52,10 +52,10 @@ def test_only_output_items_of_stored_responses_can_be_referred_to():
     store = ResponseStore(1, 10_000)
     references = [{"type": "item_reference", "id": "out_a"}, ITEM]
     store.add(response("a"), [ITEM])
-    assert store.with_references(references) == [{"type": "message", "id": "out_a"}, ITEM]
+    assert store.resolve_references(references) == [{"type": "message", "id": "out_a"}, ITEM]
     store.add(response("b"), [ITEM])
     with pytest.raises(RequestError) as refused:
-        store.with_references(references)
+        store.resolve_references(references)
     assert (refused.value.status, refused.value.param) == (404, "input.0.id")
 
 
@@ -75,7 +75,7 @@ def opened(folder, most=100, most_bytes=10_000):
 
 
 def test_responses_are_there_after_a_restart_and_private(tmp_path):
-    folder, names = tmp_path / "kept" / "responses", [new_id("resp") for _ in range(3)]
+    folder, names = tmp_path / "kept" / "responses", [new_prefixed_id("resp") for _ in range(3)]
     store, files = opened(folder)
     for name in names:
         store.add(response(name), [ITEM])
@@ -87,13 +87,13 @@ def test_responses_are_there_after_a_restart_and_private(tmp_path):
     again, _ = opened(folder)
     assert again.bytes == store.bytes
     assert again.get(names[0]).items == [ITEM]
-    assert again.with_references([{"type": "item_reference", "id": f"out_{names[2]}"}])
+    assert again.resolve_references([{"type": "item_reference", "id": f"out_{names[2]}"}])
     with pytest.raises(RequestError):
         again.get(names[1])
 
 
 def test_the_bounds_hold_for_what_is_found_on_disk(tmp_path):
-    names = [new_id("resp") for _ in range(4)]
+    names = [new_prefixed_id("resp") for _ in range(4)]
     store, files = opened(tmp_path / "r")
     for name in names:
         store.add(response(name), [ITEM])
@@ -109,7 +109,7 @@ def test_the_bounds_hold_for_what_is_found_on_disk(tmp_path):
     [b"", b"{", b"[]", b'{"response": {"id": "resp_x", "output": []}, "items": []}', b"[" * 99999, b'{"response": 1}'],
 )
 def test_a_damaged_file_is_left_as_it_is_and_said(tmp_path, caplog, text):
-    bad = tmp_path / f"{new_id('resp')}.json"
+    bad = tmp_path / f"{new_prefixed_id('resp')}.json"
     bad.write_bytes(text)
     (tmp_path / "other.json").write_bytes(b"{}")
     with caplog.at_level(logging.WARNING):
@@ -122,7 +122,7 @@ def test_a_damaged_file_is_left_as_it_is_and_said(tmp_path, caplog, text):
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, caplog):
     tmp_path.chmod(0o777)
     store, files = opened(tmp_path)
-    store.add(response(new_id("resp")), [ITEM])
+    store.add(response(new_prefixed_id("resp")), [ITEM])
     files.flush()
     assert len(store) == 1
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +130,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, caplog):
 
 
 def test_a_pipe_in_the_folder_of_responses_is_named_and_not_read(tmp_path, caplog):
-    name = new_id("resp")
+    name = new_prefixed_id("resp")
     os.mkfifo(tmp_path / f"{name}.json")
     with caplog.at_level(logging.WARNING):
         assert len(ResponseStore(9, 10_000, ResponseFiles(tmp_path))) == 0
@@ -142,7 +142,7 @@ def test_a_pipe_in_the_folder_of_responses_is_named_and_not_read(tmp_path, caplo
     [([1], []), ([], [1]), ([], {}), ([], [{"id": []}]), ([], [{"id": "a"}, {"id": "a"}]), ({}, [])],
 )
 def test_a_file_that_holds_no_response_is_named_and_not_used(tmp_path, caplog, items, output):
-    name = new_id("resp")
+    name = new_prefixed_id("resp")
     value = {"response": {"id": name, "output": output}, "items": items}
     (tmp_path / f"{name}.json").write_bytes(json_bytes(value))
     with caplog.at_level(logging.WARNING):
@@ -154,14 +154,14 @@ def test_all_responses_are_forgotten_at_once_in_memory_and_on_disk(tmp_path):
     files = ResponseFiles(tmp_path)
     store = ResponseStore(9, 10_000, files)
     for _ in range(3):
-        store.add(response(new_id("resp")), [ITEM])
+        store.add(response(new_prefixed_id("resp")), [ITEM])
     assert store.clear() == 3
     files.flush()
     assert (len(store), store.bytes, list(tmp_path.iterdir())) == (0, 0, [])
 
 
 def test_a_file_that_is_too_large_is_named_with_its_limit_and_not_used(tmp_path, caplog):
-    name = new_id("resp")
+    name = new_prefixed_id("resp")
     (tmp_path / f"{name}.json").write_bytes(b"[" + b"1," * 600 + b"1]")
     with caplog.at_level(logging.WARNING):
         assert len(ResponseStore(9, 1000, ResponseFiles(tmp_path))) == 0

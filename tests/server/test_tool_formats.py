@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.constraint import make_grammar_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools, tool_format
 from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
@@ -54,7 +54,7 @@ def test_what_a_parser_of_mlx_lm_cannot_read_stays_text(name):
 @pytest.mark.parametrize("name", ["pythonic", "kimi_k2", "gemma4"])
 def test_other_formats_are_not_forced(name):
     with pytest.raises(GenerationError, match=f"format {name}, which cannot be forced"):
-        make_constraint(wrapped(name), Turn(tools=TOOLS, tool_choice="required"))
+        make_grammar_constraint(wrapped(name), Turn(tools=TOOLS, tool_choice="required"))
 
 
 def test_tools_reach_the_template_in_openais_shape():

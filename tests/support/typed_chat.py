@@ -22,19 +22,19 @@ class Typed(Front):
         self.messages, self.stops, self.answers = list(messages), stops, 0
         self.said, self.noted, self.errors, self.shown, self.pieces, self.loaded = [], [], [], [], [], []
 
-    def greet(self, model, info):
+    def show_model(self, model, info):
         raise AssertionError
 
-    def read(self):
+    def read_message(self):
         return self.messages.pop(0) if self.messages else None
 
-    def say(self, line):
+    def show_line(self, line):
         self.said.append(line)
 
-    def note(self, line):
+    def show_note(self, line):
         self.noted.append(line)
 
-    def fail(self, line):
+    def show_error(self, line):
         self.errors.append(line)
 
     def show_conversation(self, talk):
@@ -59,7 +59,7 @@ class Typed(Front):
 def chatted(*messages, script=None, stops=(), settings=None, engine=None):
     front = Typed(*messages, stops=stops)
     program = Program(engine or FakeEngine(script), settings or Settings(), front, Conversation())
-    assert commands.run(program) == 0
+    assert commands.run_chat_loop(program) == 0
     return program, front
 
 

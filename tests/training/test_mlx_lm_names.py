@@ -13,7 +13,7 @@ from mlx_zip.cli import command_parser, main
 from mlx_zip.cli import training as command
 from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.mlx_lm_names import translate_names
+from mlx_zip.training.mlx_lm_names import translate_mlx_lm_names
 from mlx_zip.training.settings import RunOptions, TrainSettings
 
 EXAMPLE = {  # mlx-lm's own lora_config.yaml
@@ -110,13 +110,13 @@ def test_the_flags_go_by_mlx_lms_names_too(asked):
 
 def test_a_cosine_schedule_is_ours_when_it_ends_with_the_run():
     schedule = {"name": "cosine_decay", "warmup": 100, "arguments": ["1e-4", 900, "1e-6"]}
-    found = translate_names({"lr_schedule": schedule, "iters": 1000, "learning_rate": 1.0})
+    found = translate_mlx_lm_names({"lr_schedule": schedule, "iters": 1000, "learning_rate": 1.0})
     assert found == {"iters": 1000, "learning_rate": 1e-4, "min_learning_rate": 1e-6, "warmup": 100}
 
 
 def test_an_optimizers_options_are_taken_where_they_are_ours():
     config = {"adamw": {"weight_decay": 0.05, "betas": [0.9, 0.95]}, "adam": {"eps": 1.0}}
-    assert translate_names({"optimizer": "adamw", "optimizer_config": config}) == {
+    assert translate_mlx_lm_names({"optimizer": "adamw", "optimizer_config": config}) == {
         "optimizer": "adamw",
         "weight_decay": 0.05,
     }
@@ -152,12 +152,12 @@ def test_an_optimizers_options_are_taken_where_they_are_ours():
 )
 def test_what_has_no_counterpart_is_refused_by_name(values, reason):
     with pytest.raises(TrainingError, match=reason):
-        translate_names(values)
+        translate_mlx_lm_names(values)
 
 
 def test_a_zero_in_lora_parameters_is_passed_on_and_nothing_is_not():
     given = {"rank": 0, "scale": 0.0, "dropout": None, "keys": []}
-    assert translate_names({"lora_parameters": given}) == {"lora_rank": 0, "lora_scale": 0.0}
+    assert translate_mlx_lm_names({"lora_parameters": given}) == {"lora_rank": 0, "lora_scale": 0.0}
 
 
 def test_a_misspelled_name_is_answered_with_the_nearest_one(tmp_path, capsys):

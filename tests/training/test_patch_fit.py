@@ -20,9 +20,9 @@ from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.patch_training import (
     PatchCorpus,
     PatchFitOptions,
-    cut_windows,
-    evaluate_corpus,
-    evaluate_texts,
+    cut_patch_windows,
+    evaluate_patch_corpus,
+    evaluate_patch_texts,
     fit_patch_model,
     train_patch_model,
 )
@@ -202,12 +202,12 @@ def test_a_damaged_or_foreign_folder_is_one_line(folder, capsys, damage, message
 
 def test_bits_per_byte_count_every_byte_of_every_text(run):
     saved = load_patch_model(run / "model")
-    told = evaluate_texts(saved, TEXTS[:3], batch_size=2)
-    ids = cut_windows([saved.text.ids(text) for text in TEXTS[:3]], saved.text.end, 1).reshape(-1)
+    told = evaluate_patch_texts(saved, TEXTS[:3], batch_size=2)
+    ids = cut_patch_windows([saved.text.ids(text) for text in TEXTS[:3]], saved.text.end, 1).reshape(-1)
     assert len(ids) % saved.context  # the last window is a shorter one
     parts = [ids[at : at + saved.context] for at in range(0, len(ids), saved.context)]
     corpora = [PatchCorpus(part[None], saved.text.unit_bytes, saved.text.table.rows) for part in parts]
-    nats = sum(evaluate_corpus(saved.model, corpus)["nats"] for corpus in corpora)
+    nats = sum(evaluate_patch_corpus(saved.model, corpus)["nats"] for corpus in corpora)
     n_bytes = sum(len(text.encode()) for text in TEXTS[:3])
     assert (told["bytes"], told["patches"], told["documents"]) == (n_bytes, len(ids), 3)
     assert told["exact"] is True
@@ -226,7 +226,7 @@ def test_patches_that_spell_another_text_of_as_many_bytes_are_told():
     text = PatchText.learn(tokenizer, 4)
     model = PatchModel(PatchConfig(text.table.merges.symbols, 4, OPTIONS.latent, OPTIONS.local))
     for told, exact in (("a cat", True), ("A Cat", False)):
-        found = evaluate_texts(SavedPatchModel(model, text, 8, {}), [told])
+        found = evaluate_patch_texts(SavedPatchModel(model, text, 8, {}), [told])
         assert (found["bytes"], found["exact"]) == (5, exact)
 
 

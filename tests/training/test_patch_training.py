@@ -14,10 +14,10 @@ from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainCon
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.patch_training import (
     PatchCorpus,
-    _iterate_batches,
-    cut_windows,
-    evaluate_corpus,
-    sum_nats,
+    _iterate_window_batches,
+    cut_patch_windows,
+    evaluate_patch_corpus,
+    sum_window_nats,
     train_patch_model,
 )
 from mlx_zip.training.run_metrics import read_metrics
@@ -37,12 +37,12 @@ DOCUMENTS = [[0, 1, 2, 0, 3], [0, 3, 4, 2, 0, 1], [5, 1], [0, 4, 2, 5]] * 6
 
 @pytest.fixture
 def corpus():
-    return PatchCorpus(cut_windows(DOCUMENTS, END, 7), BYTES, TABLE.rows)
+    return PatchCorpus(cut_patch_windows(DOCUMENTS, END, 7), BYTES, TABLE.rows)
 
 
 @pytest.fixture
 def plain_corpus():
-    return PatchCorpus(cut_windows(DOCUMENTS, END, 7), BYTES)
+    return PatchCorpus(cut_patch_windows(DOCUMENTS, END, 7), BYTES)
 
 
 def patch_model(seed=0):
@@ -63,7 +63,7 @@ def weights(model):
 
 
 def test_documents_follow_each_other_with_their_ends_between():
-    assert cut_windows([[1, 2], [3], [4, 5, 6]], 9, 4).tolist() == [[1, 2, 9, 3], [9, 4, 5, 6]]
+    assert cut_patch_windows([[1, 2], [3], [4, 5, 6]], 9, 4).tolist() == [[1, 2, 9, 3], [9, 4, 5, 6]]
 
 
 def test_nats_of_patches_are_those_of_every_symbol_up_to_the_mark(corpus):
@@ -77,15 +77,15 @@ def test_nats_of_patches_are_those_of_every_symbol_up_to_the_mark(corpus):
             for place in range(patch.index(MARK) + 1):
                 total, counted = total - log[place, patch[place]], counted + 1
     assert counted == TABLE.lengths[ids].sum()
-    assert sum_nats(model, corpus, ids).item() == pytest.approx(total, rel=1e-4)
+    assert sum_window_nats(model, corpus, ids).item() == pytest.approx(total, rel=1e-4)
 
 
 def test_bits_per_byte_are_nats_over_the_bytes_of_the_text(corpus):
     model = patch_model()
-    told = evaluate_corpus(model, corpus, batch_size=2)
+    told = evaluate_patch_corpus(model, corpus, batch_size=2)
     text = b"".join(WORDS[i] for i in corpus.ids.reshape(-1))
     assert told["bytes"] == corpus.n_bytes == len(text)
-    assert told["nats"] == pytest.approx(float(sum_nats(model, corpus, corpus.ids).item()), rel=1e-4)
+    assert told["nats"] == pytest.approx(float(sum_window_nats(model, corpus, corpus.ids).item()), rel=1e-4)
     assert told["bits_per_byte"] == pytest.approx(told["nats"] / math.log(2) / len(text))
     assert told["units"] == corpus.ids.size
 
@@ -95,7 +95,7 @@ def test_nats_of_ids_are_those_of_every_id(plain_corpus):
     logits = np.array(model(mx.array(ids.astype(np.int32)))).astype(np.float64)
     logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     expected = -np.take_along_axis(logs, ids[..., None].astype(int), axis=-1).sum()
-    assert sum_nats(model, plain_corpus, ids).item() == pytest.approx(expected, rel=1e-4)
+    assert sum_window_nats(model, plain_corpus, ids).item() == pytest.approx(expected, rel=1e-4)
 
 
 # ---- training
@@ -120,21 +120,21 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, corpus, plain_co
 def test_every_pass_reads_each_window_once_in_an_order_of_its_own():
     corpus = PatchCorpus(np.arange(14, dtype=np.uint32).reshape(7, 2), np.ones(14, np.int64))
     settings = TrainSettings(iters=9, batch_size=2)
-    batches = [batch[:, 0].tolist() for batch in _iterate_batches(corpus, settings, 0)]
+    batches = [batch[:, 0].tolist() for batch in _iterate_window_batches(corpus, settings, 0)]
     passes = [[i for batch in batches[at : at + 3] for i in batch] for at in (0, 3, 6)]
     assert all(len(set(some)) == 6 for some in passes)  # seven windows: one is left out
     assert len({tuple(some) for some in passes}) == 3
     for step in range(9):
-        assert [batch[:, 0].tolist() for batch in _iterate_batches(corpus, settings, step)] == batches[step:]
+        assert [batch[:, 0].tolist() for batch in _iterate_window_batches(corpus, settings, step)] == batches[step:]
 
 
 @pytest.mark.slow
 def test_training_learns_the_text(tmp_path, corpus):
     model = patch_model()
-    before = evaluate_corpus(model, corpus)["bits_per_byte"]
+    before = evaluate_patch_corpus(model, corpus)["bits_per_byte"]
     settings = TrainSettings(iters=120, batch_size=6, learning_rate=0.02, save_every=1000)
     train_patch_model(model, corpus, settings, tmp_path / "run")
-    assert evaluate_corpus(model, corpus)["bits_per_byte"] < before / 4
+    assert evaluate_patch_corpus(model, corpus)["bits_per_byte"] < before / 4
 
 
 def test_another_run_does_not_go_on_from_its_checkpoints(tmp_path, corpus, plain_corpus):
@@ -164,7 +164,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path
 
 def test_a_text_that_is_too_short_is_refused(tmp_path, corpus):
     with pytest.raises(DataError, match="does not fill one window"):
-        PatchCorpus(cut_windows([[1, 2]], END, 7), BYTES, TABLE.rows)
+        PatchCorpus(cut_patch_windows([[1, 2]], END, 7), BYTES, TABLE.rows)
     with pytest.raises(TrainingError, match="1 windows do not fill a batch of 2"):
         train_patch_model(patch_model(), PatchCorpus(corpus.ids[:1], BYTES, TABLE.rows), SETTINGS, tmp_path)
 
@@ -185,7 +185,7 @@ def test_a_text_that_the_model_cannot_read_is_refused(tmp_path, corpus, plain_co
         (plain_model(), many, "has 8 different ids or symbols, the model knows 7"),
     ):
         with pytest.raises(DataError, match=message):
-            evaluate_corpus(model, data)
+            evaluate_patch_corpus(model, data)
         with pytest.raises(DataError, match=message):
             train_patch_model(model, data, SETTINGS, tmp_path / "run")
     assert not (tmp_path / "run").exists()

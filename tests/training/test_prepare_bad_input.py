@@ -32,9 +32,9 @@ def crash(self: ShardMaker, *args: Any) -> Any:
 @pytest.fixture
 def begun(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a finished shard, whose run crashed at the second."""
-    whole = ShardMaker.make
+    whole = ShardMaker.make_shard
     with monkeypatch.context() as patch:
-        patch.setattr(ShardMaker, "make", lambda self, chunk: (crash if chunk.number else whole)(self, chunk))
+        patch.setattr(ShardMaker, "make_shard", lambda self, chunk: (crash if chunk.number else whole)(self, chunk))
         with pytest.raises(RuntimeError, match="crashed"):
             prepared(tmp_path / "out", data, shard_samples=8)
     return tmp_path / "out"
@@ -101,7 +101,7 @@ def test_an_error_of_the_data_keeps_the_shards_that_are_finished(begun, data, mo
     def fail(self: ShardMaker, chunk: Any) -> Any:
         raise DataError("no sense in it")
 
-    monkeypatch.setattr(ShardMaker, "make", fail)
+    monkeypatch.setattr(ShardMaker, "make_shard", fail)
     with pytest.raises(DataError, match="no sense in it"):
         prepared(begun, data, shard_samples=8)
     assert tree(begun) == before
@@ -220,7 +220,7 @@ def test_a_full_disk_before_the_first_shard_leaves_no_folder(data, tmp_path, mon
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ShardMaker, "make", full)
+    monkeypatch.setattr(ShardMaker, "make_shard", full)
     with pytest.raises(DataError, match=r"out cannot be written: No space left on device$"):
         prepared(tmp_path / "out", data)
     assert not (tmp_path / "out").exists()

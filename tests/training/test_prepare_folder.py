@@ -28,12 +28,12 @@ def test_the_folder_does_not_depend_on_the_number_of_workers(tmp_path, data):
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
-@pytest.mark.parametrize("stage", ["make", "write_json"])
+@pytest.mark.parametrize("stage", ["make_shard", "write_json"])
 def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path, data, monkeypatch, stage):
     write_entries(tmp_path / "pack.json", entries_of(*PACK), 3)
     options = {"shard_samples": 4, "limit": 40, "pack": tmp_path / "pack.json", "start_draw": 2}
     prepared(tmp_path / "whole", data, **options)
-    place = sharding.ShardMaker if stage == "make" else sharding
+    place = sharding.ShardMaker if stage == "make_shard" else sharding
     real, calls = getattr(place, stage), []
 
     def stop(*args):
@@ -50,9 +50,9 @@ def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path
         PreparedShards(tmp_path / "out")
     monkeypatch.setattr(place, stage, real)
     makes = []
-    make = sharding.ShardMaker.make
+    make = sharding.ShardMaker.make_shard
     monkeypatch.setattr(
-        sharding.ShardMaker, "make", lambda self, chunk: makes.append(chunk.number) or make(self, chunk)
+        sharding.ShardMaker, "make_shard", lambda self, chunk: makes.append(chunk.number) or make(self, chunk)
     )
     prepared(tmp_path / "out", data, **options)
     assert min(makes) == 2  # the finished ones are kept
@@ -63,7 +63,7 @@ def test_a_run_stopped_after_the_index_is_tidied_and_not_repeated(tmp_path, data
     before = tree_after(tmp_path / "out", data)
     (tmp_path / "out" / "shard-00000.json").write_text("{}")
     (tmp_path / "out" / "shard-00009.ids.npy").write_bytes(b"left over")
-    monkeypatch.setattr(sharding.ShardMaker, "make", None)
+    monkeypatch.setattr(sharding.ShardMaker, "make_shard", None)
     assert tree_after(tmp_path / "out", data) == before
 
 

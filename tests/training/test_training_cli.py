@@ -23,8 +23,8 @@ from mlx_zip.training import trainer
 from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run import train
 from mlx_zip.training.run_data import JoinedFolders
-from mlx_zip.training.run_metrics import MetricsLog, plot_curves, read_metrics
-from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_text
+from mlx_zip.training.run_metrics import MetricsLog, plot_training_curves, read_metrics
+from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, setting_help_text
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepper import last_learning_rate, make_optimizer, to_mlx_arrays
@@ -46,8 +46,8 @@ def test_every_setting_is_a_flag_with_its_choices_its_help_and_its_default():
     for name, one in named.items():
         assert actions[name].option_strings[0] == f"--{name.replace('_', '-')}"
         assert actions[name].choices == one.metadata["choices"]
-        assert actions[name].help == help_text(one)
-        assert "(default: " in help_text(one)
+        assert actions[name].help == setting_help_text(one)
+        assert "(default: " in setting_help_text(one)
         assert actions[name].default is None, "a flag that is not given leaves the YAML file's value"
 
 
@@ -215,7 +215,7 @@ def test_plot_draws_the_curves(tmp_path, capsys):
 def test_a_run_without_lines_has_nothing_to_draw(tmp_path):
     MetricsLog(tmp_path, 0)
     with pytest.raises(TrainingError, match="no lines to draw"):
-        plot_curves(tmp_path)
+        plot_training_curves(tmp_path)
 
 
 def test_an_empty_shard_can_be_read(tmp_path):

@@ -198,7 +198,7 @@ def stopped_with(number: int, out: Path, steps: int) -> int:
 def test_batches_made_in_other_processes_are_those_of_this_one(uninterrupted, monkeypatch):
     monkeypatch.setattr(Stepper, "batch_workers", 2)
     made_here = []
-    monkeypatch.setattr(trainer, "call_here", lambda function, *args, **named: made_here.append(function))
+    monkeypatch.setattr(trainer, "call_in_this_process", lambda function, *args, **named: made_here.append(function))
     out = uninterrupted.parent / "by-workers"
     same_in_process(out)
     assert_same_run(out, uninterrupted)

@@ -22,7 +22,7 @@ from mlx_zip.training.checkpoints import Progress, list_checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.run_data import JoinedFolders, count_held_out, split_held_out
 from mlx_zip.training.run_metrics import read_metrics
-from mlx_zip.training.run_summary import expand_sample, hint_lines
+from mlx_zip.training.run_summary import expand_sample, training_hint_lines
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses
 from support.tiny_training import PLAIN, losses, options, settings, write_shards
@@ -165,11 +165,11 @@ def test_a_finished_run_goes_on_when_iters_are_raised_and_only_then(tmp_path, mo
 
 def test_hints_are_given_where_the_figures_ask_for_them():
     long = Progress(step=100, seen_base_ids=10_000_000)
-    assert hint_lines([1.0, 0.999], 2.0, long, True) == []
-    assert "still falls: the same command with --iters 200" in hint_lines([1.0, 0.9], 2.0, long, True)[0]
-    assert "more data would help" in hint_lines([0.9, 1.0], 9.0, long, True)[0]
-    assert "only 40% of the data" in hint_lines([], 0.4, long, False)[0]
-    assert "trial run" in hint_lines([], 1.0, Progress(step=1, seen_base_ids=5), True)[0]
+    assert training_hint_lines([1.0, 0.999], 2.0, long, True) == []
+    assert "still falls: the same command with --iters 200" in training_hint_lines([1.0, 0.9], 2.0, long, True)[0]
+    assert "more data would help" in training_hint_lines([0.9, 1.0], 9.0, long, True)[0]
+    assert "only 40% of the data" in training_hint_lines([], 0.4, long, False)[0]
+    assert "trial run" in training_hint_lines([], 1.0, Progress(step=1, seen_base_ids=5), True)[0]
 
 
 def test_reports_go_to_the_services_that_are_named(tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def test_unfinished_data_are_to_be_finished(tmp_path, capsys):
 
 def failing(folder: Path, data: str, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     """Prepares data in a folder until shard number `first`, which fails."""
-    make = ShardMaker.make
+    make = ShardMaker.make_shard
 
     def fail(self: ShardMaker, chunk: object) -> object:
         if chunk.number >= first:  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def failing(folder: Path, data: str, monkeypatch: pytest.MonkeyPatch, first: int
         return make(self, chunk)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardMaker, "make", fail)
+        patch.setattr(ShardMaker, "make_shard", fail)
         with pytest.raises(DataError, match="no sense in it"):
             prepared(folder, data, shard_samples=4)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlx_zip.cli.vocab.packs import _make_progress
+from mlx_zip.cli.vocab.packs import _make_learn_progress
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import write_entries
@@ -168,7 +168,7 @@ def test_each_round_of_learning_is_counted_with_its_figures():
         def __call__(self):
             self.rounds += 1
 
-    show = _make_progress(bar := Bar())
+    show = _make_learn_progress(bar := Bar())
     show("prune", 1024, -1)
     show("refine", 1, 33000)
     assert (bar.notes, bar.rounds) == (["prune: 1,024 entries", "refine: 1 entry, 33,000 ids"], 2)

@@ -31,7 +31,7 @@ from mlx_zip.bench.recording import print_record
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.evaluation.bits import count_window_bits, cut_windows, ratio_standard_error
+from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows, ratio_standard_error
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
@@ -161,7 +161,7 @@ class AdaptedModels:
         from mlx_zip.engine.mlx.generate import load
 
         model, tokenizer = load(folder)
-        windows = cut_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))
+        windows = cut_scored_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))
         prefix = np.array([windows.prefix], np.uint32)
         rows = [compress_row(model, prefix, window.base_ids) for window in windows.windows]
         scored = score_rows(model, rows, self.args.batch_size)

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
-from mlx_zip.training.patch_training import PatchCorpus, Uint32s, cut_windows
+from mlx_zip.training.patch_training import PatchCorpus, Uint32s, cut_patch_windows
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, learn_tokenizer, read_tokens, text_to_ids, tokens_by_id
 
 from .patches import byte_entropies, entropy_patches, number_patches, space_patches, text_to_ids_function
@@ -117,7 +117,7 @@ class PatchTrainingData:
 
         parts: the ids of every training document, and those of every test document.
         """
-        train, test = (cut_windows(documents, end, length) for documents in parts)
+        train, test = (cut_patch_windows(documents, end, length) for documents in parts)
         return train, test
 
     def _make_material(

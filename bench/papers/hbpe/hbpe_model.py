@@ -29,7 +29,7 @@ from mlx_zip.bench.machine import describe_mlx_device
 from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
-from mlx_zip.training.patch_training import PatchCorpus, evaluate_corpus, train_patch_model
+from mlx_zip.training.patch_training import PatchCorpus, evaluate_patch_corpus, train_patch_model
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, read_tower, words_of
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
@@ -235,7 +235,7 @@ def measurements_at_marks(
             begun = {name: clock() for name, clock in CLOCKS.items()}
             done = train_patch_model(model, material[0], settings, Path(folder, "run"), quiet=False, until=until)
             spent = {name: spent[name] + clock() - begun[name] for name, clock in CLOCKS.items()}
-            found = evaluate_corpus(model, material[1])
+            found = evaluate_patch_corpus(model, material[1])
             points.append(
                 {
                     "step": until,

@@ -15,7 +15,7 @@ from typing import Any
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import BitsResult, compare_bits, cut_windows, measure_bits
+from mlx_zip.evaluation.bits import BitsResult, compare_bits, cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.text.documents import read_corpus
 
@@ -75,8 +75,8 @@ def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)
     check_packs(packs, model, tokenizer)
     corpus = read_corpus(args.data, args.separator, args.limit_bytes)
-    windows = cut_windows(tokenizer, corpus.documents, CONTEXT)
-    if not windows.same_as(cut_windows(base_tokenizer, corpus.documents, CONTEXT)):
+    windows = cut_scored_windows(tokenizer, corpus.documents, CONTEXT)
+    if not windows.same_as(cut_scored_windows(base_tokenizer, corpus.documents, CONTEXT)):
         raise MlxZipError(f"{args.base} has another tokenizer than {args.model}: their windows are not the same text")
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))

@@ -19,7 +19,7 @@ from mlx_zip.bench.recording import print_record
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec_of_model
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
 from mlx_zip.evaluation.rates import RateSettings, count_canonical_steps, measure_rates
 from mlx_zip.packs.learner import WINDOW, learn_pack
 from mlx_zip.packs.pack import Pack, merge_packs
@@ -124,7 +124,7 @@ def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     packs = [pack for size in sizes for pack in packs_of_size(size, model, tokenizer, known, given, args.window)]
     check_packs(packs, model, tokenizer)
     read = documents_within_limit(held_out, args.limit_bytes)
-    windows = cut_windows(tokenizer, read, CONTEXT)
+    windows = cut_scored_windows(tokenizer, read, CONTEXT)
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))
     fixed = {

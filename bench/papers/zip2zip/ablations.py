@@ -338,12 +338,12 @@ class AblationRunner:
         return {"parameters": count_parameters(model), "texts": texts}
 
     def _windows_of_text(self, path: str, tokenizer: Any) -> Any:
-        from mlx_zip.evaluation.bits import cut_windows
+        from mlx_zip.evaluation.bits import cut_scored_windows
         from mlx_zip.text.documents import read_corpus
 
         if path not in self._windows:
             corpus = read_corpus([path], self.args.separator, self.args.limit_bytes)
-            self._windows[path] = cut_windows(tokenizer, corpus.documents, self.args.context, fill_windows=True)
+            self._windows[path] = cut_scored_windows(tokenizer, corpus.documents, self.args.context, fill_windows=True)
         return self._windows[path]
 
 

@@ -71,15 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chats until the user ends the chat; returns 0, or 1 if the engine stopped. Raises `MlxZipError`."""
-    _check_flags(args)
-    front = _choose_front(args)
+    _check_chat_flags(args)
+    front = _choose_chat_front(args)
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     check_kv_size(args, name)
 
-    from mlx_zip.cli.serving.opening import open_engine_from_flags, request_pack
+    from mlx_zip.cli.serving.opening import choose_request_pack, open_engine_from_flags
     from mlx_zip.text.tokenizers import add_eos_tokens
 
-    settings = _make_settings(args)
+    settings = _make_chat_settings(args)
     with open_engine_from_flags(args, name, chosen) as engine:
         if not engine.tokenizer.has_chat_template:
             raise GenerationError(f"{name}: its tokenizer has no chat template; give one with --chat-template")
@@ -87,23 +87,26 @@ def run(args: argparse.Namespace) -> int:
         program = _import_chat_module("program").Program(
             engine, settings, front, _import_chat_module("conversation").Conversation(args.system_prompt)
         )
-        program.check_system(args.system_prompt)
+        program.check_system_prompt(args.system_prompt)
         if chosen is not None:
-            program.pack, program.pack_names = request_pack(chosen, is_plain_model(name), engine), list(chosen.by_name)
+            program.pack, program.pack_names = (
+                choose_request_pack(chosen, is_plain_model(name), engine),
+                list(chosen.by_name),
+            )
             program.own_pack = program.pack is None
         with front:
-            front.greet(name, engine.info)
-            return _import_chat_module("commands").run(program)
+            front.show_model(name, engine.info)
+            return _import_chat_module("commands").run_chat_loop(program)
 
 
-def _check_flags(args: argparse.Namespace) -> None:
+def _check_chat_flags(args: argparse.Namespace) -> None:
     refuse_flags(args, _REFUSED, "mlx_lm.chat")
     check_model_flag(args)
     check_flags_at_least(args, 1, *_POSITIVE_FLAGS)
     check_keep_wired(args.keep_wired)
 
 
-def _make_settings(args: argparse.Namespace) -> Any:
+def _make_chat_settings(args: argparse.Namespace) -> Any:
     """Returns the settings of the chat's answers. Raises `GenerationError` if a sampling flag is out of range."""
     from mlx_zip.engine.sampling.options import Sampling
 
@@ -118,7 +121,7 @@ def _make_settings(args: argparse.Namespace) -> Any:
     )
 
 
-def _choose_front(args: argparse.Namespace) -> Any:
+def _choose_chat_front(args: argparse.Namespace) -> Any:
     """Returns a `TerminalFront`, or a `LineFront` if standard input or output is not a terminal."""
     _import_chat_module("markdown")  # so that `LineFront` needs the same libraries
     terminal = _import_chat_module("terminal")

@@ -77,15 +77,15 @@ def stream_answer(
     submission: Submission,
     arrived: Arrived,
     show: Callable[[str, int], None],
-    reading: Callable[[int, int], None] = lambda read, total: None,
+    show_prefill: Callable[[int, int], None] = lambda read, total: None,
 ) -> Answer:
     """Submits a request, shows its text as it arrives, and returns the answer when it has ended.
 
     arrived: queue that the engine's events are put into. A None in the queue stops the answer, which keeps the text
-    shown so far; a signal handler may put None there, even before this call. show: see `AnswerText`. reading: called
-    with the number of prompt ids read so far and the number of all prompt ids. The engine stores the answer's base ids
-    under its text, for later prompts that hold it. Raises what `Engine.submit` raises, and the error of a failed
-    request.
+    shown so far; a signal handler may put None there, even before this call. show: see `AnswerText`. show_prefill:
+    called with the number of prompt ids read so far and the number of all prompt ids. The engine stores the answer's
+    base ids under its text, for later prompts that hold it. Raises what `Engine.submit` raises, and the error of a
+    failed request.
     """
     answering = AnswerText(engine.tokenizer, show)
     ticket = engine.submit(submission, arrived.put)
@@ -98,7 +98,7 @@ def stream_answer(
             elif isinstance(event, Emitted):
                 answering.add_emitted(event)
             elif isinstance(event, Progress):
-                reading(event.read, event.total)
+                show_prefill(event.read, event.total)
             elif isinstance(event, Failed):
                 raise event.error
             elif isinstance(event, Finished):

@@ -8,28 +8,28 @@ from itertools import chain
 from typing import NamedTuple
 
 from mlx_zip.arguments import suggest_nearest
-from mlx_zip.cli.chat.conversation import Conversation, vocabulary_lines
+from mlx_zip.cli.chat.conversation import Conversation, hypertoken_use_lines
 from mlx_zip.cli.chat.program import NONE, OWN, Program
 from mlx_zip.errors import EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError, errors_as
 
 
-def run(program: Program) -> int:
+def run_chat_loop(program: Program) -> int:
     """Chats until the user ends the chat; returns 0, or 1 if the engine has stopped.
 
     If the engine stops, an interactive chat goes on, so that its conversation can be saved; any other chat ends.
     """
-    while not program.ended and (text := program.front.read()) is not None:
+    while not program.ended and (text := program.front.read_message()) is not None:
         try:
-            _handle_message(program, text)
+            _run_command_or_ask(program, text)
         except EngineStoppedError as error:
-            program.front.fail(f"{error}; /save keeps the conversation, /quit ends the chat")
+            program.front.show_error(f"{error}; /save keeps the conversation, /quit ends the chat")
             program.ended = not program.front.is_interactive
         except MlxZipError as error:
-            program.front.fail(_error_message(error))
+            program.front.show_error(_error_with_advice(error))
     return 0 if program.engine.alive else 1
 
 
-def _handle_message(program: Program, text: str) -> None:
+def _run_command_or_ask(program: Program, text: str) -> None:
     if not text.strip():
         return
     found = find_command(text)
@@ -40,7 +40,7 @@ def _handle_message(program: Program, text: str) -> None:
         command.run(program, argument)
 
 
-def _error_message(error: MlxZipError) -> str:
+def _error_with_advice(error: MlxZipError) -> str:
     more = "; /reset begins a new conversation" if isinstance(error, PromptTooLongError) else ""
     return f"{error}{more}"
 
@@ -73,17 +73,17 @@ def find_command(text: str) -> tuple[Command, str] | None:
 def _set_system_message(program: Program, text: str) -> None:
     talk = program.conversation
     if not text:
-        program.front.say(f"system message: {talk.system}" if talk.system else "there is no system message")
+        program.front.show_line(f"system message: {talk.system}" if talk.system else "there is no system message")
         return
     system = None if text == "off" else text
-    program.check_system(system)
+    program.check_system_prompt(system)
     talk.system = system
-    program.front.say("the system message is " + ("gone" if talk.system is None else "set"))
+    program.front.show_line("the system message is " + ("gone" if talk.system is None else "set"))
 
 
 def _reset_conversation(program: Program, _: str) -> None:
     program.conversation = Conversation(program.conversation.system)
-    program.front.say("a new conversation begins")
+    program.front.show_line("a new conversation begins")
 
 
 def _retry_message(program: Program, given: str) -> None:
@@ -99,60 +99,60 @@ def _retry_message(program: Program, given: str) -> None:
 def _save_conversation(program: Program, name: str) -> None:
     if not program.conversation.messages:
         raise GenerationError("/save: nothing was said yet")
-    program.front.say(f"saved in {program.conversation.save(_one_file_name('save', name))}")
+    program.front.show_line(f"saved in {program.conversation.save(_parse_file_name('save', name))}")
 
 
 def _load_conversation(program: Program, name: str) -> None:
-    talk = Conversation.load(_one_file_name("load", name))
-    program.check_system(talk.system)
+    talk = Conversation.load(_parse_file_name("load", name))
+    program.check_system_prompt(talk.system)
     program.conversation = talk
     program.front.show_conversation(talk)
 
 
 def _show_stats(program: Program, _: str) -> None:
     for line in program.totals.summary_lines():
-        program.front.say(line)
+        program.front.show_line(line)
 
 
 def _show_vocabulary(program: Program, _: str) -> None:
     if not program.engine.info.codebook_size:
         raise GenerationError("/vocabulary: this model has no hypertokens")
-    for line in vocabulary_lines(list(chain.from_iterable(program.conversation.uses)), program.engine.tokenizer):
-        program.front.say(line)
+    for line in hypertoken_use_lines(list(chain.from_iterable(program.conversation.uses)), program.engine.tokenizer):
+        program.front.show_line(line)
 
 
 def _choose_pack(program: Program, given: str) -> None:
     if given:
-        program.choose_pack(_split_words("pack", given))
-    program.front.say(program.pack_line())
+        program.choose_pack(_split_command_argument("pack", given))
+    program.front.show_line(program.describe_start_pack())
 
 
 def _switch_colours(program: Program, given: str) -> None:
     if given not in ("", "on", "off"):
         raise GenerationError(f"/colours {given:.40}: give on, off or nothing")
     program.front.colours = not program.front.colours if not given else given == "on"
-    program.front.say("hypertokens are coloured" if program.front.colours else "hypertokens are not coloured")
+    program.front.show_line("hypertokens are coloured" if program.front.colours else "hypertokens are not coloured")
 
 
 def _show_help(program: Program, _: str) -> None:
     left = [f"/{name} {command.argument}".strip() for name, command in COMMANDS.items()]
     for usage, command in zip(left, COMMANDS.values(), strict=True):
-        program.front.say(f"{usage:{max(map(len, left))}}  {command.purpose}")
+        program.front.show_line(f"{usage:{max(map(len, left))}}  {command.purpose}")
     for line in program.front.key_help:
-        program.front.say(line)
+        program.front.show_line(line)
 
 
 def _end_chat(program: Program, _: str) -> None:
     program.ended = True
 
 
-def _split_words(name: str, given: str) -> list[str]:
+def _split_command_argument(name: str, given: str) -> list[str]:
     with errors_as(GenerationError, f"/{name}", ValueError):
         return shlex.split(given)
 
 
-def _one_file_name(name: str, given: str) -> str:
-    words = _split_words(name, given)
+def _parse_file_name(name: str, given: str) -> str:
+    words = _split_command_argument(name, given)
     if len(words) != 1:
         raise GenerationError(f"/{name} needs the name of one file")
     return words[0]

@@ -47,18 +47,18 @@ class Conversation:
         chat = Chat([*self.messages, {"role": "user", "content": text}], self.system, options=options)
         return encode_prompt(engine.tokenizer, chat, answers=engine.answers())
 
-    def ask(self, question: str) -> None:
-        """Sets the user's next message; `add` then adds `question` and its answer to the messages."""
+    def set_question(self, question: str) -> None:
+        """Sets the user's next message; `add_answer` then adds `question` and its answer to the messages."""
         self.asked, self.answered = question, False
 
-    def add(self, answer: str, uses: Sequence[HypertokenUse] = ()) -> None:
+    def add_answer(self, answer: str, uses: Sequence[HypertokenUse] = ()) -> None:
         """Adds the user's last message and its answer. uses: uses of hypertokens in the answer, in order."""
         assert self.asked is not None
         question, self.answered = self.asked, True
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         self.uses.append(uses)
 
-    def before_answer(self) -> Conversation:
+    def without_last_answer(self) -> Conversation:
         """Returns the conversation as it was before the last answer: `asked` is set, but not in `messages`."""
         if not self.answered:
             return self
@@ -131,7 +131,7 @@ class HypertokenUse(NamedTuple):
     origin: str
 
 
-def vocabulary_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[str]:
+def hypertoken_use_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[str]:
     """Yields a heading, then one line per hypertoken, the most used first: number of uses, where learned, parts.
 
     uses: uses of hypertokens in all answers, in order. Hypertokens with equally many uses are sorted by length, the
@@ -147,7 +147,7 @@ def vocabulary_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[
     texts = TokenTexts(tokenizer)
     for base_ids in most:
         count, learned = found[base_ids]
-        yield f"{count:>7,}x  {learned:6}  {_join_parts(texts, base_ids)}"
+        yield f"{count:>7,}x  {learned:6}  {_join_token_texts(texts, base_ids)}"
 
 
 def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[int, str]]:
@@ -158,6 +158,6 @@ def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[in
     return found
 
 
-def _join_parts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
+def _join_token_texts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
     """Returns the texts of base ids with bars between them; blanks and line ends become visible characters."""
     return " | ".join(texts[(one,)][0].translate(_VISIBLE) for one in base_ids)

@@ -13,7 +13,7 @@ from typing import Protocol, TextIO
 from mlx_zip.cli import colours
 from mlx_zip.cli.actions import escape_unprintable
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.screen import replace_controls
+from mlx_zip.cli.chat.screen import replace_control_characters
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import GenerationError
 
@@ -52,11 +52,11 @@ class Front(ABC):
         return None
 
     @abstractmethod
-    def greet(self, model: str, info: EngineInfo) -> None:
+    def show_model(self, model: str, info: EngineInfo) -> None:
         """Shows which model answers; called once, before the first message."""
 
     @abstractmethod
-    def read(self) -> str | None:
+    def read_message(self) -> str | None:
         """Returns the next message, None at the end of the chat."""
 
     @abstractmethod
@@ -64,18 +64,18 @@ class Front(ABC):
         """Returns a context manager that yields the view of one answer. stop: called if the user stops the answer."""
 
     @abstractmethod
-    def show_conversation(self, talk: Conversation) -> None:
+    def show_conversation(self, conversation: Conversation) -> None:
         """Shows a conversation that was loaded."""
 
     @abstractmethod
-    def say(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         """Shows a line from the chat itself, not from the model."""
 
     @abstractmethod
-    def note(self, line: str) -> None:
+    def show_note(self, line: str) -> None:
         """Shows a line of little importance."""
 
-    def fail(self, line: str) -> None:
+    def show_error(self, line: str) -> None:
         """Shows an error as one line on standard error."""
         print(f"error: {escape_unprintable(' '.join(line.split())[:1000])}", file=sys.stderr, flush=True)
 
@@ -101,7 +101,7 @@ class PlainView:
 
     def feed(self, text: str, length: int = 1) -> None:
         """Writes a piece of text. length: number of base tokens of its id."""
-        shown = replace_controls(text)
+        shown = replace_control_characters(text)
         self._out.write(colours.colour_text(shown, length) if self._coloured else shown)
         self._out.flush()
         self._last = text[-1:] or self._last
@@ -132,10 +132,10 @@ class LineFront(Front):
         self.colours = coloured
         self._lines = enumerate(sys.stdin.buffer, start=1)
 
-    def greet(self, model: str, info: EngineInfo) -> None:
+    def show_model(self, model: str, info: EngineInfo) -> None:
         """Shows nothing: standard output is for answers."""
 
-    def read(self) -> str | None:
+    def read_message(self) -> str | None:
         """Returns the next line, None at the end of input. Raises `GenerationError` if the line is not UTF-8."""
         n, line = next(self._lines, (0, b""))
         if not n:
@@ -156,13 +156,13 @@ class LineFront(Front):
             yield view
         view.finish()
 
-    def show_conversation(self, talk: Conversation) -> None:
+    def show_conversation(self, conversation: Conversation) -> None:
         """Prints the number of messages on standard error."""
-        self.say(f"loaded {len(talk.messages)} messages")
+        self.show_line(f"loaded {len(conversation.messages)} messages")
 
-    def say(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         """Prints a line on standard error, because standard output is for answers."""
-        print(replace_controls(line), file=sys.stderr, flush=True)
+        print(replace_control_characters(line), file=sys.stderr, flush=True)
 
-    def note(self, line: str) -> None:
+    def show_note(self, line: str) -> None:
         """Shows nothing."""

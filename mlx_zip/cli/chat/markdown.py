@@ -20,7 +20,7 @@ from pygments.util import ClassNotFound
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mlx_zip.cli.chat.screen import Screen, last_break_length, replace_controls, style_text
+from mlx_zip.cli.chat.screen import Screen, last_break_length, replace_control_characters, style_text
 
 _MOST_HELD = 400  # characters; longer text is written without waiting for a closing mark
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -55,7 +55,7 @@ class MarkdownStream:
 
     def feed(self, text: str, length: int = 1) -> None:
         """Takes the next piece of text and writes what is complete. length: number of base tokens of the piece's id."""
-        text = replace_controls(text)
+        text = replace_control_characters(text)
         self._text += text
         self._lengths += chr(length) * len(text)
         while self._state(False):
@@ -73,7 +73,7 @@ class MarkdownStream:
     # States: each writes what is complete and returns whether to call the next state. final: whether the answer ended.
 
     def _at_line_start(self, final: bool) -> bool:
-        line, whole = self._next_line(final)
+        line, whole = self._held_line(final)
         if not whole and (_UNDECIDED.fullmatch(line.strip(" ")) or _WHOLE.match(line)):
             return False
         if not line.startswith("|"):
@@ -82,7 +82,7 @@ class MarkdownStream:
             self._begin_text(line)
         return True
 
-    def _next_line(self, final: bool) -> tuple[str, bool]:
+    def _held_line(self, final: bool) -> tuple[str, bool]:
         line, newline, _ = self._text.partition("\n")
         return line, bool(newline) or final
 
@@ -122,7 +122,7 @@ class MarkdownStream:
         self._state = self._in_text
 
     def _in_text(self, final: bool) -> bool:
-        line, whole = self._next_line(final)
+        line, whole = self._held_line(final)
         endless = len(line) > _MOST_HELD and not last_break_length(line)
         ready = len(line) if whole or endless else last_break_length(line)
         if ready and not self._write_ready(line[:ready], whole):
@@ -140,9 +140,9 @@ class MarkdownStream:
         """Writes the piece, or its part before a mark that may still be closed; returns whether all was written."""
         special = _SPECIAL.search(piece)
         tokens = _parse_inline(piece)
-        if special and not (whole or len(piece) > _MOST_HELD or _is_closed(tokens)):
+        if special and not (whole or len(piece) > _MOST_HELD or _has_all_marks_closed(tokens)):
             piece = piece[: last_break_length(piece[: special.start()])]
-            self._put_text(piece, self._lengths, [])
+            self._add_tinted_text(piece, self._lengths, [])
             self._drop_written(len(piece))
             return False
         self._write(piece, self._lengths, [], tokens)
@@ -150,11 +150,11 @@ class MarkdownStream:
         return True
 
     def _in_code(self, final: bool) -> bool:
-        line, whole = self._next_line(final)
+        line, whole = self._held_line(final)
         if not whole:
             return False
         assert self._code is not None
-        if self._code.is_end(line):
+        if self._code.is_closing_fence(line):
             self.screen.write_lines(style_text(line, _FAINT))
             self._state = self._at_line_start
         else:
@@ -200,11 +200,11 @@ class MarkdownStream:
                 found = piece.find(token.content, at)  # -1 if the source is spelled differently: &amp;
                 at = found + len(token.content) if found >= 0 else at
                 code = [_CODE] if token.type == "code_inline" and self._coloured else []
-                self._put_text(token.content, lengths[found:at] if found >= 0 else "", [*styles, *code])
+                self._add_tinted_text(token.content, lengths[found:at] if found >= 0 else "", [*styles, *code])
         if piece[at:].endswith(" "):  # the parser may drop it
             self.screen.put_text(" ")
 
-    def _put_text(self, text: str, lengths: str, styles: Sequence[str]) -> None:
+    def _add_tinted_text(self, text: str, lengths: str, styles: Sequence[str]) -> None:
         """Adds text, tinted per character. lengths: like `self._lengths`; characters beyond its end get no tint."""
         at = 0
         while at < len(text):
@@ -231,7 +231,7 @@ def _parse_inline(piece: str) -> Sequence[Token]:
     return _PARSER.parseInline(piece)[0].children or []
 
 
-def _is_closed(tokens: Sequence[Token]) -> bool:
+def _has_all_marks_closed(tokens: Sequence[Token]) -> bool:
     return not any(token.type == "text" and _OPEN.search(token.content) for token in tokens)
 
 
@@ -244,7 +244,7 @@ class _Highlighter:
         self._formatter: Any = TerminalFormatter()
         self._lines: list[str] = []
 
-    def is_end(self, line: str) -> bool:
+    def is_closing_fence(self, line: str) -> bool:
         """Returns whether a line is the block's last one."""
         bare = line.strip()
         return len(bare) >= len(self._fence) and not bare.strip(self._fence[0])

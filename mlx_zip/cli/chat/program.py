@@ -36,14 +36,14 @@ class Settings:
 
 
 class Program:
-    """A chat with an engine's model. front: reads messages and shows answers. talk: the conversation to continue.
+    """A chat with an engine's model. front: reads messages and shows answers. conversation: the one to continue.
 
     Attributes: `pack`, which codebooks begin with, None for the pack that the model was loaded with; `pack_names`,
     files of the pack; `own_pack`, whether the model was loaded with its own pack; `ended`, whether the chat is over.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, front: Front, talk: Conversation) -> None:
-        self.engine, self.settings, self.front, self.conversation = engine, settings, front, talk
+    def __init__(self, engine: Engine, settings: Settings, front: Front, conversation: Conversation) -> None:
+        self.engine, self.settings, self.front, self.conversation = engine, settings, front, conversation
         self.totals, self.ended = _Totals(), False
         self.pack: Any = None
         self.pack_names: Sequence[str] = ()
@@ -57,7 +57,7 @@ class Program:
         that of the settings. Raises `MlxZipError`.
         """
         arrived = Arrived()
-        self.conversation.ask(question)
+        self.conversation.set_question(question)
         with self.front.show_answer(lambda: arrived.put(None)) as view:
             submission = self._make_submission(question, temp)
             parts = (
@@ -67,23 +67,23 @@ class Program:
             )
             with parts as show:
                 answer = stream_answer(self.engine, submission, arrived, show, view.show_prefill)
-        self.totals.add(answer.counts)
+        self.totals.add_answer(answer.counts)
         if answer.text:
-            self.conversation.add(answer.text, answer.uses)
-        self._report_end(answer)
+            self.conversation.add_answer(answer.text, answer.uses)
+        self._show_how_answer_ended(answer)
 
     def retry(self, temp: float | None) -> None:
         """Asks the last message again and replaces the answer, unless the new answer fails or is empty."""
         before = self.conversation
         assert before.asked is not None
-        self.conversation = before.before_answer()
+        self.conversation = before.without_last_answer()
         try:
             self.ask(before.asked, temp)
         finally:
             if not self.conversation.answered:
                 self.conversation = before
 
-    def check_system(self, system: str | None) -> None:
+    def check_system_prompt(self, system: str | None) -> None:
         """Raises `GenerationError` if the model's chat template cannot render the system message `system`."""
         if system is not None:
             check_system_message(self.engine.tokenizer, system, self.settings.template_options)
@@ -112,7 +112,7 @@ class Program:
             raise GenerationError(f"/pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
         self.pack, self.pack_names = chosen, list(chosen.by_name)
 
-    def pack_line(self) -> str:
+    def describe_start_pack(self) -> str:
         """Returns a line that says which entries codebooks begin with."""
         if not self.engine.info.codebook_size:
             return "this model has no hypertokens"
@@ -138,16 +138,18 @@ class Program:
             show=self.engine.info.codebook_size > 0,
         )
 
-    def _report_end(self, answer: Answer) -> None:
+    def _show_how_answer_ended(self, answer: Answer) -> None:
         if not answer.text:
-            self.front.say(f"{'stopped' if answer.reason == 'cancelled' else 'no answer'}; the message is taken back")
+            self.front.show_line(
+                f"{'stopped' if answer.reason == 'cancelled' else 'no answer'}; the message is taken back"
+            )
         elif answer.reason == "cancelled":
-            self.front.say("stopped; the answer so far is kept")
+            self.front.show_line("stopped; the answer so far is kept")
         elif answer.reason == "length":
             full = answer.counts.base_tokens < (most := self.settings.max_tokens)
-            self.front.say(_FULL if full else f"cut off after {most:,} base tokens (--max-tokens)")
+            self.front.show_line(_FULL if full else f"cut off after {most:,} base tokens (--max-tokens)")
         if answer.text and self.engine.info.codebook_size:
-            self.front.note(self.totals.last_answer_line())
+            self.front.show_note(self.totals.last_answer_line())
 
 
 @dataclass
@@ -159,7 +161,7 @@ class _Totals:
     steps: int = 0
     last: Counts = field(default_factory=Counts)
 
-    def add(self, counts: Counts) -> None:
+    def add_answer(self, counts: Counts) -> None:
         self.answers += 1
         self.base_tokens += counts.base_tokens
         self.steps += counts.steps
@@ -187,7 +189,7 @@ class _Totals:
         yield f"last prompt: {pluralize(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
         if last.codebook_size:
             yield f"codebook: {last.entries:,} of {pluralize(last.codebook_size, 'entry')}"
-            yield f"KV cache: {_size_in_words(last.kv_bytes_saved)} saved"
+            yield f"KV cache: {_bytes_in_words(last.kv_bytes_saved)} saved"
 
 
 def _steps_in_words(base_tokens: int, steps: int) -> str:
@@ -197,5 +199,5 @@ def _steps_in_words(base_tokens: int, steps: int) -> str:
     return f"{pluralize(base_tokens, 'base token')} in {pluralize(steps, 'step')}{rate}{saved}"
 
 
-def _size_in_words(count: int) -> str:
+def _bytes_in_words(count: int) -> str:
     return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), pluralize(count, "byte"))

@@ -28,7 +28,7 @@ _RUNS = re.compile(rf"\s+|[{_WIDE}]|[^\s{_WIDE}]+")
 _BROKEN = re.compile(rf".*[\s{_WIDE}]", re.DOTALL)
 
 
-def replace_controls(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Returns the text with control characters replaced by pictures of them, such as ␛ for escape.
 
     Newlines and tabs stay. A line that ends in a carriage return and a newline ends in a newline alone. Characters

@@ -27,7 +27,7 @@ from mlx_zip.cli.chat.commands import ALIASES, COMMANDS
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front, PlainView, View, call_on_interrupt
 from mlx_zip.cli.chat.markdown import MarkdownStream
-from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_controls, style_text
+from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_control_characters, style_text
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.files import atomic_file, check_regular_file
@@ -59,7 +59,7 @@ class TerminalView:
         """Shows a piece of the model's reasoning in faint letters, without rendering it."""
         self._clear_status()
         self._thinking = self._answering = True
-        sys.stdout.write(style_text(replace_controls(text), _FAINT))
+        sys.stdout.write(style_text(replace_control_characters(text), _FAINT))
         sys.stdout.flush()
 
     def show_prefill(self, read: int, total: int) -> None:
@@ -107,9 +107,9 @@ class TerminalFront(Front):
         self._answered = False  # whether an answer was shown since the last prompt
         self._opened = contextlib.ExitStack()
         self._session: PromptSession[str] = PromptSession(
-            history=InMemoryHistory() if history is None else TypedHistory(history, self.fail),
+            history=InMemoryHistory() if history is None else TypedHistory(history, self.show_error),
             multiline=True,
-            key_bindings=self._key_bindings(),
+            key_bindings=self._make_key_bindings(),
             completer=_CommandCompleter(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             prompt_continuation=" " * len(_PROMPT),
@@ -126,13 +126,13 @@ class TerminalFront(Front):
     def __exit__(self, *error: object) -> None:
         self._opened.close()
 
-    def greet(self, model: str, info: EngineInfo) -> None:
+    def show_model(self, model: str, info: EngineInfo) -> None:
         """Shows which model answers, and what colours mean."""
-        self.note(f"{Path(model).name}; /help shows commands and keys")
+        self.show_note(f"{Path(model).name}; /help shows commands and keys")
         if info.codebook_size and self.colours:
-            print(colours.legend(), flush=True)
+            print(colours.colour_legend(), flush=True)
 
-    def read(self) -> str | None:
+    def read_message(self) -> str | None:
         """Returns the next message; None after Ctrl-D, or after Ctrl-C twice at an empty prompt."""
         if self._answered:
             print(flush=True)
@@ -149,7 +149,7 @@ class TerminalFront(Front):
                     return None
                 else:
                     warned = True
-                    self.note("Ctrl-C again, or Ctrl-D, ends the chat")
+                    self.show_note("Ctrl-C again, or Ctrl-D, ends the chat")
                 continue
             for shown, paste in self._pastes.items():
                 text = text.replace(shown, paste)
@@ -165,27 +165,30 @@ class TerminalFront(Front):
             finally:
                 view.finish()
 
-    def show_conversation(self, talk: Conversation) -> None:
+    def show_conversation(self, conversation: Conversation) -> None:
         """Shows a loaded conversation: its system message, and its last user message with the answer."""
-        self.note(f"loaded {len(talk.messages)} messages" + (f"; system message: {talk.system}" if talk.system else ""))
-        for message in talk.messages[-2:]:
+        self.show_note(
+            f"loaded {len(conversation.messages)} messages"
+            + (f"; system message: {conversation.system}" if conversation.system else "")
+        )
+        for message in conversation.messages[-2:]:
             if message["role"] == "user":
-                print(style_text(_PROMPT, _BOLD) + replace_controls(message["content"]), flush=True)
+                print(style_text(_PROMPT, _BOLD) + replace_control_characters(message["content"]), flush=True)
                 continue
             render = self._make_renderer(sys.stdout)
             render.feed(message["content"], 1)
             render.finish()
-        if talk.asked is not None and not talk.answered:
-            print(style_text(_PROMPT, _BOLD) + replace_controls(talk.asked), flush=True)
-            self.note("nothing has answered the last message; /retry asks it")
+        if conversation.asked is not None and not conversation.answered:
+            print(style_text(_PROMPT, _BOLD) + replace_control_characters(conversation.asked), flush=True)
+            self.show_note("nothing has answered the last message; /retry asks it")
 
-    def say(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         """Shows a line from the chat itself, not from the model."""
-        print(replace_controls(line), flush=True)
+        print(replace_control_characters(line), flush=True)
 
-    def note(self, line: str) -> None:
+    def show_note(self, line: str) -> None:
         """Shows a line of little importance in faint letters."""
-        print(style_text(replace_controls(line), _FAINT), flush=True)
+        print(style_text(replace_control_characters(line), _FAINT), flush=True)
 
     def _make_renderer(self, out: Any) -> Any:
         coloured = self.colours and self._may_colour
@@ -193,7 +196,7 @@ class TerminalFront(Front):
             return PlainView(out, coloured)
         return MarkdownStream(Screen(out), colours.colour_code if coloured else lambda length: "", self._may_colour)
 
-    def _key_bindings(self) -> KeyBindings:
+    def _make_key_bindings(self) -> KeyBindings:
         bindings = KeyBindings()
 
         @bindings.add("enter")
@@ -207,11 +210,13 @@ class TerminalFront(Front):
 
         @bindings.add(Keys.BracketedPaste)
         def _(event: KeyPressEvent) -> None:
-            event.current_buffer.insert_text(self._shown_paste(event.data.replace("\r\n", "\n").replace("\r", "\n")))
+            event.current_buffer.insert_text(
+                self._abbreviate_paste(event.data.replace("\r\n", "\n").replace("\r", "\n"))
+            )
 
         return bindings
 
-    def _shown_paste(self, text: str) -> str:
+    def _abbreviate_paste(self, text: str) -> str:
         """Returns what the prompt shows for pasted text: the text itself, or for a long one a placeholder."""
         if len(text) <= _MOST_SHOWN:
             return text
@@ -270,26 +275,26 @@ class TypedHistory(History):
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
         self.file, self._warn, self._works = file, warn, True
-        self._try_with_file(self._shorten)
+        self._try_with_file(self._shorten_file)
         super().__init__()
 
     def load_history_strings(self) -> Iterable[str]:
         """Returns the messages in the file, the newest first, without damaged lines."""
         lines: list[str] = []
-        self._try_with_file(lambda: lines.extend(self._read()))
+        self._try_with_file(lambda: lines.extend(self._read_lines()))
         return reversed([text for line in lines if (text := _parse_message(line))])
 
     def store_string(self, string: str) -> None:
         """Adds a message to the file, unless it is longer than `MOST_CHARACTERS`."""
         if len(string) <= MOST_CHARACTERS:
-            self._try_with_file(lambda: self._append(json.dumps(string) + "\n"))
+            self._try_with_file(lambda: self._append_line(json.dumps(string) + "\n"))
 
-    def _read(self) -> list[str]:
+    def _read_lines(self) -> list[str]:
         if not self.file.exists():
             return []
         return self.file.read_text(encoding="utf-8", errors="replace").splitlines()
 
-    def _append(self, line: str) -> None:
+    def _append_line(self, line: str) -> None:
         """Appends a line in one write, so that lines of two chats do not mix. Raises `OSError`."""
         self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -299,10 +304,10 @@ class TypedHistory(History):
         finally:
             os.close(handle)
 
-    def _shorten(self) -> None:
+    def _shorten_file(self) -> None:
         if not self.file.exists() or self.file.stat().st_size <= MOST_BYTES:
             return
-        lines = self._read()
+        lines = self._read_lines()
         with atomic_file(self.file) as partial:
             partial.touch(mode=0o600)
             partial.write_text("".join(line + "\n" for line in lines[len(lines) // 2 :]), encoding="utf-8")

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints or writes an agent's settings; returns 0. Raises `MlxZipError`."""
-    server = _ask_server(args.url)
+    server = _query_server(args.url)
     client = AGENTS[args.client](server)
     if server.context is not None and server.context < SMALL_CONTEXT:
         print(
@@ -78,18 +78,18 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         texts = {path: _read_settings(path) for path in client.files}
         merged = {
-            path: _merge_into_text(path, text, client.files[path]) for path, text in texts.items()
+            path: _merge_into_settings_text(path, text, client.files[path]) for path, text in texts.items()
         }  # all files are merged before any is written
         for path, text in merged.items():
             print(_write_settings(path, texts[path], text))
     else:
         for path, settings in client.files.items():
-            print(f"{path}:\n\n{_merge_into_text(path, '', settings)}")
+            print(f"{path}:\n\n{_merge_into_settings_text(path, '', settings)}")
     print(f"then: {client.start}")
     return 0
 
 
-def _ask_server(url: str) -> RunningServer:
+def _query_server(url: str) -> RunningServer:
     """Asks the server at `url` for its model's name and context. Raises `GenerationError` if no server answers."""
     url, key = url.rstrip("/").removesuffix("/v1"), os.environ.get(API_KEY, "")
     try:
@@ -205,7 +205,7 @@ def _write_settings(path: Path, old: str, new: str) -> str:
         return f"{path}: unchanged"
     with errors_as(DataError, f"{path}: cannot be written", OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy = _back_up(path, old) if old else None
+        copy = _back_up_settings(path, old) if old else None
         with atomic_file(path) as partial:
             partial.touch(mode=0o600)
             partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)  # the file may hold a key
@@ -213,7 +213,7 @@ def _write_settings(path: Path, old: str, new: str) -> str:
     return f"{path}: written" + ("" if copy is None else f"; what was there is in {copy}")
 
 
-def _back_up(path: Path, text: str) -> Path:
+def _back_up_settings(path: Path, text: str) -> Path:
     """Writes `text`, the content of `path`, to a new file in the same folder; returns that file. Raises `OSError`."""
     number, copy = 1, path.with_name(path.name + BACKUP_SUFFIX)
     while copy.exists():
@@ -225,12 +225,12 @@ def _back_up(path: Path, text: str) -> Path:
     return copy
 
 
-def _merge_into_text(path: Path, text: str, settings: Any) -> str:
+def _merge_into_settings_text(path: Path, text: str, settings: Any) -> str:
     """Returns a file's text with `settings` merged in. Raises `DataError` if the text is not in the file's format."""
     old = _parse_settings(path, text)
     if path.suffix == ".toml":
         return _merge_toml(path, text, old, settings)
-    new = _merge_values(old, settings)
+    new = _merge_settings(old, settings)
     if text and new == old:
         return text
     if path.suffix == ".json":
@@ -255,13 +255,13 @@ def _parse_settings(path: Path, text: str) -> Any:
         ) from error
 
 
-def _merge_values(old: Any, new: Any) -> Any:
+def _merge_settings(old: Any, new: Any) -> Any:
     """Returns `old` updated by `new`: merges maps; replaces list items of the same name, adds other list items."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         changed = {key: value for key, value in new.items() if key not in old or key != _SET_ONCE}
         return {
             **old,
-            **{key: _merge_values(old[key], value) if key in old else value for key, value in changed.items()},
+            **{key: _merge_settings(old[key], value) if key in old else value for key, value in changed.items()},
         }
     if isinstance(old, list) and isinstance(new, list):
         names = [_item_name(item) for item in new]

@@ -93,24 +93,26 @@ def _add_page_flags(add: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves the app until a signal; returns 0, or 1 if an exception ended the engine. Raises `MlxZipError`."""
-    _check_flags(args)
+    _check_app_flags(args)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running, kept = _import_app_module("running"), _import_app_module("store")
     file = None if args.no_history else expand_home(args.data) if args.data else kept.default_file()
     if args.purge:
         return _purge_conversations(kept, file)
-    with _open_listener(running, args.port) as listener:
-        store = _open_conversations(kept, file)
+    with _open_page_listener(running, args.port) as listener:
+        store = _open_conversation_store(kept, file)
         try:
             for line in filter(None, (store.database.note, store.database.problem)):
                 print(f"note: {line}", file=sys.stderr)
-            fault = _open_and_serve(args, running, listener, store)
+            fault = _open_model_and_serve_app(args, running, listener, store)
         finally:
             store.close()
     return report_engine_fault(fault)
 
 
-def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
+def _open_model_and_serve_app(
+    args: argparse.Namespace, running: Any, listener: Any, store: Any
+) -> BaseException | None:
     """Opens the model and serves the app; returns the exception that ended the engine's thread, None after a signal."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # for further models, each of which may get another engine
@@ -118,7 +120,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
         from mlx_zip.engine.engines import Engines, make_other_models
 
         rival, open_model = args.race_against, partial(_open_other_model, asked)
-        options = _server_options(
+        options = _make_app_server_options(
             args, name, running.new_token(), server_pack_options(chosen, is_plain_model(name), engine)
         )
         ceiling = engine.ceiling()
@@ -126,7 +128,7 @@ def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store
         storage = None if args.no_history or not args.window else _window_folder()
         showing = running.PageDisplay(browser=not args.no_open, window=args.window, storage_folder=storage)
         hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
-        engines = Engines(engine, make_other_models(engine, rival, open_model, _offered_models(name)))
+        engines = Engines(engine, make_other_models(engine, rival, open_model, _choose_offered_models(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
 
@@ -139,7 +141,7 @@ def _window_folder() -> Path | None:
     return folder if problem is None else None
 
 
-def _offered_models(main: str) -> dict[str, str]:
+def _choose_offered_models(main: str) -> dict[str, str]:
     """Returns the models to offer besides a bundled `main`, none of which needs a download: name -> description."""
     if main not in named.KNOWN:
         return {}
@@ -158,7 +160,7 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
     return open_chosen_engine(None, name, **{**engine_options(changed, name, None), "sessions": None})
 
 
-def _check_flags(args: argparse.Namespace) -> None:
+def _check_app_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used, `InstallationError` if --window is given without pywebview."""
     check_model_flag(args)
     check_flags_at_least(args, 1, "max_tokens")
@@ -176,12 +178,12 @@ def _import_app_module(name: str) -> Any:
     return import_or_explain(f"mlx_zip.apps.chat.{name}", "mlx_zip app", *SERVER_LIBRARIES, extra="serve")
 
 
-def _open_listener(running: Any, port: int | None) -> Any:
+def _open_page_listener(running: Any, port: int | None) -> Any:
     with errors_as(GenerationError, f"--port {port}", OSError, end="; choose another --port"):
         return running.open_listener(port)
 
 
-def _open_conversations(kept: Any, file: Any) -> Any:
+def _open_conversation_store(kept: Any, file: Any) -> Any:
     """Returns the store of conversations in `file`, None for memory. Raises `GenerationError` for an unusable file."""
     try:
         return kept.Store(file)
@@ -193,7 +195,7 @@ def _purge_conversations(kept: Any, file: Any) -> int:
     """Deletes all kept conversations and prints how many there were; returns 0. Raises `GenerationError`."""
     count = 0
     if file.exists():
-        store = _open_conversations(kept, file)
+        store = _open_conversation_store(kept, file)
         try:
             count = store.purge()
             if store.database.problem:
@@ -204,7 +206,7 @@ def _purge_conversations(kept: Any, file: Any) -> int:
     return 0
 
 
-def _server_options(args: argparse.Namespace, name: str, token: str, more: dict[str, Any]) -> Any:
+def _make_app_server_options(args: argparse.Namespace, name: str, token: str, more: dict[str, Any]) -> Any:
     return import_module("mlx_zip.server.options").Options(
         model=name,
         max_tokens=args.max_tokens,

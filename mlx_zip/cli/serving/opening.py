@@ -76,7 +76,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 
     engine_choice.check_engine_flags(args)
     check_draft_options(args.draft, args.num_draft_tokens)
-    template = {} if args.chat_template is None else {"chat_template": _read_template(args.chat_template)}
+    template = {} if args.chat_template is None else {"chat_template": _read_chat_template(args.chat_template)}
     return {
         "engine": args.engine,
         "adapter_path": args.adapter_path,
@@ -117,10 +117,10 @@ def pack_options(
 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None to keep no conversations on disk."""
-    return row_cache.folder_of_flag(args.session_cache, SESSIONS)
+    return row_cache.cache_folder_from_flag(args.session_cache, SESSIONS)
 
 
-def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
+def choose_request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     """Returns the pack for requests: `chosen`, or None if codebooks begin with the pack that the model was loaded with.
 
     chosen: the packs of --pack, or None. plain: whether the model has no hypertokens of its own. Raises `MlxZipError`
@@ -145,7 +145,7 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     return chosen
 
 
-def _read_template(given: str) -> str:
+def _read_chat_template(given: str) -> str:
     if "{" in given:
         return given
     with errors_as(GenerationError, f"--chat-template {given}", OSError, UnicodeDecodeError, DataError):
@@ -155,7 +155,7 @@ def _read_template(given: str) -> str:
 
 def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
     """Returns the fields `packs` and `pack` of the server's `Options`. Raises `MlxZipError` if the packs do not fit."""
-    pack = request_pack(chosen, plain, engine)
+    pack = choose_request_pack(chosen, plain, engine)
     if chosen is None or plain:
         return {}
     return {"packs": {Path(file).stem: one for file, one in chosen.by_name.items()}, "pack": pack}

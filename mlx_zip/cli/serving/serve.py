@@ -45,18 +45,18 @@ COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns 0, or 1 if an exception ended the engine's thread. Raises `MlxZipError`."""
-    _check_flags(args)
+    _check_serve_flags(args)
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running = _import_server_module("running")
     engine_choice.check_engine_flags(args)
-    group = engine_choice.machines_of_run(args)
+    group = engine_choice.connect_machines_of_run(args)
     if group is None:
         return _serve_first_machine(args, None, running)
 
     from mlx_zip.cli.machine_watch import watch_machines
     from mlx_zip.models.machines import is_first_machine
 
-    _check_machines(args)
+    _refuse_session_files(args)
     with watch_machines(group):
         return (
             _serve_first_machine(args, group, running)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> int:
     """Serves on the first or only machine; returns the exit status. running: the module `mlx_zip.server.running`."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
-    options = _server_options(args, name)
+    options = _make_serve_options(args, name)
     with (
         _bind_listener(running, args.host, args.port, options["api_key"]) as listener,
         open_engine_from_flags(args, name, chosen, group) as engine,
@@ -92,12 +92,12 @@ def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
     return 0
 
 
-def _check_machines(args: argparse.Namespace) -> None:
+def _refuse_session_files(args: argparse.Namespace) -> None:
     if args.session_files:
         raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
 
 
-def _check_flags(args: argparse.Namespace) -> None:
+def _check_serve_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used here or a value is out of range."""
     refuse_flags(args, REFUSED, "mlx_lm.server")
     check_model_flag(args)
@@ -134,7 +134,7 @@ def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
     return listener
 
 
-def _server_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
+def _make_serve_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Returns the fields of the server's `Options` that are set by flags, except those for packs."""
     key, hosts = _api_key(args), _allowed_hosts(args)
     return {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mlx_zip.arguments import Parser
-from mlx_zip.cli.actions import add_actions, print_result
+from mlx_zip.cli.actions import add_actions, print_action_result
 
 METHODS: dict[str, tuple[str, str]] = {  # name -> (module with ACTIONS and EXAMPLES, purpose for --help)
     "pack": ("mlx_zip.cli.vocab.packs", "learn and manage packs, the entries that a codebook begins with"),
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """
     if argv and argv[0] in METHODS:
         args = method_parser(argv[0]).parse_args(argv[1:])
-        return print_result(args, args.do(args))
+        return print_action_result(args, args.do(args))
     parser = Parser(prog="mlx_zip vocab", description="Learned vocabularies.")
     methods = parser.add_subparsers(metavar="METHOD", required=True, help="mlx_zip vocab METHOD --help shows its flags")
     for name, (_, purpose) in METHODS.items():

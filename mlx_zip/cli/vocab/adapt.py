@@ -16,9 +16,9 @@ from mlx_zip.cli.actions import (
     DATA_HELP,
     TOKENIZER_HELP,
     add_json_flag,
+    checked_output_path,
     escape_unprintable,
-    open_first_stage,
-    writable_path,
+    read_first_stage_tokenizer,
 )
 from mlx_zip.cli.preparation import parse_column
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
@@ -42,7 +42,7 @@ EXAMPLES = """examples:
 """
 
 
-def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
+def _add_adapt_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER_HELP}")
     add(
@@ -115,10 +115,10 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the adapted tokenizer to FILE as a tokenizer.json; an error if a merge was swapped out",
     )
-    _add_shared_flags(add, "--data, and at most N of --held-out")
+    _add_adapt_text_flags(add, "--data, and at most N of --held-out")
 
 
-def _add_shared_flags(add: Any, texts: str) -> None:
+def _add_adapt_text_flags(add: Any, texts: str) -> None:
     """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
     add(
         "--columns",
@@ -132,21 +132,21 @@ def _add_shared_flags(add: Any, texts: str) -> None:
     add_json_flag(add)
 
 
-def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
-    settings, read = _method_settings(args), [*args.data, *args.held_out, args.tokenizer]
-    out, plain = writable_path("--out", args.out, read=read), None
+    settings, read = _adapt_method_settings(args), [*args.data, *args.held_out, args.tokenizer]
+    out, plain = checked_output_path("--out", args.out, read=read), None
     if args.tokenizer_json is not None:
-        plain = writable_path("--tokenizer-json", args.tokenizer_json, read=[*read, out])
+        plain = checked_output_path("--tokenizer-json", args.tokenizer_json, read=[*read, out])
     plot = checked_plot_path(args.plot, read=[*read, out, plain])
-    base = read_base(open_first_stage(args.tokenizer), args.pieces)
-    texts, held_out = _read_texts(args, args.data), _read_texts(args, args.held_out)
+    base = read_base(read_first_stage_tokenizer(args.tokenizer), args.pieces)
+    texts, held_out = _read_corpus_texts(args, args.data), _read_corpus_texts(args, args.held_out)
     begun = time.perf_counter()
-    words = count_words(base.front, _with_progress("Counting", texts))
+    words = count_words(base.front, _iterate_with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
         vocabulary = adapt_vocabulary(
             base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings
@@ -156,18 +156,18 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     vocabulary.save(out)
     if plain is not None:
         write_json(plain, exact)
-    record = _vocabulary_record(vocabulary, base) | _count_tokens(vocabulary, base, texts)
+    record = _adapted_vocabulary_record(vocabulary, base) | _count_tokens(vocabulary, base, texts)
     if held_out:
         record["held_out"] = _count_tokens(vocabulary, base, held_out)
-    _draw_plot(plot, record)
+    _draw_bytes_per_token(plot, record)
     record |= {"seconds": round(took_s, 3), "file": str(out)}
-    return record, _format_record(record)
+    return record, _format_adapted_vocabulary(record)
 
 
-def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
+def _draw_bytes_per_token(path: Path | None, record: dict[str, Any]) -> None:
     """Draws bytes per token of the adapted and the base tokenizer, on the texts and on the held-out texts.
 
-    record: record that `_run_learn` or `_run_show` returns. Draws nothing if `path` is None.
+    record: record that `_run_adapt_learn` or `_run_adapt_show` returns. Draws nothing if `path` is None.
     """
     if path is None:
         return
@@ -178,7 +178,7 @@ def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
     draw_bars(path, bars, ("", "bytes per token"))
 
 
-def _method_settings(args: argparse.Namespace) -> dict[str, Any]:
+def _adapt_method_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of --method. Raises `GenerationError` if a flag of another method is given."""
     chosen = {name: value for name in (*_SWAP_DEFAULTS, "rule") if (value := getattr(args, name)) is not None}
     if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAP_DEFAULTS]):
@@ -188,7 +188,7 @@ def _method_settings(args: argparse.Namespace) -> dict[str, Any]:
     return _SWAP_DEFAULTS | chosen if args.method == "adapt" else chosen
 
 
-def _add_show_flags(parser: argparse.ArgumentParser) -> None:
+def _add_adapt_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -203,10 +203,10 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"texts to count tokens in: {DATA_HELP}",
     )
-    _add_shared_flags(add, "--data")
+    _add_adapt_text_flags(add, "--data")
 
 
-def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_adapt_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.merge_list import PIECES
@@ -216,16 +216,16 @@ def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     plot, vocabulary, base = checked_plot_path(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
         pieces = vocabulary.front.pieces  # other pieces than those in PIECES come from the base's own file
-        base = read_base(open_first_stage(args.tokenizer), pieces if pieces in PIECES else None)
+        base = read_base(read_first_stage_tokenizer(args.tokenizer), pieces if pieces in PIECES else None)
         vocabulary.check_base(base)
-    record = _vocabulary_record(vocabulary, base)
+    record = _adapted_vocabulary_record(vocabulary, base)
     if args.data:
-        record |= _count_tokens(vocabulary, base, _read_texts(args, args.data))
-        _draw_plot(plot, record)
-    return record, _format_record(record)
+        record |= _count_tokens(vocabulary, base, _read_corpus_texts(args, args.data))
+        _draw_bytes_per_token(plot, record)
+    return record, _format_adapted_vocabulary(record)
 
 
-def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
+def _add_adapt_encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -243,14 +243,14 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_encode(args: argparse.Namespace) -> int:
-    from mlx_zip.cli.compression import read_text
+def _run_adapt_encode(args: argparse.Namespace) -> int:
+    from mlx_zip.cli.compression import read_file_or_standard_input
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
 
     vocabulary = read_adapted(args.file)
-    text = read_text(args.data)
+    text = read_file_or_standard_input(args.data)
     if args.decode:
-        ids = _parse_ids(args.data, text)
+        ids = _parse_id_words(args.data, text)
         data = vocabulary.decode(vocabulary.ids_of(ids) if args.base_ids else ids)
         if args.json:
             print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data)}, ensure_ascii=False))
@@ -264,7 +264,7 @@ def _run_encode(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_convert_flags(parser: argparse.ArgumentParser) -> None:
+def _add_adapt_convert_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -281,21 +281,21 @@ def _add_convert_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run_convert(args: argparse.Namespace) -> int:
+def _run_adapt_convert(args: argparse.Namespace) -> int:
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
         print(converters.adapt(str(resolve_model_name(args.model)), args.file, args.out))
     return 0
 
 
-def _parse_ids(name: str, text: str) -> list[int]:
+def _parse_id_words(name: str, text: str) -> list[int]:
     words = text.split()
     if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
         raise DataError(f"{name}: {wrong!r:.40} is not an id")
     return [int(word) for word in words]
 
 
-def _read_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
+def _read_corpus_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
     from mlx_zip.text.documents import read_corpus
 
     if not files:
@@ -304,14 +304,14 @@ def _read_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
     return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
 
 
-def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
+def _iterate_with_progress(task: str, texts: list[str]) -> Iterator[str]:
     with ProgressBar(len(texts), "text", task) as count:
         for text in texts:
             yield text
             count()
 
 
-def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
+def _adapted_vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
     """Returns counts and settings of an adapted tokenizer, for --json. base: its base tokenizer, None if unknown."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
@@ -337,16 +337,16 @@ def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any
     Utility is 1 - tokens per byte (arXiv 2601.21665).
     """
     n_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    tokens = sum(len(vocabulary.encode(text)) for text in _with_progress("Encoding", texts))
+    tokens = sum(len(vocabulary.encode(text)) for text in _iterate_with_progress("Encoding", texts))
     counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
     if base is not None:
         whole = base.encoder()
-        base_tokens = sum(len(base.encode(text, whole)) for text in _with_progress("Encoding", texts))
+        base_tokens = sum(len(base.encode(text, whole)) for text in _iterate_with_progress("Encoding", texts))
         counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
     return counts
 
 
-def _format_record(record: dict[str, Any]) -> list[str]:
+def _format_adapted_vocabulary(record: dict[str, Any]) -> list[str]:
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
     base = escape_unprintable(record["base"])
     lines = [
@@ -362,9 +362,9 @@ def _format_record(record: dict[str, Any]) -> list[str]:
             f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary always uses its merges"
         )
     if "bytes" in record:
-        lines += _format_counts("texts", base, record)
+        lines += _format_token_counts("texts", base, record)
     if "held_out" in record:
-        lines += _format_counts("held-out texts", base, record["held_out"])
+        lines += _format_token_counts("held-out texts", base, record["held_out"])
     elif "file" in record:
         lines.append("these counts are of the texts adapted to: --held-out FILE counts others")
     if "seconds" in record:
@@ -372,7 +372,7 @@ def _format_record(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _format_counts(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
+def _format_token_counts(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
     def per_token(tokens: int) -> str:
         return f"{tokens} tokens ({counts['bytes'] / tokens:.3f} bytes per token)"
 
@@ -383,16 +383,16 @@ def _format_counts(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
 
 
 ACTIONS = {
-    "learn": (_add_learn_flags, "adapt a tokenizer to texts and write the adapted one", _run_learn),
+    "learn": (_add_adapt_learn_flags, "adapt a tokenizer to texts and write the adapted one", _run_adapt_learn),
     "show": (
-        _add_show_flags,
+        _add_adapt_show_flags,
         "show what an adapted tokenizer keeps, check its base, count its tokens in texts",
-        _run_show,
+        _run_adapt_show,
     ),
-    "encode": (_add_encode_flags, "turn a text into ids, or ids into text", _run_encode),
+    "encode": (_add_adapt_encode_flags, "turn a text into ids, or ids into text", _run_adapt_encode),
     "convert": (
-        _add_convert_flags,
+        _add_adapt_convert_flags,
         "write a model folder that keeps the adapted tokenizer's rows and ids",
-        _run_convert,
+        _run_adapt_convert,
     ),
 }

@@ -17,8 +17,8 @@ from mlx_zip.cli.actions import (
     TOKENIZER_HELP,
     Action,
     add_json_flag,
-    open_first_stage,
-    writable_path,
+    checked_output_path,
+    read_first_stage_tokenizer,
 )
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_training_flags, report_stop
@@ -42,7 +42,7 @@ examples:
 _TABLE = "patch table, as written by `mlx_zip vocab hbpe learn`"
 
 
-def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
+def _add_hbpe_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_tokenizer_flag(add)
     add("--out", required=True, metavar="TABLE", help="file to write the patch table to (.npz)")
@@ -52,7 +52,7 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _add_show_flags(parser: argparse.ArgumentParser) -> None:
+def _add_hbpe_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("table", metavar="TABLE", help=_TABLE)
     _add_show_flag(add, "merges")
@@ -60,7 +60,7 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
+def _add_hbpe_encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("table", metavar="TABLE", help=_TABLE)
     _add_tokenizer_flag(add)
@@ -99,43 +99,43 @@ def _add_show_flag(add: Any, what: str) -> None:
     add("--show", type=int, default=10, metavar="N", help=f"number of {what} to list; --json lists all (default: 10)")
 
 
-def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_hbpe_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
     check_flags_at_least(args, 0, "show")
-    out = writable_path("--out", args.out, "a patch table", SUFFIX)
+    out = checked_output_path("--out", args.out, "a patch table", SUFFIX)
     plot = checked_plot_path(args.plot, read=[args.tokenizer, out])
-    tokens = open_first_stage(args.tokenizer).tokens()
+    tokens = read_first_stage_tokenizer(args.tokenizer).tokens()
     learned = learn_merges(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
     with errors_as(DataError, str(out), OSError):
         table.save(out)
     pool = len(tokens_too_long(tokens, args.patch_size))
-    record, lines = _describe_table(table, args.show, learned.counts.tolist())
-    _draw_plot(plot, record)
+    record, lines = _describe_patch_table(table, args.show, learned.counts.tolist())
+    _draw_patch_lengths(plot, record)
     record["tokens_too_long"] = pool
     return record, [f"{out} is written; merges were learned from {pool} tokens that did not fit", *lines]
 
 
-def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_hbpe_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
     check_flags_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.table])
-    record, lines = _describe_table(PatchTable.load(args.table), args.show)
-    _draw_plot(plot, record)
+    record, lines = _describe_patch_table(PatchTable.load(args.table), args.show)
+    _draw_patch_lengths(plot, record)
     return record, lines
 
 
-def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
-    """Draws the number of patches of each length, unless `path` is None. record: from `_describe_table`."""
+def _draw_patch_lengths(path: Path | None, record: dict[str, Any]) -> None:
+    """Draws the number of patches of each length, unless `path` is None. record: from `_describe_patch_table`."""
     if path is not None:
         lengths = {str(length): count for length, count in record["patch_lengths"].items()}
         draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))
 
 
-def _describe_table(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
     """Returns the contents of a patch table as a record for --json and as lines to print.
 
     show: number of merges that the lines list. counts: per merge, how often its pair occurred when the merge was
@@ -163,18 +163,22 @@ def _describe_table(table: Any, show: int, counts: list[int] | None = None) -> t
     ]
     for k, (left, right) in enumerate(table.merges.pairs[:show]):
         seen = "" if counts is None else f", seen {counts[k]} times"
-        lines.append(f"{257 + k:>6} = {left} {right}  {_token_text(spelled[257 + k])}{seen}")
+        lines.append(f"{257 + k:>6} = {left} {right}  {_format_token_bytes(spelled[257 + k])}{seen}")
     return record, lines
 
 
-def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    from mlx_zip.cli.compression import read_text
+def _run_hbpe_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.cli.compression import read_file_or_standard_input
     from mlx_zip.text.formats import read_tokenizer_file
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
     from mlx_zip.vocab.hbpe.patch_table import PatchTable, text_to_ids
 
     check_flags_at_least(args, 0, "show")
-    text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), open_first_stage(args.tokenizer)
+    text, table, tokenizer = (
+        read_file_or_standard_input(args.data),
+        PatchTable.load(args.table),
+        read_first_stage_tokenizer(args.tokenizer),
+    )
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
     ids = list(text_to_ids(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
@@ -202,11 +206,11 @@ def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if not record["exact"]:
         lines.append("the patches do not spell the text exactly: the tokenizer normalizes the text before it splits it")
     for i, patch in zip(ids[: args.show], patches, strict=False):
-        lines.append(f"{i:>8}  {_token_text(table.tokens[i])}  {' '.join(map(str, patch))}")
+        lines.append(f"{i:>8}  {_format_token_bytes(table.tokens[i])}  {' '.join(map(str, patch))}")
     return record, lines
 
 
-def _token_text(token: bytes) -> str:
+def _format_token_bytes(token: bytes) -> str:
     try:
         return repr(token.decode("utf-8"))
     except UnicodeDecodeError:
@@ -233,7 +237,7 @@ _PURPOSES = {
 }
 
 
-def _add_fit_flags(parser: argparse.ArgumentParser) -> None:
+def _add_hbpe_fit_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "out",
@@ -282,7 +286,7 @@ def _add_fit_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object, and no progress")
 
 
-def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+def _add_hbpe_generate_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="model folder that `mlx_zip vocab hbpe fit` wrote: RUN/model")
     add("--prompt", "-p", help="text to continue; - reads UTF-8 text from standard input (default: begin a document)")
@@ -292,7 +296,7 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object at the end instead of the text")
 
 
-def _add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
+def _add_hbpe_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="model folder that `mlx_zip vocab hbpe fit` wrote: RUN/model")
     _add_data_flags(parser.add_argument, "texts to measure on")
     parser.add_argument("--batch-size", type=int, default=16, help="number of windows per model call (default: 16)")
@@ -305,22 +309,22 @@ def _add_data_flags(add: Any, purpose: str) -> None:
     add_limit_bytes_flag(add, "--data")
 
 
-def _run_fit(args: argparse.Namespace) -> Any:
+def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     """Trains a patch model and writes its folder; returns a record for --json and lines to print.
 
     If a signal ended the run, returns the exit status 129, 130 or 143. Raises `MlxZipError`.
     """
     from mlx_zip.files import expand_home
     from mlx_zip.training.loop import TrainingStopped
-    from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_texts
+    from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_patch_texts
     from mlx_zip.training.patch_training import fit_patch_model as train
     from mlx_zip.training.settings import TrainSettings
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)
     options = PatchFitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
-    texts = _read_texts(args.data, args.separator, args.limit_bytes)
-    valid = _read_texts(args.valid, args.separator, None) if args.valid else []
+    texts = _read_patch_texts(args.data, args.separator, args.limit_bytes)
+    valid = _read_patch_texts(args.valid, args.separator, None) if args.valid else []
     out = expand_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
@@ -329,11 +333,11 @@ def _run_fit(args: argparse.Namespace) -> Any:
     record = {"model": str(out / MODEL), **saved.source["progress"]}
     if not valid:
         return record, [record["model"]]
-    record["valid"] = evaluate_texts(saved, valid)
-    return record, [record["model"], *_measure_lines(record["valid"])]
+    record["valid"] = evaluate_patch_texts(saved, valid)
+    return record, [record["model"], *_format_patch_evaluation(record["valid"])]
 
 
-def _run_generate(args: argparse.Namespace) -> int:
+def _run_hbpe_generate(args: argparse.Namespace) -> int:
     """Prints text as it is generated. Returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     from mlx_zip.models.patches.patch_generation import generate_text
     from mlx_zip.models.patches.patch_model import load_patch_model
@@ -342,7 +346,7 @@ def _run_generate(args: argparse.Namespace) -> int:
     prompt = "" if args.prompt is None else read_prompt(args.prompt)
     saved = load_patch_model(args.model)
     begun = time.perf_counter()
-    parts, status = _print_parts(
+    parts, status = _print_written_patches(
         prompt, generate_text(saved, prompt, args.max_patches, args.temp, args.seed), args.json
     )
     seconds = max(time.perf_counter() - begun, 1e-9)
@@ -371,7 +375,9 @@ def _run_generate(args: argparse.Namespace) -> int:
     return status
 
 
-def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> tuple[list[WrittenPatch], int]:
+def _print_written_patches(
+    prompt: str, written: Iterator[WrittenPatch], silent: bool
+) -> tuple[list[WrittenPatch], int]:
     """Prints the prompt and each part as it arrives, unless `silent`. Returns the parts and the exit status."""
     parts = []
     try:
@@ -385,17 +391,17 @@ def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> 
     return parts, 0
 
 
-def _run_evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_hbpe_evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.models.patches.patch_model import load_patch_model
-    from mlx_zip.training.patch_training import evaluate_texts
+    from mlx_zip.training.patch_training import evaluate_patch_texts
 
     check_flags_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
-    found = evaluate_texts(saved, _read_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
-    return {"model": args.model, **found}, _measure_lines(found)
+    found = evaluate_patch_texts(saved, _read_patch_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
+    return {"model": args.model, **found}, _format_patch_evaluation(found)
 
 
-def _measure_lines(found: dict[str, Any]) -> list[str]:
+def _format_patch_evaluation(found: dict[str, Any]) -> list[str]:
     words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
     texts = f"{pluralize(found['documents'], 'document')}, {pluralize(found['bytes'], 'byte')}"
     lines = [
@@ -408,17 +414,21 @@ def _measure_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _read_texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
+def _read_patch_texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
     from mlx_zip.text.documents import read_corpus
 
     return [document.text for document in read_corpus(files, separator, limit_bytes).documents]
 
 
 ACTIONS: dict[str, Action] = {
-    "learn": (_add_learn_flags, "learn merges from a tokenizer's tokens and write a patch table", _run_learn),
-    "show": (_add_show_flags, "show the merges and patch lengths of a patch table", _run_show),
-    "encode": (_add_encode_flags, "turn a text into patches and show them", _run_encode),
-    "fit": (_add_fit_flags, "train a model over patches on texts; an interrupted run is continued", _run_fit),
-    "generate": (_add_generate_flags, "print the text that a model over patches generates", _run_generate),
-    "evaluate": (_add_evaluate_flags, "measure the bits per byte of a model over patches on texts", _run_evaluate),
+    "learn": (_add_hbpe_learn_flags, "learn merges from a tokenizer's tokens and write a patch table", _run_hbpe_learn),
+    "show": (_add_hbpe_show_flags, "show the merges and patch lengths of a patch table", _run_hbpe_show),
+    "encode": (_add_hbpe_encode_flags, "turn a text into patches and show them", _run_hbpe_encode),
+    "fit": (_add_hbpe_fit_flags, "train a model over patches on texts; an interrupted run is continued", _run_hbpe_fit),
+    "generate": (_add_hbpe_generate_flags, "print the text that a model over patches generates", _run_hbpe_generate),
+    "evaluate": (
+        _add_hbpe_evaluate_flags,
+        "measure the bits per byte of a model over patches on texts",
+        _run_hbpe_evaluate,
+    ),
 }

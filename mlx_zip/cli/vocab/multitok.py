@@ -9,18 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, writable_path
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, checked_output_path
 from mlx_zip.cli.vocab.multitok_texts import (
     DICTIONARY,
     TRAINED,
     add_text_flags,
-    format_rate,
+    format_tokens_per_unit,
     ids_writer,
-    make_texts,
-    rate_record,
+    make_sample_texts,
     read_dictionary_tokenizer,
+    tokens_per_unit_record,
 )
-from mlx_zip.cli.vocab.multitok_training import add_train_flags, draw_uses, train
+from mlx_zip.cli.vocab.multitok_training import add_multitok_train_flags, draw_phrase_uses, run_multitok_train
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path
 from mlx_zip.errors import DataError
 
@@ -38,7 +38,7 @@ _SIZE, _MERGE_SIZE = 1024, 3  # defaults of --size and --merge-size
 # ---- encode
 
 
-def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
+def _add_multitok_encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
     add_text_flags(add, "the one that the dictionary was trained with, if any; otherwise such a unit is an error")
@@ -57,19 +57,19 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_multitok_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
     check_flags_at_least(args, 0, "window")
     if args.out is not None:
-        args.out = writable_path("--out", args.out, read=[*args.data, args.dictionary, args.tokenizer])
+        args.out = checked_output_path("--out", args.out, read=[*args.data, args.dictionary, args.tokenizer])
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)
     tokenizer = read_dictionary_tokenizer(dictionary.settings.units, args)
     totals, shown, unknown = Totals(), list[list[int]](), 0
     with ids_writer(args.out) as write:
-        for batch in make_texts(args, args.data, tokenizer).batches():
+        for batch in make_sample_texts(args, args.data, tokenizer).batches():
             units = dictionary.number(batch)
             ids = dictionary.encode_all(units, args.window or 0, args.matching)
             totals.add(units, ids)
@@ -79,20 +79,20 @@ def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
                 shown += ids.lists()
             elif args.out is None:
                 print("\n".join(map(json.dumps, ids.lists())))
-    record = rate_record(totals)
+    record = tokens_per_unit_record(totals)
     if dictionary.settings.unk_id is not None:
         record |= {"unknown_units": unknown, "unknown_share": unknown / totals.units if totals.units else 0.0}
         line = f"{unknown} of {totals.units} units are unknown ({record['unknown_share']:.2%}) and became the --unk-id"
         print(line, file=sys.stderr)
     if args.out is None:
         return {**record, "ids": shown}, []
-    return record, [format_rate(record)]
+    return record, [format_tokens_per_unit(record)]
 
 
 # ---- stats
 
 
-def _add_stats_flags(parser: argparse.ArgumentParser) -> None:
+def _add_multitok_stats_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
     add(
@@ -111,7 +111,7 @@ def _add_stats_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_multitok_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary
 
     check_flags_at_least(args, 0, "show")
@@ -123,7 +123,7 @@ def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         for id, uses in dictionary.saving(args.show)
     ]
     if plot is not None:
-        draw_uses(plot, dictionary)
+        draw_phrase_uses(plot, dictionary)
     settings, pruning = dictionary.settings, dictionary.pruning
     record = dictionary.stats() | {
         "window": settings.window,
@@ -134,7 +134,7 @@ def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "shown": shown,
     }
     hint = [] if record["of"] == "words" or args.tokenizer else ["--tokenizer NAME shows these ids as text"]
-    return record, [*_format_stats(record), *hint]
+    return record, [*_format_phrase_stats(record), *hint]
 
 
 def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
@@ -145,13 +145,13 @@ def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]],
     return lambda run: tokenizer.decode(run)
 
 
-def _format_stats(record: dict[str, Any]) -> list[str]:
+def _format_phrase_stats(record: dict[str, Any]) -> list[str]:
     lengths = ", ".join(f"{count} of {n}" for n, count in list(record["phrases_by_length"].items())[:8])
     pruned = record["pruning"]
     lines = [
         f"{record['units']} {record['of']}, {record['phrases']} phrases: {record['never_used']} never used, "
         f"{record['used_once']} once" + (f"; pruned ({pruned['mode']}, at most {pruned['at_most']})" if pruned else ""),
-        format_rate({name: record[key] for name, key in TRAINED.items()}) + ", in training",
+        format_tokens_per_unit({name: record[key] for name, key in TRAINED.items()}) + ", in training",
         f"window {record['window'] or 'of any size'}; phrases by number of units: {lengths or 'none'}",
         f"{record['memory_bytes']} bytes in memory",
     ]
@@ -164,7 +164,7 @@ def _format_stats(record: dict[str, Any]) -> list[str]:
 # ---- export
 
 
-def _add_export_flags(parser: argparse.ArgumentParser) -> None:
+def _add_multitok_export_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=f"{DICTIONARY} with --tokenizer")
     add("--tokenizer", metavar="NAME", help=f"tokenizer that the dictionary was trained with: {TOKENIZER_HELP}")
@@ -186,7 +186,7 @@ def _add_export_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_multitok_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import SUFFIX, save_pack
     from mlx_zip.packs.phrases import pack_of_phrases
     from mlx_zip.text.token_facts import special_ids
@@ -195,7 +195,7 @@ def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
     check_flags_at_least(args, 1, "size")
     check_flags_at_least(args, 2, "merge_size")
-    out = writable_path("--out", args.out, "a pack", SUFFIX)
+    out = checked_output_path("--out", args.out, "a pack", SUFFIX)
     dictionary = Dictionary.load(args.dictionary)
     if isinstance(dictionary.settings.units, Words):
         raise DataError(
@@ -234,8 +234,16 @@ def _model_codec(name: str) -> Any:
 
 
 ACTIONS = {
-    "train": (add_train_flags, "learn a dictionary of phrases from texts", train),
-    "encode": (_add_encode_flags, "turn texts into ids of units and phrases", _run_encode),
-    "stats": (_add_stats_flags, "show the phrases of a dictionary, their uses and lengths", _run_stats),
-    "export": (_add_export_flags, "write the phrases of a dictionary over a tokenizer's ids as a pack", _run_export),
+    "train": (add_multitok_train_flags, "learn a dictionary of phrases from texts", run_multitok_train),
+    "encode": (_add_multitok_encode_flags, "turn texts into ids of units and phrases", _run_multitok_encode),
+    "stats": (
+        _add_multitok_stats_flags,
+        "show the phrases of a dictionary, their uses and lengths",
+        _run_multitok_stats,
+    ),
+    "export": (
+        _add_multitok_export_flags,
+        "write the phrases of a dictionary over a tokenizer's ids as a pack",
+        _run_multitok_export,
+    ),
 }

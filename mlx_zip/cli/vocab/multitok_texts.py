@@ -48,18 +48,18 @@ def add_text_flags(add: Any, unk_id: str) -> None:
     )
 
 
-def make_texts(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
+def make_sample_texts(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
     """Returns the samples in `files`, split as --separator and --lines say. tokenizer: None for samples of words."""
     return Texts(files, args.separator, args.lines, tokenizer)
 
 
-def rate_record(totals: Any) -> dict[str, Any]:
+def tokens_per_unit_record(totals: Any) -> dict[str, Any]:
     """Returns the counts of a `multitok.Totals` as a record; `ratio` is tokens divided by units."""
     return {"samples": totals.samples, "units": totals.units, "tokens": totals.tokens, "ratio": totals.ratio}
 
 
-def format_rate(record: dict[str, Any]) -> str:
-    """Returns one line of text with the counts of `record`, which is from `rate_record`."""
+def format_tokens_per_unit(record: dict[str, Any]) -> str:
+    """Returns one line of text with the counts of `record`, which is from `tokens_per_unit_record`."""
     names = ("sample", "unit", "token")
     samples, units, tokens = (pluralize(record[f"{name}s"], name) for name in names)
     return f"{samples}: {units} -> {tokens} ({record['ratio']:.3f} per unit)"
@@ -81,7 +81,7 @@ class Texts:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Yields every sample, in order. Raises `DataError` if a record is invalid or the files have changed."""
-        split: Callable[[str], Sequence[Any]] = make_encoder(self.tokenizer) if self.tokenizer else str.split
+        split: Callable[[str], Sequence[Any]] = make_text_encoder(self.tokenizer) if self.tokenizer else str.split
         parts: list[str] = []
         for text, ends in self._documents():
             if self.lines:
@@ -114,10 +114,10 @@ class Texts:
                     yield text, not record.continues
                 count.set_done(reader.stored)
         if self._seen not in (b"", digest.digest()):
-            raise self.changed()
+            raise self.changed_texts_error()
         self._seen = digest.digest()
 
-    def changed(self) -> DataError:
+    def changed_texts_error(self) -> DataError:
         """Returns the error to raise if a second reading differs from the first."""
         return DataError(f"{', '.join(self.files)}: changed while the command read it; run it again")
 
@@ -146,7 +146,7 @@ def read_tokenizer_units(name: str | None) -> tuple[Any, Any]:
     return tokenizer, Tokens(1 + max(tokenizer.get_vocab().values()), tokenizer_fingerprint(tokenizer))
 
 
-def make_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+def make_text_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     """Returns a function from text to the tokenizer's ids, without special tokens.
 
     A fast tokenizer is called through the `tokenizers` library; its truncation and padding are switched off.

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.cli.actions import add_json_flag, writable_path
+from mlx_zip.cli.actions import add_json_flag, checked_output_path
 from mlx_zip.cli.vocab.multitok_texts import (
     TRAINED,
     Texts,
     add_text_flags,
-    format_rate,
+    format_tokens_per_unit,
     ids_writer,
-    make_texts,
-    rate_record,
+    make_sample_texts,
     read_tokenizer_units,
+    tokens_per_unit_record,
 )
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import CodecError, DataError, GenerationError, errors_as
@@ -25,7 +25,7 @@ from mlx_zip.errors import CodecError, DataError, GenerationError, errors_as
 _SETTINGS = ("window", "first_id", "limit", "unk_id")
 
 
-def add_train_flags(parser: argparse.ArgumentParser) -> None:
+def add_multitok_train_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `train`."""
     add = parser.add_argument
     add_text_flags(add, "none; such a unit is an error")
@@ -72,7 +72,7 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def run_multitok_train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Learns a dictionary and writes it; returns its counts as a record for --json and as lines to print.
 
     Raises `MlxZipError`.
@@ -81,11 +81,11 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok.units import Pruning
 
     check_flags_at_least(args, 0, "window")
-    out, plot = _check_paths(args)
+    out, plot = _check_output_paths(args)
     pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
     dictionary, texts, learn = _make_dictionary(args)
     with ids_writer(None if args.prune is not None else args.encoded) as write:
-        for learned, passed in _train_batches(dictionary, texts, learn):
+        for learned, passed in _train_dictionary(dictionary, texts, learn):
             write(learned)
             write(passed)
     if not dictionary.totals.samples:
@@ -101,12 +101,12 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     with errors_as(DataError, str(out), OSError):
         result.save(out)
     if plot is not None:
-        draw_uses(plot, result)
+        draw_phrase_uses(plot, result)
     record["file_bytes"] = out.stat().st_size
-    return record, _format_record(record, str(out))
+    return record, _format_trained_dictionary(record, str(out))
 
 
-def _check_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
+def _check_output_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """Returns the paths of --out and --plot (None without the flag).
 
     Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` if a file cannot be written or
@@ -119,9 +119,9 @@ def _check_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     if args.words_of and args.tokenizer:
         raise GenerationError("--words-of cannot be used with --tokenizer: all ids of a tokenizer are units already")
     read = [*args.data, *(args.words_of or ()), *(args.held_out or ()), args.tokenizer]
-    out = writable_path("--out", args.out, read=read)
+    out = checked_output_path("--out", args.out, read=read)
     if args.encoded is not None:
-        args.encoded = writable_path("--encoded", args.encoded, read=[*read, out])
+        args.encoded = checked_output_path("--encoded", args.encoded, read=[*read, out])
     args.fraction = 100.0 if args.fraction is None else args.fraction
     leading_samples(0, args.fraction)
     return out, checked_plot_path(args.plot, read=[*read, out, args.encoded])
@@ -132,9 +132,9 @@ def _make_dictionary(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
     from mlx_zip.vocab.multitok import Dictionary, Settings, leading_samples
 
     tokenizer, units = read_tokenizer_units(args.tokenizer)
-    texts, samples = make_texts(args, args.data, tokenizer), 0
+    texts, samples = make_sample_texts(args, args.data, tokenizer), 0
     if units is None or args.fraction < 100:
-        units, samples = _read_units(args, texts, units)
+        units, samples = _collect_units(args, texts, units)
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
     return (
         Dictionary(Settings(units, **given)),
@@ -143,7 +143,7 @@ def _make_dictionary(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
     )
 
 
-def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:
+def _collect_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:
     """Reads all texts once; returns the units and the number of samples.
 
     units: ids of --tokenizer, which are returned unchanged; None to make the words of the texts the units. Words must
@@ -156,14 +156,14 @@ def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any
         samples += 1
         if units is None:
             words.update(dict.fromkeys(sample))
-    for sample in make_texts(args, args.words_of) if args.words_of else ():
+    for sample in make_sample_texts(args, args.words_of) if args.words_of else ():
         words.update(dict.fromkeys(sample))
     if units is None and not words:
         raise DataError(f"{', '.join(args.data)}: no text to learn from")
     return units or Words(tuple(words)), samples
 
 
-def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[Any, Any]]:
+def _train_dictionary(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[Any, Any]]:
     """Trains the dictionary on the first `learn` samples (None: all).
 
     Yields per batch (ids of the samples learned from, ids of the other samples, one id per unit).
@@ -173,7 +173,7 @@ def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator
         try:
             first, rest = dictionary.number(batch).cut(n_learned)
         except CodecError as error:  # a word that was not in the files at the first reading
-            raise texts.changed() from error
+            raise texts.changed_texts_error() from error
         yield dictionary.train(first), dictionary.pass_by(rest)
 
 
@@ -186,7 +186,7 @@ def _write_pruned_ids(args: argparse.Namespace, dictionary: Any, pruned: Any, te
 
     rewriter, again = Rewriter(dictionary, pruned), Dictionary(dictionary.settings)
     with ids_writer(args.encoded) as write:
-        for learned, passed in _train_batches(again, texts, learn):
+        for learned, passed in _train_dictionary(again, texts, learn):
             for ids in (rewriter(learned), passed):
                 pruned.totals.tokens += len(ids.ids)
                 write(ids)
@@ -199,16 +199,16 @@ def _measure_held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any)
 
     settings, totals, unknown = dictionary.settings, Totals(), 0
     counted = dictionary if settings.unk_id is not None else dictionary.with_unk_id(settings.first_id)
-    for batch in make_texts(args, args.held_out, tokenizer).batches():
+    for batch in make_sample_texts(args, args.held_out, tokenizer).batches():
         units = counted.number(batch)
         totals.add(units, counted.encode_all(units, settings.window))
         unknown += int((units.ids >= settings.units.size).sum())
     if not totals.samples:
         raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
-    return rate_record(totals) | {"unknown_units": unknown, "unknown_share": unknown / totals.units}
+    return tokens_per_unit_record(totals) | {"unknown_units": unknown, "unknown_share": unknown / totals.units}
 
 
-def draw_uses(path: Path, dictionary: Any) -> None:
+def draw_phrase_uses(path: Path, dictionary: Any) -> None:
     """Draws how often training used each phrase, most used first. Raises `DataError` if training used none."""
     uses = sorted((n for _, n in dictionary.saving(len(dictionary)) if n), reverse=True)
     if not uses:
@@ -217,11 +217,11 @@ def draw_uses(path: Path, dictionary: Any) -> None:
     draw_curves(path, {"uses": points}, ("rank of the phrase", "uses in training"), "log")
 
 
-def _format_record(record: dict[str, Any], path: str) -> list[str]:
+def _format_trained_dictionary(record: dict[str, Any], path: str) -> list[str]:
     """Returns a record of `train` as lines to print. path: file of the dictionary."""
     trained, pruned, held_out = record["trained"], record.get("pruned"), record.get("held_out")
     lines = [
-        format_rate({name: trained[key] for name, key in TRAINED.items()}) + ", in training",
+        format_tokens_per_unit({name: trained[key] for name, key in TRAINED.items()}) + ", in training",
         f"{trained['units']} units, {trained['phrases']} phrases, of which {trained['never_used']} were never used and "
         f"{trained['used_once']} once; the longest has {trained['longest']} units",
     ]
@@ -231,7 +231,9 @@ def _format_record(record: dict[str, Any], path: str) -> list[str]:
             f"{pruned['corpus_tokens']} tokens ({pruned['ratio']:.3f} per unit)"
         )
     if held_out:
-        lines.append(f"{format_rate(held_out)}, held out; {held_out['unknown_share']:.2%} of the units are unknown")
+        lines.append(
+            f"{format_tokens_per_unit(held_out)}, held out; {held_out['unknown_share']:.2%} of the units are unknown"
+        )
     else:
         lines.append("these rates are of the texts that were learned from: --held-out FILE measures others")
     return [*lines, f"{record['file_bytes']} bytes: {path}"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.cli.actions import add_json_flag, writable_path
+from mlx_zip.cli.actions import add_json_flag, checked_output_path
 from mlx_zip.cli.preparation import add_text_flags, make_similar_source, make_sources
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.errors import DataError
@@ -109,11 +109,11 @@ def run(args: argparse.Namespace) -> Any:
     the exit status 129, 130 or 143.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
-    from mlx_zip.training.pack_tuning import dequantize, load_model_to_tune, tune_pack
+    from mlx_zip.training.pack_tuning import dequantize_all_weights, load_model_to_tune, tune_pack
     from mlx_zip.training.settings import TrainSettings
 
     check_flags_at_least(args, 1, "most_ids", "valid_ids")
-    args.out = writable_path("--out", args.out, "a pack", SUFFIX, read=[args.file])
+    args.out = checked_output_path("--out", args.out, "a pack", SUFFIX, read=[args.file])
     place = args.run or args.out.with_suffix("")
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):
         raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
@@ -124,25 +124,25 @@ def run(args: argparse.Namespace) -> Any:
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
     settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, **chosen)
     pack = load_pack(args.file)
-    plan, tokenizer, plain = _make_plan(args, pack)
-    data, valid = _read_windows(args, plan, tokenizer)
+    plan, tokenizer, plain = _make_tuning_plan(args, pack)
+    data, valid = _read_tuning_windows(args, plan, tokenizer)
     model = load_model_to_tune(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     name = model.fingerprint
     if args.dequantize:
-        model = dequantize(model, args.dtype)
+        model = dequantize_all_weights(model, args.dtype)
     found = tune_pack(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
-        from mlx_zip.training.run_metrics import plot_curves
+        from mlx_zip.training.run_metrics import plot_training_curves
 
-        plot_curves(place)
+        plot_training_curves(place)
     if found.rows is None:
         return report_stop(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
     return _write_tuned_pack(args, pack, found, (data, valid), tokenizer)
 
 
-def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
+def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """Returns the plan, which has the codec, the tokenizer, and whether the model is plain. Raises `DataError`."""
-    from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
+    from mlx_zip.training.prepare.plan import PrepareOptions, make_preparation_plan
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
@@ -163,21 +163,21 @@ def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
         train_on="all",
         trust_remote_code=args.trust_remote_code,
     )
-    return *make_plan(options)[:2], plain
+    return *make_preparation_plan(options)[:2], plain
 
 
-def _read_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on and those to validate on. Raises `DataError` for too little text."""
-    from mlx_zip.training.prepare.text_windows import compress_windows, cut_records, encode_sources
+    from mlx_zip.training.prepare.text_windows import compress_windows, cut_record_windows, encode_sources
 
     def windows(some: Any, most_ids: int) -> list[Any]:
-        return cut_records(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, args.context)
+        return cut_record_windows(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, args.context)
 
     report = lambda line: print(line, file=sys.stderr)
     own = make_sources(args)
     data = windows(own, args.most_ids)
     if args.valid is None:
-        _check_enough(len(data), args.context)
+        _check_enough_windows(len(data), args.context)
         data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
     else:
         held = windows((make_similar_source(args.valid, own[0]),), args.valid_ids)
@@ -187,7 +187,7 @@ def _read_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[
     return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
 
 
-def _check_enough(windows: int, context: int) -> None:
+def _check_enough_windows(windows: int, context: int) -> None:
     """Raises `DataError` if there are too few windows to hold one out. context: maximum base ids per window."""
     if windows < HELD_OUT:
         raise DataError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, escape_unprintable, writable_path
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, checked_output_path, escape_unprintable
 from mlx_zip.cli.preparation import (
     add_codec_flags,
     add_source_flags,
@@ -32,7 +32,7 @@ _SIZE, _SAMPLE_IDS = 1024, 5_000_000
 # ---- learn
 
 
-def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
+def _add_pack_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_source_flags(parser)
     add_codec_flags(parser)
@@ -67,32 +67,32 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.learner import WINDOW, learn_pack, measure_pack
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
-    from mlx_zip.training.prepare.plan import make_plan
+    from mlx_zip.training.prepare.plan import make_preparation_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     args.window = WINDOW if args.window is None else args.window
     check_flags_at_least(args, 1, "size", "window", "most_ids")
-    args.out = writable_path("--out", args.out, "a pack", SUFFIX)
-    plot, options = checked_plot_path(args.plot, [args.out]), _learn_options(args)
+    args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
+    plot, options = checked_plot_path(args.plot, [args.out]), _make_prepare_options(args)
     held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
-    plan, tokenizer, _ = make_plan(options, pads=False)
-    texts = _read_base_ids(args, options.sources, tokenizer)
-    held_out = _read_base_ids(args, held_out_texts, tokenizer) if held_out_texts else []
+    plan, tokenizer, _ = make_preparation_plan(options, pads=False)
+    texts = _encode_texts_to_learn(args, options.sources, tokenizer)
+    held_out = _encode_texts_to_learn(args, held_out_texts, tokenizer) if held_out_texts else []
     if held_out_texts and not any(map(len, held_out)):
         raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
     cost = _parse_head_cost(args)
     with ProgressBar(None, "round", "Learning") as count:
         found = learn_pack(
-            plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_make_progress(count)
+            plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_make_learn_progress(count)
         )
     about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
         "window": args.window,
         "merge_size": plan.params.merge_size,
-        **_rates_record(found),
+        **_pack_rates_record(found),
         "uses": list(found.uses),
         "texts": [tokenizer.decode(list(entry)) for entry in found.entries],
     }
@@ -100,11 +100,11 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
     if held_out:
         held = measure_pack(plan.params, found.entries, held_out, args.window)
-        about["held_out"] = {"texts": args.held_out, **_rates_record(held)}
+        about["held_out"] = {"texts": args.held_out, **_pack_rates_record(held)}
     pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     if plot is not None:
-        _draw_rates(
+        _draw_pack_rates(
             plot, found.entries, lambda part, of: measure_pack(plan.params, part, of, args.window), texts, held_out
         )
     if len(found.entries) < args.size and not cost and not args.json:
@@ -113,8 +113,8 @@ def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return _describe_pack(args.out, pack)
 
 
-def _learn_options(args: argparse.Namespace) -> Any:
-    """Returns the flags as `PrepareOptions`, from which `make_plan` reads the tokenizer and the codec."""
+def _make_prepare_options(args: argparse.Namespace) -> Any:
+    """Returns the flags as `PrepareOptions`, from which `make_preparation_plan` reads the tokenizer and the codec."""
     from mlx_zip.training.prepare.plan import PrepareOptions
 
     return PrepareOptions(
@@ -132,7 +132,7 @@ def _learn_options(args: argparse.Namespace) -> Any:
     )
 
 
-def _read_base_ids(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
+def _encode_texts_to_learn(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
     from mlx_zip.training.prepare.text_windows import encode_sources
 
@@ -144,12 +144,12 @@ def _read_base_ids(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list
     return found
 
 
-def _rates_record(found: Any) -> dict[str, int]:
+def _pack_rates_record(found: Any) -> dict[str, int]:
     """Returns the counts of a `learner.LearnedPack` as a record: base ids, ids without the pack, ids with it."""
     return {"base_ids": found.base_ids, "ids_without": found.ids_without, "ids": found.ids}
 
 
-def _draw_rates(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
+def _draw_pack_rates(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
     """Draws base ids per id against the number of entries: none, the first 1/8, 1/4 and 1/2, and all.
 
     measure: function from entries and texts to a `learner.LearnedPack`. texts, held_out: base ids, one array per text.
@@ -182,7 +182,7 @@ def _parse_head_cost(args: argparse.Namespace) -> float:
         raise DataError(f"--head-cost {args.head_cost!r} is neither a number nor model") from error
 
 
-def _make_progress(count: ProgressBar) -> Any:
+def _make_learn_progress(count: ProgressBar) -> Any:
     """Returns a function for `learn_pack` to call after each round; it shows the round's counts in the progress bar."""
 
     def show(stage: str, entries: int, ids: int) -> None:
@@ -197,7 +197,7 @@ def _make_progress(count: ProgressBar) -> Any:
 # ---- show
 
 
-def _add_show_flags(parser: argparse.ArgumentParser) -> None:
+def _add_pack_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to show (.npz, .json or .npy)")
     add(
@@ -217,7 +217,7 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_pack_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -231,22 +231,22 @@ def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
     else:
-        texts = _texts_in_pack(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
+        texts = _entry_texts_in_pack(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
     if plot is not None:
-        if not (uses := _uses_in_pack(pack)):
+        if not (uses := _entry_uses_in_pack(pack)):
             raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
         points = [(rank, n) for rank, n in enumerate(sorted(uses, reverse=True), 1) if n]
         draw_curves(plot, {"uses": points}, ("rank of the entry", "uses in the texts learned from"), "log")
     return _describe_pack(args.file, pack, texts)
 
 
-def _texts_in_pack(pack: Any) -> list[str]:
+def _entry_texts_in_pack(pack: Any) -> list[str]:
     texts = pack.about.get("texts")
     fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
     return texts if fit else []
 
 
-def _uses_in_pack(pack: Any) -> list[int]:
+def _entry_uses_in_pack(pack: Any) -> list[int]:
     """Returns how often each entry was used in the texts learned from, [] if the pack does not hold these counts."""
     uses = pack.about.get("uses")
     fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
@@ -256,7 +256,7 @@ def _uses_in_pack(pack: Any) -> list[int]:
 # ---- merge
 
 
-def _add_merge_flags(parser: argparse.ArgumentParser) -> None:
+def _add_pack_merge_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="pack files to merge (.npz, .json or .npy), all of the same tokenizer")
     add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
@@ -273,11 +273,11 @@ def _add_merge_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_pack_merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.packs.pack import SUFFIX, load_pack, merge_packs, save_pack
 
     check_flags_at_least(args, 1, "size")
-    args.out = writable_path("--out", args.out, "a pack", SUFFIX)
+    args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
     pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
     save_pack(args.out, pack)
     return _describe_pack(args.out, pack)
@@ -286,14 +286,14 @@ def _run_merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 # ---- check
 
 
-def _add_check_flags(parser: argparse.ArgumentParser) -> None:
+def _add_pack_check_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to check (.npz, .json or .npy)")
     add("--model", required=True, help="model that shall use the pack: model folder, bundled model or hub id")
     add_json_flag(add)
 
 
-def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_pack_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns the result of `_describe_pack`. Raises `DataError` if the model cannot use the pack."""
     from mlx_zip.errors import CodecError
     from mlx_zip.models.model_folder import read_model_codec, read_model_config
@@ -309,12 +309,12 @@ def _run_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         if codec is not None:
             codec.with_start(pack)
     if pack.rows is not None:
-        _check_rows(args, pack)
+        _check_rows_fit_model(args, pack)
     record, lines = _describe_pack(args.file, pack)
     return record, [*lines, f"{args.model} can use this pack"]
 
 
-def _check_rows(args: argparse.Namespace, pack: Any) -> None:
+def _check_rows_fit_model(args: argparse.Namespace, pack: Any) -> None:
     """Loads the model with the pack. Raises `DataError` if the pack's rows were tuned for another model."""
     from mlx_zip.errors import MlxZipError
     from mlx_zip.models.loading import load
@@ -343,7 +343,7 @@ def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) 
         "rows_of": pack.rows and pack.rows.model,
     }
     if texts is not None:
-        rows = zip(texts, pack.entries, [*_uses_in_pack(pack), *[None] * len(texts)], strict=False)
+        rows = zip(texts, pack.entries, [*_entry_uses_in_pack(pack), *[None] * len(texts)], strict=False)
         record["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
     return record, _format_pack(path, pack, about, record.get("best", []))
 
@@ -353,10 +353,10 @@ def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[s
     entries = f"{pluralize(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
     lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
     if _has_positive_numbers(about, "base_ids", "ids", "ids_without", "window"):
-        lines.append(f"learned from {_format_rate(about)}, in windows of {about['window']}")
+        lines.append(f"learned from {_format_pack_rate(about)}, in windows of {about['window']}")
         held_out = about.get("held_out")
         if isinstance(held_out, dict) and _has_positive_numbers(held_out, "base_ids", "ids", "ids_without"):
-            lines.append(f"held out: {_format_rate(held_out)}")
+            lines.append(f"held out: {_format_pack_rate(held_out)}")
         else:
             lines.append("this rate is of the texts learned from: learn with --held-out FILE to measure others")
     if _has_positive_numbers(about, "head_cost", "steps_cost", "ids_without"):
@@ -368,7 +368,7 @@ def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[s
     return lines + [f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}" for row in best]
 
 
-def _format_rate(about: dict[str, Any]) -> str:
+def _format_pack_rate(about: dict[str, Any]) -> str:
     base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
     return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
 
@@ -379,9 +379,13 @@ def _has_positive_numbers(about: dict[str, Any], *names: str) -> bool:
 
 
 ACTIONS = {
-    "learn": (_add_learn_flags, "learn the entries that shorten texts most, and write them as a pack", _run_learn),
+    "learn": (
+        _add_pack_learn_flags,
+        "learn the entries that shorten texts most, and write them as a pack",
+        _run_pack_learn,
+    ),
     "tune": (pack_tuning.add_arguments, "train the rows of a pack's entries for one model", pack_tuning.run),
-    "show": (_add_show_flags, "show the entries of a pack as text, with their uses and rates", _run_show),
-    "merge": (_add_merge_flags, "merge several packs into one", _run_merge),
-    "check": (_add_check_flags, "check that a model can use a pack", _run_check),
+    "show": (_add_pack_show_flags, "show the entries of a pack as text, with their uses and rates", _run_pack_show),
+    "merge": (_add_pack_merge_flags, "merge several packs into one", _run_pack_merge),
+    "check": (_add_pack_check_flags, "check that a model can use a pack", _run_pack_check),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import writable_path
+from mlx_zip.cli.actions import checked_output_path
 from mlx_zip.errors import DataError, errors_as
 
 SUFFIXES = (".svg", ".png")
@@ -31,7 +31,7 @@ def checked_plot_path(name: str | None, read: Iterable[str | Path | None]) -> Pa
     if Path(name).suffix not in SUFFIXES:
         raise DataError(f"--plot {name}: a plot is a {' or '.join(SUFFIXES)} file")
     load_matplotlib()
-    return writable_path("--plot", name, read=read)
+    return checked_output_path("--plot", name, read=read)
 
 
 def draw_curves(path: Path, curves: Mapping[str, Points], axes: tuple[str, str], scale: str = "linear") -> None:

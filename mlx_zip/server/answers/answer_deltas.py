@@ -81,7 +81,7 @@ class AnswerDeltas:
         if isinstance(event, Emitted):
             return self._add_emitted(event)
         if isinstance(event, Started):
-            self._differs = None if event.differing is None else self._report_difference(event.differing)
+            self._differs = None if event.differing is None else self._make_prompt_difference(event.differing)
             return [Waiting(0, event.prompt_ids, event.prompt_tokens, event.cached_tokens)]
         if isinstance(event, Progress):
             return [Waiting(event.read, event.total)]
@@ -91,9 +91,9 @@ class AnswerDeltas:
             return [LiveCounts(event.counts)] if self._ended is None else []
         if isinstance(event, Failed):
             raise event.error
-        return self._finish(event)
+        return self._finish_answer(event)
 
-    def _report_difference(self, found: Differing) -> PromptDifference:
+    def _make_prompt_difference(self, found: Differing) -> PromptDifference:
         kept, now = (self._hide(self._tokens[ids][0]) for ids in (found.kept, found.now))
         log.info("the prompt differs from the best kept conversation at token %d: %r, was %r", found.at, now, kept)
         return PromptDifference(found.at, kept, now)
@@ -144,7 +144,7 @@ class AnswerDeltas:
     def _hit_stop_string(self) -> bool:
         return self._stream.stopped_by is not None
 
-    def _finish(self, event: Finished) -> list[Delta]:
+    def _finish_answer(self, event: Finished) -> list[Delta]:
         """Returns the last deltas. Raises `EngineStoppedError` if the engine ended the request on its own."""
         if self._ended is None and event.reason == "cancelled":
             raise EngineStoppedError("the server is stopping, so this answer was not finished")
@@ -152,7 +152,7 @@ class AnswerDeltas:
         if self._ended is None:
             piece: TextPiece = self._stream.finish(event.reason)
             if self._shown_tokens is not None:
-                self._shown_tokens.extend(self._stream.characters)
+                self._shown_tokens.extend_last_token(self._stream.characters)
             deltas = self._feed_splitter(piece.text)
             if piece.finish_reason is not None:
                 reason = piece.finish_reason
@@ -222,13 +222,13 @@ class ShownTokens:
     def add(self, event: Emitted, base_ids: Sequence[int], characters: int) -> None:
         """Adds an emitted id. base_ids: its base ids without the eos. characters: length of the answer with this id."""
         if not base_ids:
-            self.extend(characters)
+            self.extend_last_token(characters)
             return
         self._last = _PlacedToken(self._token_fields(event, base_ids), self._end, characters)
         self._end = characters
         self._waiting.append(self._last)
 
-    def extend(self, characters: int) -> None:
+    def extend_last_token(self, characters: int) -> None:
         """Assigns the characters that replace incomplete UTF-8 at the answer's end to the last token.
 
         characters: length of the answer with these characters.

@@ -28,7 +28,7 @@ _EMPTY_OBJECT = {"type": "object", "properties": {}, "required": []}
 _ANNOTATIONS = frozenset({"title", "description", "$schema", "$id", "$comment"})
 
 
-def make_constraint(
+def make_grammar_constraint(
     tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), vocab_size: int | None = None
 ) -> GrammarConstraint | None:
     """Returns the constraint on the answer to a turn, None if any text is allowed.
@@ -79,7 +79,7 @@ def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
             f"tools: this model writes calls in the format {form.kind}, which cannot be forced; leave tool_choice at "
             "auto and strict off"
         )
-    chosen = tools if turn.tool_choice in ("auto", "required") else _find_tool(tools, turn.tool_choice)
+    chosen = tools if turn.tool_choice in ("auto", "required") else _tools_named(tools, turn.tool_choice)
     calls = _calls_rules(tokenizer, form, chosen, turn.parallel_tool_calls and turn.tool_choice in ("auto", "required"))
     if forced:
         return ["body: calls", *calls]
@@ -101,7 +101,7 @@ def _schema_rules(tokenizer: Any, schema: str, tools: Sequence[Tool], several: b
     return ["body: answer | calls", schema, *_calls_rules(tokenizer, form, tools, several)]
 
 
-def _find_tool(tools: Sequence[Tool], name: str) -> list[Tool]:
+def _tools_named(tools: Sequence[Tool], name: str) -> list[Tool]:
     found = [tool for tool in tools if tool.name == name]
     if not found:
         raise GenerationError(f"tool_choice names the tool {name!r:.80}, which is not among the tools")
@@ -112,7 +112,7 @@ def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], severa
     """Returns the rule `calls`, for one call or, if `several`, up to `MOST_CALLS`; and the rules it needs."""
     start = mark_rule(tokenizer, form.start) if form.start else ""
     most = MOST_CALLS if several and form.start else 1
-    between = '"\\n"' if form.kind == "tags" else _lead_rule(form)
+    between = '"\\n"' if form.kind == "tags" else _text_before_call_rule(form)
     if _groups_calls(form):
         calls = f"{start} {_after_start_rule(tokenizer, form, most)}"
     else:
@@ -140,7 +140,7 @@ def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
         return f'" "? "[" call {more} "]"'
     if form.kind in marked_calls.FORMATS:
         more = _repeat_rule("call", most - 1) if _groups_calls(form) else ""
-        return f"{_lead_rule(form)} call {more} {mark_rule(tokenizer, form.end)}"
+        return f"{_text_before_call_rule(form)} call {more} {mark_rule(tokenizer, form.end)}"
     return "call"
 
 
@@ -149,9 +149,9 @@ def _groups_calls(form: ToolFormat) -> bool:
     return form.kind == "list" if marked is None else marked.grouped
 
 
-def _lead_rule(form: ToolFormat) -> str:
+def _text_before_call_rule(form: ToolFormat) -> str:
     """Returns the rule for the text before a call in a format with marked arguments, "" if there is none."""
-    return marked_calls.lead_rule(form.kind) if form.kind in marked_calls.FORMATS else ""
+    return marked_calls.marked_lead_rule(form.kind) if form.kind in marked_calls.FORMATS else ""
 
 
 def _repeat_rule(rule: str, most: int) -> str:
@@ -165,7 +165,7 @@ def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list
     can have no other properties.
     """
     if form.kind in marked_calls.FORMATS:
-        return marked_calls.call_rules(tokenizer, form.kind, form.end, tool, name)
+        return marked_calls.marked_call_rules(tokenizer, form.kind, form.end, tool, name)
     arguments = json_rule(_arguments_schema(tool), lenient=not tool.strict)
     if form.kind == "headers":
         return [f"{name}: {literal_rule(tool.name)} {mark_rule(tokenizer, '[ARGS]')} {arguments}"]

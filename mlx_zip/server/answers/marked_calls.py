@@ -65,12 +65,12 @@ FORMATS = {  # name of mlx-lm's parser -> format
 }
 
 
-def call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> list[str]:
+def marked_call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> list[str]:
     """Returns the rule called `name` for a call of a tool, and the rules it needs. kind: key of `FORMATS`.
 
     end: the mark after the call. Raises `GenerationError` if the tool's parameters cannot be forced in this format.
     """
-    form, schema = FORMATS[kind], _arguments_schema(tool)
+    form, schema = FORMATS[kind], _marked_arguments_schema(tool)
     properties, required = schema.get("properties", {}), schema.get("required", ())
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     whole, rules = [_literal_with_marks(tokenizer, form.begin + tool.name + form.named)], list[str]()
@@ -81,7 +81,7 @@ def call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> li
         if _is_text_argument(tool, key, argument_schema):
             rules += [
                 f"{argument}: {begin} {argument}_text",
-                *_text_rules(tokenizer, form, end, tool, argument_schema, argument),
+                *_text_argument_rules(tokenizer, form, end, tool, argument_schema, argument),
             ]
         else:
             value = json_rule({**argument_schema, **shared}, lenient=not tool.strict)
@@ -89,12 +89,12 @@ def call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> li
     return [f"{name}: {' '.join(filter(None, [*whole, _literal_with_marks(tokenizer, form.end)]))}", *rules]
 
 
-def lead_rule(kind: str) -> str:
+def marked_lead_rule(kind: str) -> str:
     """Returns the rule for the text between the start mark and the first call, "" if there is none."""
     return literal_rule(FORMATS[kind].lead) if FORMATS[kind].lead else ""
 
 
-def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
+def _marked_arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Returns the schema of a tool's arguments. Raises `GenerationError` if it cannot be forced in a marked format.
 
     Keywords other than `_OBJECT_KEYWORDS` are an error if the tool is strict; otherwise they are ignored.
@@ -128,7 +128,7 @@ def _unforceable_error(tool: Tool, reason: str) -> GenerationError:
     return GenerationError(f"the parameters of the tool {tool.name!r:.80} cannot be forced in this format: {reason}")
 
 
-def _text_rules(
+def _text_argument_rules(
     tokenizer: Any, form: MarkedFormat, end: str, tool: Tool, schema: Mapping[str, Any], argument: str
 ) -> list[str]:
     """Returns the rule for a string argument and the mark that closes it, and the rules it needs.

@@ -49,14 +49,14 @@ def reasoning_start(
         return ReasoningStart.NO
     tail = tokenizer.decode(list(prompt_ids)[-_TAIL_IDS:], skip_special_tokens=False) if len(prompt_ids) else ""
     prefill = (turn.prefill or "").strip()
-    before = _reasoning_after(tail.rstrip().removesuffix(prefill).rstrip(), *marks)
+    before = _reasoning_start_after(tail.rstrip().removesuffix(prefill).rstrip(), *marks)
     if not (prefill and prefilled):
         return before
     begun = before is ReasoningStart.BEGUN or prefill.startswith(marks[0])
     return ReasoningStart.BEGUN if begun and marks[1] not in prefill else ReasoningStart.NO
 
 
-def _reasoning_after(text: str, start: str, end: str) -> ReasoningStart:
+def _reasoning_start_after(text: str, start: str, end: str) -> ReasoningStart:
     if text.endswith(start):
         return ReasoningStart.BEGUN
     return ReasoningStart.NO if text.endswith(end) else ReasoningStart.MAYBE
@@ -148,11 +148,11 @@ class Splitter:
         self._skip_space()
         end = self._held.find(self._think[1])
         if end < 0:
-            self._give_text(
+            self._emit_text(
                 Reasoning, len(self._held) if final else self._length_before_mark(self._held, self._think[1])
             )
             return False
-        self._give_text(Reasoning, _length_without_space(self._held[:end]))
+        self._emit_text(Reasoning, _length_without_space(self._held[:end]))
         self._drop_held(self._held.find(self._think[1]) + len(self._think[1]))
         return self._enter_state(self._before_text, skip=True)
 
@@ -160,7 +160,7 @@ class Splitter:
         """At the beginning of the text, which as a whole may be a call if the format has no start mark."""
         if self._format is None or self._format.start:
             return self._enter_state(self._in_text, self._skip)
-        may_be = _may_begin_call(self._held)
+        may_be = _begins_json_call(self._held)
         if may_be is None and self._cut and len(self._held.strip()) > 1:
             return self._drop_cut_call()
         if may_be is None and not final:
@@ -177,9 +177,9 @@ class Splitter:
             shown = self._length_before_mark(self._held, start) if start else len(self._held)
             if final and not (self._cut and len(self._held[shown:].strip()) > 1):
                 shown = len(self._held)
-            self._give_text(Text, shown)
+            self._emit_text(Text, shown)
             return self._drop_cut_call() if final else False
-        self._give_text(Text, _length_without_space(self._held[:at]))
+        self._emit_text(Text, _length_without_space(self._held[:at]))
         return self._enter_call(self._held.find(start) + len(start))
 
     def _enter_call(self, body: int) -> bool:
@@ -193,13 +193,13 @@ class Splitter:
         form, most = self._known_format, self._body + MOST_CALL_CHARACTERS
         end = self._find_call_end(form)
         if 0 <= end <= most:
-            self._give_call(form, self._held[self._body : end], end + len(form.end))
+            self._emit_calls(form, self._held[self._body : end], end + len(form.end))
             return self._enter_state(self._in_text, skip=self.called)
         if len(self._held) >= most + max(len(form.end), 1):
-            self._give_text(Text, most)
+            self._emit_text(Text, most)
             return self._enter_state(self._in_text)
         if final:
-            self._give_call(form, self._held[self._body :], len(self._held))
+            self._emit_calls(form, self._held[self._body :], len(self._held))
         return False
 
     def _find_call_end(self, form: ToolFormat) -> int:
@@ -222,14 +222,14 @@ class Splitter:
             self._looked = max(self._looked, end + 1)
         return self._quoted
 
-    def _give_call(self, form: ToolFormat, body: str, n: int) -> None:
+    def _emit_calls(self, form: ToolFormat, body: str, n: int) -> None:
         """Adds the calls in `body`; if there are none, adds `n` held characters as text, or drops a cut-off call."""
         calls = [] if self._has_all_calls else form.parse_calls(body, self._turn.tools)
         if not calls and self._cut:
             self._drop_cut_call()
             return
         if not calls or (len(calls) > 1 and not self._turn.parallel_tool_calls):
-            self._give_text(Text, n)
+            self._emit_text(Text, n)
             return
         self._deltas += calls
         self.called = True
@@ -263,7 +263,7 @@ class Splitter:
             self._drop_held(len(self._held) - len(self._held.lstrip()))
             self._skip = not self._held
 
-    def _give_text(self, kind: type[Text] | type[Reasoning], n: int) -> None:
+    def _emit_text(self, kind: type[Text] | type[Reasoning], n: int) -> None:
         text, begin = self._held[:n], self._at
         logprobs = self._drop_held(n)
         if text:
@@ -284,7 +284,7 @@ def _length_without_space(text: str) -> int:
     return max(len(text.rstrip()), len(text) - MOST_SPACE)
 
 
-def _may_begin_call(text: str) -> bool | None:
+def _begins_json_call(text: str) -> bool | None:
     """Returns whether an answer that begins with `text` is a call; None if `text` is too short to tell."""
     begun = re.sub(r"\s+", "", text[:_BEGINNING_CHARACTERS])
     if any(begun.startswith(beginning) for beginning in _CALL_BEGINNINGS):

@@ -151,7 +151,7 @@ def _parse_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dic
     text = text.removeprefix("<|python_tag|>").strip()
     while at < len(text):
         value, at = json.JSONDecoder().raw_decode(text, at)
-        found += [_name_and_arguments(one) for one in (value if isinstance(value, list) else [value])]
+        found += [_parse_name_and_arguments(one) for one in (value if isinstance(value, list) else [value])]
         between = _BETWEEN.match(text, at)
         at = between.end() if between else at
     if not found:
@@ -159,7 +159,7 @@ def _parse_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dic
     return found
 
 
-def _name_and_arguments(value: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_name_and_arguments(value: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the name and arguments of one call in JSON; arguments that are a string are parsed as JSON again."""
     inner = value.get("function")
     value = inner if isinstance(inner, Mapping) else value

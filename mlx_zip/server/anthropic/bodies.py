@@ -88,7 +88,7 @@ def join_text_blocks(content: str | Sequence[SystemText]) -> str:
     return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
 
 
-def template_messages(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
+def split_template_messages(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
     """Returns messages for chat templates, and the answer's prefill, None for none.
 
     A last message of the assistant is the prefill. Adjacent messages of one role are joined. Raises `BodyError` if a
@@ -142,7 +142,7 @@ def _add_user_blocks(
     for i, block in enumerate(blocks):
         match block:
             case SystemText():
-                _add_text(messages, role, block.text)
+                _add_text_message(messages, role, block.text)
             case ToolResult() if block.tool_use_id not in calls:
                 fault = f"there is no tool_use {block.tool_use_id!r} before this tool_result"
                 raise BodyError(fault, f"{place}.{i}.tool_use_id")
@@ -153,7 +153,7 @@ def _add_user_blocks(
                 raise BodyError(f"a message of the {role} cannot hold {block.type!r}", f"{place}.{i}")
 
 
-def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
+def _add_text_message(messages: list[dict[str, Any]], role: str, text: str) -> None:
     if messages and messages[-1]["role"] == role:
         messages[-1]["content"] += ["\n\n", text]
     else:
@@ -277,13 +277,13 @@ class MessagesBody(CountBody):
     container: None = None
 
 
-def turn_of(body: CountBody) -> Turn:
+def make_messages_turn(body: CountBody) -> Turn:
     """Returns the turn that a body asks for.
 
     Raises `BodyError` if a block is in a wrong place or the tools contradict each other or the tool choice.
     """
     check_tools([tool.name for tool in body.callable_tools], body.choice)
-    messages, prefill = template_messages(body.messages)
+    messages, prefill = split_template_messages(body.messages)
     output = body.output_format or body.output_config.format
     thinking = body.thinking.options if body.thinking else {}
     return Turn(

@@ -14,12 +14,12 @@ from starlette.routing import Route
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
-from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
+from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, make_messages_turn
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError
-from mlx_zip.server.fields import new_id
+from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.http import (
-    check_model,
+    check_model_name,
     comment_bytes,
     events_bytes,
     json_response,
@@ -31,27 +31,27 @@ from mlx_zip.server.http import (
 from mlx_zip.server.vendor import vendor_json
 
 
-def routes(core: Core) -> list[Route]:
+def messages_routes(core: Core) -> list[Route]:
     """Returns the routes of the Messages API."""
 
     async def messages(request: Request) -> Response:
         """Answers a conversation."""
         body = await read_body(request, core, MessagesBody)
-        check_model(core, body.model)
+        check_model_name(core, body.model)
         asked = _MessageRequest(core, body)
         if body.stream:
             response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failure_event)
         else:
             response = json_response(await run_unless_client_gone(request, asked.whole_message()))
-        response.headers["request-id"] = new_id("req")
+        response.headers["request-id"] = new_prefixed_id("req")
         return response
 
     async def count_tokens(request: Request) -> Response:
         """Counts the base tokens of a conversation."""
         body = await read_body(request, core, CountBody)
-        check_model(core, body.model)
-        ids = await run_unless_client_gone(request, core.prompt_ids(turn_of(body)))
-        return json_response({"input_tokens": len(ids)}, headers={"request-id": new_id("req")})
+        check_model_name(core, body.model)
+        ids = await run_unless_client_gone(request, core.prompt_ids(make_messages_turn(body)))
+        return json_response({"input_tokens": len(ids)}, headers={"request-id": new_prefixed_id("req")})
 
     return [
         Route("/v1/messages", with_body_class(messages, MessagesBody), methods=["POST"]),
@@ -61,7 +61,7 @@ def routes(core: Core) -> list[Route]:
 
 class _MessageRequest:
     def __init__(self, core: Core, body: MessagesBody) -> None:
-        self._core, self._turn = core, turn_of(body)
+        self._core, self._turn = core, make_messages_turn(body)
         self._builder = MessageBuilder(body, core.model)
 
     async def whole_message(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class MessageBuilder:
     model: name of the model to report. make_id: function from a prefix to a new id.
     """
 
-    def __init__(self, body: MessagesBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
+    def __init__(self, body: MessagesBody, model: str, make_id: Callable[[str], str] = new_prefixed_id) -> None:
         self.message: Json = {
             "id": make_id("msg"),
             "type": "message",
@@ -105,7 +105,7 @@ class MessageBuilder:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_json(Counts()),
+            "usage": messages_usage_json(Counts()),
         }
         self._omits = body.thinking is not None and body.thinking.display == "omitted"
         self._events: list[Json] = []
@@ -142,7 +142,7 @@ class MessageBuilder:
             self._began = True
             if isinstance(delta, Waiting):
                 known = Counts(prompt_tokens=delta.prompt_tokens, cached_tokens=delta.cached_tokens)
-                self.message["usage"] = usage_json(known)
+                self.message["usage"] = messages_usage_json(known)
             self._events.append({"type": "message_start", "message": deepcopy(self.message)})
         return self._began
 
@@ -155,7 +155,7 @@ class MessageBuilder:
         self._close_block()
         reason = "stop_sequence" if done.stopped_by is not None else _STOP_REASONS[done.reason]
         end = {"stop_reason": reason, "stop_sequence": done.stopped_by}
-        usage = usage_json(done.counts, done.reasoning_tokens)
+        usage = messages_usage_json(done.counts, done.reasoning_tokens)
         figures = vendor_json(done)
         self.message |= {**end, "usage": usage, "mlx_zip": figures}
         self._events.append({"type": "message_delta", "delta": end, "usage": usage, "mlx_zip": figures})
@@ -201,7 +201,7 @@ class MessageBuilder:
         return events
 
 
-def usage_json(counts: Counts, reasoning_tokens: int = 0) -> Json:
+def messages_usage_json(counts: Counts, reasoning_tokens: int = 0) -> Json:
     """Returns the usage in base tokens; `input_tokens` is the prompt without its cached tokens."""
     return {
         "input_tokens": counts.prompt_tokens - counts.cached_tokens,

@@ -64,10 +64,10 @@ from mlx_zip.server.openai.choices import (
     total_counts,
     total_usage,
 )
-from mlx_zip.server.vendor import VendorFields, token_json, vendor_json
+from mlx_zip.server.vendor import VendorFields, shown_token_json, vendor_json
 
 
-def routes(core: Core) -> list[Route]:
+def chat_routes(core: Core) -> list[Route]:
     """Returns the routes of chat completions."""
 
     async def chat_completions(request: Request) -> Response:
@@ -76,36 +76,36 @@ def routes(core: Core) -> list[Route]:
         turns = asked.turns(core)
         if asked.stream:
             return await stream_response(request, core, _ChatStream(core, asked).frames(turns))
-        return json_response(await run_unless_client_gone(request, _whole_completion(core, asked, turns)))
+        return json_response(await run_unless_client_gone(request, _whole_chat_completion(core, asked, turns)))
 
     paths = ("/v1/chat/completions", "/chat/completions")
     return [Route(path, with_body_class(chat_completions, ChatBody), methods=["POST"]) for path in paths]
 
 
-async def _whole_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:
+async def _whole_chat_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:
     choices = await gather_choices(core, turns)
     done = choice_ends(choices)
-    shown = {"tokens": [token_json(one) for one in choices[0].tokens]} if asked.mlx_zip.tokens else {}
+    shown = {"tokens": [shown_token_json(one) for one in choices[0].tokens]} if asked.mlx_zip.tokens else {}
     return {
         **completion_head(core, "chatcmpl", "chat.completion"),
-        "choices": [_choice_json(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
+        "choices": [_chat_choice_json(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
         "usage": total_usage(done, asked.n),
         "mlx_zip": vendor_json(done[0], total_counts(done, asked.n)) | shown,
     }
 
 
-def _choice_json(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
+def _chat_choice_json(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
     content = choice.text if choice.texts or not choice.calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.thoughts:
         message["reasoning_content"] = "".join(choice.thoughts)
     if choice.calls:
         message["tool_calls"] = [_tool_call_json(call) for call in choice.calls]
-    logprobs = _logprobs_json(choice.logprobs) if with_logprobs else None
+    logprobs = _chat_logprobs_json(choice.logprobs) if with_logprobs else None
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
 
 
-def _logprobs_json(found: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _chat_logprobs_json(found: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"content": logprobs_json(found), "refusal": None}
 
 
@@ -135,8 +135,8 @@ class _ChatStream:
 
     def _delta_frame(self, index: int, delta: Text | Waiting | Reasoning | ToolCall | Done) -> bytes:
         if isinstance(delta, Text):
-            logprobs = _logprobs_json(delta.logprobs) if self._asked.logprobs else None
-            shown = {"mlx_zip": {"tokens": [token_json(one) for one in delta.tokens]}} if delta.tokens else None
+            logprobs = _chat_logprobs_json(delta.logprobs) if self._asked.logprobs else None
+            shown = {"mlx_zip": {"tokens": [shown_token_json(one) for one in delta.tokens]}} if delta.tokens else None
             return self._chunk_frame(index, {"content": delta.text}, more=shown, logprobs=logprobs)
         if isinstance(delta, Waiting):
             if delta.total:

@@ -24,8 +24,8 @@ from mlx_zip.server.fields import (
     as_turn_pack,
     at_most_fields,
 )
-from mlx_zip.server.http import check_model
-from mlx_zip.server.vendor import sum_counts
+from mlx_zip.server.http import check_model_name
+from mlx_zip.server.vendor import sum_answer_counts
 
 DONE_FRAME = b"data: [DONE]\n\n"
 PENALTY_WINDOW = 256  # default number of recent base tokens that a penalty looks at
@@ -127,7 +127,7 @@ class CompletionFields(Body):
 
     def check(self, core: Core) -> None:
         """Raises `RequestError` if the model is unknown, `BodyError` if fields contradict each other or the model."""
-        check_model(core, self.model)
+        check_model_name(core, self.model)
         if self.stream_options is not None and not self.stream:
             raise BodyError("only a stream can have this field", "stream_options")
         width = core.engine.info.vocab_size
@@ -209,15 +209,15 @@ def total_counts(done: Sequence[Done], n: int) -> Counts:
     """Returns the counts of all choices together; a prompt's tokens count once. n: choices per prompt."""
     prompts = [one.counts for one in done[::n]]
     read, cached = sum(one.prompt_tokens for one in prompts), sum(one.cached_tokens for one in prompts)
-    return replace(sum_counts([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)
+    return replace(sum_answer_counts([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)
 
 
 def total_usage(done: Sequence[Done], n: int) -> dict[str, Any]:
     """Returns the usage of all choices together. n: choices per prompt."""
-    return usage_json(total_counts(done, n), sum(one.reasoning_tokens for one in done))
+    return completion_usage_json(total_counts(done, n), sum(one.reasoning_tokens for one in done))
 
 
-def usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
+def completion_usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
     """Returns the usage of an answer, counted in base tokens.
 
     accepted_prediction_tokens: tokens of the answer that a draft had proposed, from the request's prediction or another

@@ -90,7 +90,7 @@ class CompletionBody(CompletionFields):
         ]
 
 
-def routes(core: Core) -> list[Route]:
+def completions_routes(core: Core) -> list[Route]:
     """Returns the route of completions."""
 
     async def completions(request: Request) -> Response:
@@ -98,13 +98,13 @@ def routes(core: Core) -> list[Route]:
         asked = await read_body(request, core, CompletionBody)
         turns = asked.turns(core)
         if asked.stream:
-            return await stream_response(request, core, _stream_frames(core, asked, turns))
-        return json_response(await run_unless_client_gone(request, _whole_completion(core, asked, turns)))
+            return await stream_response(request, core, _completion_frames(core, asked, turns))
+        return json_response(await run_unless_client_gone(request, _whole_text_completion(core, asked, turns)))
 
     return [Route("/v1/completions", with_body_class(completions, CompletionBody), methods=["POST"])]
 
 
-async def _whole_completion(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
+async def _whole_text_completion(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
     echoes = await _make_echoes(core, asked, turns)
     choices = (
         [echo.choice_without_answer() for echo in echoes]
@@ -116,11 +116,13 @@ async def _whole_completion(core: Core, asked: CompletionBody, turns: Sequence[T
         echo, logprobs = echoes[i] if echoes else None, None
         if asked.logprobs is not None:
             logprobs = (
-                _logprobs_json(choice.logprobs, 0) if echo is None else _echo_and_answer_logprobs_json(echo, choice)
+                _text_logprobs_json(choice.logprobs, 0)
+                if echo is None
+                else _echo_and_answer_logprobs_json(echo, choice)
             )
-        found.append(_choice_json(i, (echo.text if echo else "") + choice.text, logprobs, choice.reason))
+        found.append(_text_choice_json(i, (echo.text if echo else "") + choice.text, logprobs, choice.reason))
     return {
-        **_completion_head(core),
+        **_text_completion_head(core),
         "choices": found,
         "usage": total_usage(done, asked.n),
         "mlx_zip": vendor_json(done[0], total_counts(done, asked.n)),
@@ -138,19 +140,19 @@ async def _make_echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn])
     ids = [await core.prompt_ids(turn) for turn in prompts]
     if asked.logprobs is not None and sum(map(len, ids)) * asked.n * (1 + asked.logprobs) > MOST_ECHOED:
         raise BodyError(f"there are more than {MOST_ECHOED} log-probabilities; send fewer prompts at once", "prompt")
-    found = [await _echo_turn(core, turn, one) for turn, one in zip(prompts, ids, strict=True)]
+    found = [await _score_echo(core, turn, one) for turn, one in zip(prompts, ids, strict=True)]
     return [echo for echo in found for _ in range(asked.n)]
 
 
-def _completion_head(core: Core) -> dict[str, Any]:
+def _text_completion_head(core: Core) -> dict[str, Any]:
     return completion_head(core, "cmpl", "text_completion")
 
 
-def _choice_json(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+def _text_choice_json(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
+def _text_logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
     """Returns the log-probabilities of a text in OpenAI's form. begin: offset of the text's first character."""
     offsets = [begin]
     for one in found:
@@ -164,7 +166,7 @@ def _logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
 
 
 def _echo_logprobs_json(echo: Echo) -> dict[str, Any]:
-    """Returns the log-probabilities of an echoed prompt, in the form of `_logprobs_json`."""
+    """Returns the log-probabilities of an echoed prompt, in the form of `_text_logprobs_json`."""
     at_least = lambda value: max(value, LEAST_LOGPROB)
     return {
         "tokens": [one.text for one in echo.tokens],
@@ -178,36 +180,38 @@ def _echo_logprobs_json(echo: Echo) -> dict[str, Any]:
 
 
 def _echo_and_answer_logprobs_json(echo: Echo, choice: Choice) -> dict[str, Any]:
-    """Returns the log-probabilities of an echoed prompt and of all ids of its answer, in the form of `_logprobs_json`.
+    """Returns the log-probabilities of an echoed prompt and of its answer's ids, in the form of `_text_logprobs_json`.
 
     Includes an eos, which has no text: some clients drop the last token, others cut the prompt off by its length.
     """
     unshown = () if choice.done is None else choice.done.unshown
-    answer = _logprobs_json([*choice.logprobs, *unshown], len(echo.text))
+    answer = _text_logprobs_json([*choice.logprobs, *unshown], len(echo.text))
     return {name: values + answer[name] for name, values in _echo_logprobs_json(echo).items()}
 
 
-async def _stream_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
-    first, null = _completion_head(core), {"usage": None} if asked.include_usage else {}
+async def _completion_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
+    first, null = _text_completion_head(core), {"usage": None} if asked.include_usage else {}
     echoes, done = await _make_echoes(core, asked, turns), {}
     lengths = [len(echo.text) for echo in echoes] or [0] * len(turns)
 
     def frame(index: int, delta: Delta) -> bytes:
         if isinstance(delta, Text):
-            logprobs = None if asked.logprobs is None else _logprobs_json(delta.logprobs, lengths[index])
+            logprobs = None if asked.logprobs is None else _text_logprobs_json(delta.logprobs, lengths[index])
             lengths[index] += len(delta.text)
-            return event_bytes({**first, "choices": [_choice_json(index, delta.text, logprobs, None)], **null})
+            return event_bytes({**first, "choices": [_text_choice_json(index, delta.text, logprobs, None)], **null})
         if isinstance(delta, Done):
             done[index] = delta
             figures = {"mlx_zip": vendor_json(delta)}
-            last = _logprobs_json(delta.unshown, lengths[index]) if echoes and delta.unshown else None
-            return event_bytes({**first, "choices": [_choice_json(index, "", last, delta.reason)], **null, **figures})
+            last = _text_logprobs_json(delta.unshown, lengths[index]) if echoes and delta.unshown else None
+            return event_bytes(
+                {**first, "choices": [_text_choice_json(index, "", last, delta.reason)], **null, **figures}
+            )
         waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)
         return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")
 
     for index, echo in enumerate(echoes):
         logprobs = None if asked.logprobs is None else _echo_logprobs_json(echo)
-        yield event_bytes({**first, "choices": [_choice_json(index, echo.text, logprobs, None)], **null})
+        yield event_bytes({**first, "choices": [_text_choice_json(index, echo.text, logprobs, None)], **null})
     if asked.max_tokens == 0:
         for index, echo in enumerate(echoes):
             yield frame(index, *choice_ends([echo.choice_without_answer()]))
@@ -268,7 +272,7 @@ class Echo:
         return choice
 
 
-async def _echo_turn(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:
+async def _score_echo(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:
     """Returns the echo of a turn's prompt. ids: base ids of the prompt. Raises what `Core.score_prompt` raises."""
     read = [] if turn.logprobs is None else await core.score_prompt(turn, ids)
     return await core.run_in_thread(_make_echo, core, turn.prompt, ids, read)

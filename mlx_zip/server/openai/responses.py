@@ -16,9 +16,9 @@ from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Turn
 from mlx_zip.server.core import AnswerStop, Core
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.fields import new_id
+from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.http import (
-    check_model,
+    check_model_name,
     events_bytes,
     json_response,
     read_body,
@@ -26,7 +26,7 @@ from mlx_zip.server.http import (
     stream_response,
     with_body_class,
 )
-from mlx_zip.server.openai.responses_bodies import ResponseBody, item_with_id, turn_of
+from mlx_zip.server.openai.responses_bodies import ResponseBody, item_with_id, make_response_turn
 from mlx_zip.server.openai.responses_events import ResponseBuilder
 from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 
@@ -34,7 +34,7 @@ CANCEL_S = 2.0  # how long to wait for a cancelled response to end before its st
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
-def routes(core: Core) -> list[Route]:
+def responses_routes(core: Core) -> list[Route]:
     """Returns the routes of the Responses API, which share one `ResponseStore`."""
     folder = core.options.responses_folder
     files = None if folder is None else ResponseFiles(folder)
@@ -46,14 +46,14 @@ def routes(core: Core) -> list[Route]:
 
     async def create_response(request: Request) -> Response:
         """Answers a conversation."""
-        asked = _make_request(core, store, running, await read_body(request, core, ResponseBody))
+        asked = _make_response_request(core, store, running, await read_body(request, core, ResponseBody))
         if asked.body.stream:
             return await stream_response(request, core, asked.frames(), on_error=asked.failure_events)
         return json_response(await run_unless_client_gone(request, asked.whole_response()))
 
     async def input_tokens(request: Request) -> Response:
         """Counts the base tokens that a request's prompt would have."""
-        asked = _make_request(core, store, running, await read_body(request, core, ResponseBody))
+        asked = _make_response_request(core, store, running, await read_body(request, core, ResponseBody))
         count = len(await run_unless_client_gone(request, core.prompt_ids(asked.turn))) if asked.items else 0
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -91,18 +91,18 @@ def routes(core: Core) -> list[Route]:
     ]
 
 
-def _make_request(
+def _make_response_request(
     core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
 ) -> _ResponseRequest:
     """Returns the request made of a body. Raises `RequestError` if it names an unknown model, response or item."""
-    check_model(core, body.model)
+    check_model_name(core, body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
         stored = store.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")
         before = stored.conversation
-    items = [*before, *(item_with_id(item, new_id) for item in store.with_references(body.items))]
+    items = [*before, *(item_with_id(item, new_prefixed_id) for item in store.resolve_references(body.items))]
     most = core.answer_max_tokens(body.max_output_tokens, tools=True)
-    turn = replace(turn_of(body, items, len(before)), max_tokens=most)
+    turn = replace(make_response_turn(body, items, len(before)), max_tokens=most)
     return _ResponseRequest(core, store, running, body, items, turn, ResponseBuilder(body, core.model))
 
 

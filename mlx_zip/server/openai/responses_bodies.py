@@ -96,7 +96,7 @@ class ItemReference(LenientBody):
     id: str
 
 
-def _default_to_message(given: Any) -> Any:
+def _set_default_item_type(given: Any) -> Any:
     """Returns an item with its type, which is "message" if the item has none."""
     return {**given, "type": "message"} if isinstance(given, Mapping) and given.get("type") is None else given
 
@@ -104,7 +104,7 @@ def _default_to_message(given: Any) -> Any:
 Item = Annotated[
     Message | FunctionCall | FunctionCallOutput | ReasoningItem | ItemReference,
     Field(discriminator="type"),
-    BeforeValidator(_default_to_message),
+    BeforeValidator(_set_default_item_type),
 ]
 
 
@@ -121,7 +121,7 @@ def item_with_id(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict
     return named
 
 
-def template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:
+def items_to_template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:
     """Returns items as messages for chat templates. Reasoning and the text and calls after it become one message.
 
     before: number of items from earlier responses. Raises `BodyError` if an output has no call before it, or a call's
@@ -135,14 +135,14 @@ def template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> li
             _add_message(messages, item)
         elif kind == "reasoning":
             pieces = item.get("content") or item.get("summary") or []
-            messages.append({"role": "assistant", "reasoning_content": _join_text(pieces, "\n"), "content": ""})
+            messages.append({"role": "assistant", "reasoning_content": _join_content_text(pieces, "\n"), "content": ""})
         elif kind == "function_call":
             calls.add(item["call_id"])
             _add_call(messages, item, f"{place}.arguments")
         elif item["call_id"] not in calls:
             raise BodyError(f"there is no call {item['call_id']!r} before this output", f"{place}.call_id")
         else:
-            text = _join_text(item["output"], "\n")
+            text = _join_content_text(item["output"], "\n")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
     return messages
 
@@ -151,9 +151,9 @@ def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> Non
     """Adds a message. Text of the model is added to the message of the reasoning before it, if there is one."""
     if item["role"] != "assistant":
         role = "user" if item["role"] == "user" else "system"
-        messages.append({"role": role, "content": _join_text(item["content"], "\n")})
+        messages.append({"role": role, "content": _join_content_text(item["content"], "\n")})
         return
-    text = _join_text(item["content"], "")
+    text = _join_content_text(item["content"], "")
     if messages and messages[-1].keys() == {"role", "reasoning_content", "content"} and not messages[-1]["content"]:
         messages[-1]["content"] = text
     else:
@@ -169,7 +169,7 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _join_text(content: str | Sequence[Mapping[str, Any]], between: str) -> str:
+def _join_content_text(content: str | Sequence[Mapping[str, Any]], between: str) -> str:
     if isinstance(content, str):
         return content
     return between.join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
@@ -338,7 +338,7 @@ class ResponseBody(Body):
         return [tool for tool in self.functions if tool.name in names]
 
 
-def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int = 0) -> Turn:
+def make_response_turn(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int = 0) -> Turn:
     """Returns the turn that a body asks for. items: the conversation, which ends with the body's items.
 
     before: number of items before those of the body. Raises `BodyError` if items are in a wrong order, or tools
@@ -348,7 +348,7 @@ def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int 
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     sampling = {"temp": body.temperature, "top_p": body.top_p}
     return Turn(
-        messages=join_system_messages([*system, *template_messages(items, before)]),
+        messages=join_system_messages([*system, *items_to_template_messages(items, before)]),
         tools=body.allowed_tools,
         left_out=left_out_labels(body.tools, body.choice),
         tool_choice=body.choice,

@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
-from mlx_zip.server.fields import new_id
+from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.openai.choices import logprobs_json
 from mlx_zip.server.openai.responses_bodies import ResponseBody
 from mlx_zip.server.vendor import vendor_json
@@ -22,7 +22,7 @@ class ResponseBuilder:
     model: name of the model to report. make_id: function from a prefix to a new id.
     """
 
-    def __init__(self, body: ResponseBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
+    def __init__(self, body: ResponseBody, model: str, make_id: Callable[[str], str] = new_prefixed_id) -> None:
         self.response = {"id": make_id("resp"), **_initial_fields(body, model), "created_at": int(time.time())}
         self._logprobs, self._make_id = body.logprobs is not None, make_id
         self._events: list[Json] = []
@@ -78,26 +78,28 @@ class ResponseBuilder:
         if not self._is_open("message"):
             self._open_item({"id": self._make_id("msg"), "type": "message", "role": "assistant", "content": []})
             self._item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
-            self._add_event("response.content_part.added", **self._place(), part=deepcopy(self._item["content"][0]))
+            self._add_event(
+                "response.content_part.added", **self._item_place(), part=deepcopy(self._item["content"][0])
+            )
         self._pieces.append(text)
         self._item["content"][0]["logprobs"] += logprobs
         if text or logprobs:
-            self._add_event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+            self._add_event("response.output_text.delta", **self._item_place(), delta=text, logprobs=logprobs)
 
     def _add_reasoning(self, text: str) -> None:
         if not self._is_open("reasoning"):
             self._open_item({"id": self._make_id("rs"), "type": "reasoning", "summary": []})
             self._item["summary"].append({"type": "summary_text", "text": ""})
             part = deepcopy(self._item["summary"][0])
-            self._add_event("response.reasoning_summary_part.added", **self._place(), part=part)
+            self._add_event("response.reasoning_summary_part.added", **self._item_place(), part=part)
         self._pieces.append(text)
-        self._add_event("response.reasoning_summary_text.delta", **self._place(), delta=text)
+        self._add_event("response.reasoning_summary_text.delta", **self._item_place(), delta=text)
 
     def _add_call(self, call: ToolCall) -> None:
         item = {"id": self._make_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
         self._open_item({**item, "arguments": ""})
         self._pieces.append(call.arguments)
-        self._add_event("response.function_call_arguments.delta", **self._place(), delta=call.arguments)
+        self._add_event("response.function_call_arguments.delta", **self._item_place(), delta=call.arguments)
         self._close_item("completed")
 
     def _end_response(self, done: Done) -> None:
@@ -106,7 +108,7 @@ class ResponseBuilder:
         cut = done.reason == "length"
         self._close_item("incomplete" if cut else "completed")
         status = "incomplete" if cut else "completed"
-        self.response |= {"status": status, "usage": usage_json(done), "mlx_zip": vendor_json(done)}
+        self.response |= {"status": status, "usage": response_usage_json(done), "mlx_zip": vendor_json(done)}
         if cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -131,22 +133,24 @@ class ResponseBuilder:
         if item["type"] == "message":
             part = item["content"][0]
             part["text"] = text
-            self._add_event("response.output_text.done", **self._place(), text=text, logprobs=part["logprobs"])
-            self._add_event("response.content_part.done", **self._place(), part=part)
+            self._add_event("response.output_text.done", **self._item_place(), text=text, logprobs=part["logprobs"])
+            self._add_event("response.content_part.done", **self._item_place(), part=part)
         elif item["type"] == "reasoning":
             part = item["summary"][0]
             part["text"] = text
-            self._add_event("response.reasoning_summary_text.done", **self._place(), text=text)
-            self._add_event("response.reasoning_summary_part.done", **self._place(), part=part)
+            self._add_event("response.reasoning_summary_text.done", **self._item_place(), text=text)
+            self._add_event("response.reasoning_summary_part.done", **self._item_place(), part=part)
         else:
             item["arguments"] = text
-            self._add_event("response.function_call_arguments.done", **self._place(), name=item["name"], arguments=text)
+            self._add_event(
+                "response.function_call_arguments.done", **self._item_place(), name=item["name"], arguments=text
+            )
         item["status"] = status
         place = {"output_index": len(self.response["output"]) - 1}
         self._add_event("response.output_item.done", **place, item=deepcopy(item))
         self._item, self._pieces = {}, []
 
-    def _place(self) -> Json:
+    def _item_place(self) -> Json:
         parts = {"message": {"content_index": 0}, "reasoning": {"summary_index": 0}, "function_call": {}}
         place = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
         return place | parts[self._item["type"]]
@@ -160,7 +164,7 @@ class ResponseBuilder:
         return events
 
 
-def usage_json(done: Done) -> Json:
+def response_usage_json(done: Done) -> Json:
     """Returns the usage, in base tokens."""
     counts = done.counts
     return {

@@ -92,7 +92,7 @@ class ResponseStore:
             self.delete(name)
         return len(names)
 
-    def with_references(self, items: Sequence[Json]) -> list[Json]:
+    def resolve_references(self, items: Sequence[Json]) -> list[Json]:
         """Returns the items of an input, with each reference replaced by the output item of a stored response.
 
         Raises `RequestError` with status 404 if a referenced item is not stored.
@@ -143,7 +143,7 @@ class ResponseFiles:
                     raise ValueError(f"it has more than {most_bytes:,} bytes")
                 text = path.read_bytes()
                 value = json.loads(text)
-                _check_stored(value, path.stem)
+                _check_stored_response(value, path.stem)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 log.warning("%s is not used: %s", path, error)
                 continue
@@ -184,7 +184,7 @@ class ResponseFiles:
             self._thread.submit(_log_disk_errors, work)
 
 
-def _check_stored(value: Any, name: str) -> None:
+def _check_stored_response(value: Any, name: str) -> None:
     """Raises `ValueError`, `LookupError` or `TypeError` unless `value` is a stored response with the id `name`."""
     output = value["response"]["output"]
     if value["response"]["id"] != name:

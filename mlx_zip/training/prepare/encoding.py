@@ -231,7 +231,7 @@ class Window:
     n_bytes: int
 
 
-def cut_windows(
+def cut_training_windows(
     records: Sequence[EncodedRecord], context: int, fill: bool | None, lead: tuple[int, ...]
 ) -> Iterator[Window]:
     """Yields windows of at most `context` base ids, in order. Each begins with a lead, which the loss does not count.

@@ -39,11 +39,11 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
     sources = []
     for n, fields in enumerate(listed, start=1):
         with errors_as(DataError, f"mixture {path}: source {n}", DataError):
-            sources.append(_make_source(fields, path.parent))
+            sources.append(_make_mixture_source(fields, path.parent))
     return tuple(sources)
 
 
-def _make_source(fields: Any, folder: Path) -> Source:
+def _make_mixture_source(fields: Any, folder: Path) -> Source:
     """Returns the source with these fields. folder: that of the mixture's file."""
     if not isinstance(fields, dict):
         raise DataError("it is not a map")
@@ -54,12 +54,12 @@ def _make_source(fields: Any, folder: Path) -> Source:
         raise DataError("it needs data and share")
     if not isinstance(fields.get("columns", {}), Mapping):
         raise DataError("columns must be a map")
-    lists = {key: _check_names(key, fields[key]) for key in _LIST_FIELDS if key in fields}
+    lists = {key: _check_list_of_names(key, fields[key]) for key in _LIST_FIELDS if key in fields}
     data = tuple(str(folder / name) if (folder / name).exists() else name for name in lists["data"])
     return Source(**{**fields, **lists, "data": data})
 
 
-def _check_names(key: str, value: Any) -> tuple[str, ...]:
+def _check_list_of_names(key: str, value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f"{key} must be a name or a list of names")

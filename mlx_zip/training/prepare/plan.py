@@ -19,7 +19,7 @@ from mlx_zip.text.sources import Source, source_files
 from mlx_zip.text.token_facts import digit_ids, leading_special_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare.encoding import TRAIN_ON
-from mlx_zip.training.prepare.shards import is_prepared, make_codec_record
+from mlx_zip.training.prepare.shards import is_prepared_folder, make_codec_record
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 _MERGE_SIZE, _CODEBOOK_SIZE = 3, 2048
@@ -104,7 +104,7 @@ class PreparationPlan:
         return self.options.start_draw or 0
 
 
-def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
+def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
     """Returns the plan, the tokenizer, and all settings that the result depends on. Writes nothing.
 
     pads: False if samples are never padded, so that the tokenizer needs no pad or eos token. Raises `DataError` if an
@@ -112,9 +112,9 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPl
     """
     for source in options.sources:
         source.check()
-        if done := [name for name in source.data if is_prepared(Path(name))]:
+        if done := [name for name in source.data if is_prepared_folder(Path(name))]:
             raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
-    folder = _find_tokenizer(options)
+    folder = _find_tokenizer_path(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_model_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(leading_special_ids(tokenizer))):
@@ -127,7 +127,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPl
     return plan, tokenizer, _make_settings_record(plan, tokenizer)
 
 
-def _find_tokenizer(options: PrepareOptions) -> Path:
+def _find_tokenizer_path(options: PrepareOptions) -> Path:
     file = expand_home(options.tokenizer or "")
     if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
         return file

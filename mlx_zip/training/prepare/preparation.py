@@ -23,7 +23,7 @@ from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import SourceReader, is_read_from_files, source_files
 from mlx_zip.training.prepare.mixture import choose_next_sources, count_kept_samples
-from mlx_zip.training.prepare.plan import PreparationPlan, PrepareOptions, make_plan
+from mlx_zip.training.prepare.plan import PreparationPlan, PrepareOptions, make_preparation_plan
 from mlx_zip.training.prepare.prepared_folder import POOL_FILE, PreparedFolder
 from mlx_zip.training.prepare.sharding import (
     Chunk,
@@ -52,7 +52,7 @@ def prepare_data(
     report = report or (lambda line: print(line, file=sys.stderr))
     if workers < 1:
         raise DataError(f"workers must be 1 or more, got {workers}")
-    plan, tokenizer, settings = make_plan(options)
+    plan, tokenizer, settings = make_preparation_plan(options)
     try:
         with PreparedFolder(options.out) as folder:
             if (index := folder.open(settings, report)) is not None:
@@ -61,7 +61,7 @@ def prepare_data(
                 if plan.pool is not None:
                     write_entries(options.out / POOL_FILE, plan.pool, plan.params.merge_size, plan.params.pad_id)
                 run = _Preparation(plan, folder, progress, report)
-                with _start_workers(plan, tokenizer, workers) as make:
+                with _start_shard_workers(plan, tokenizer, workers) as make:
                     run.make_shards(make)
                 return run.write_index(settings)
             except (DataError, OSError):
@@ -79,11 +79,11 @@ MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 
 @contextmanager
-def _start_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
+def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
     """Context manager: yields a function that makes shards of chunks in `workers` processes, and returns records."""
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
-        yield lambda chunks: map(maker.make, chunks)
+        yield lambda chunks: map(maker.make_shard, chunks)
         return
     import multiprocessing
 
@@ -168,9 +168,9 @@ class _Preparation:
         return limit is not None and all(self.records) and sum(self._count_kept_samples(None)) >= limit
 
     def _count_kept_samples(self, limit: int | None) -> list[int]:
-        return count_kept_samples(self.shares, [self._read_base_ids(done) for done in self.records], limit)
+        return count_kept_samples(self.shares, [self._read_base_id_counts(done) for done in self.records], limit)
 
-    def _read_base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
+    def _read_base_id_counts(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
         return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
 
     def write_index(self, settings: dict[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from mlx_zip.training.prepare.shards import (
     INDEX_FILE,
     PreparedShards,
     ShardWriter,
-    array_path,
     read_array,
+    shard_array_path,
     write_index,
 )
 
@@ -79,9 +79,9 @@ class PreparedFolder:
                 raise DataError(f"{self.folder} holds other files; choose another folder for the prepared data (--out)")
             write_json(self.folder / SETTINGS_FILE, settings)
             return None
-        if (difference := _describe_difference(begun, settings)) and index is not None:
+        if (difference := _describe_settings_difference(begun, settings)) and index is not None:
             raise DataError(f"{self.folder} holds data prepared with {difference}: choose another folder (--out)")
-        if difference and self._has_shards():
+        if difference and self._has_finished_samples():
             raise DataError(
                 f"{self.folder} holds unfinished data prepared with {difference}: give the same settings to go on with "
                 "it, or choose another folder (--out)"
@@ -113,7 +113,7 @@ class PreparedFolder:
         """Returns the number of base ids of each sample of a finished shard. record: the shard's record."""
         name = record["name"]
         if name not in self._base:
-            file = array_path(self.folder, name, "base")
+            file = shard_array_path(self.folder, name, "base")
             self._base[name] = read_array(file, np.int64) if record["samples"] else np.empty(0, np.int64)
             if len(self._base[name]) != record["samples"]:
                 raise DataError(f"{file} is not what its record says; delete the folder and prepare again")
@@ -127,9 +127,11 @@ class PreparedFolder:
         if samples == record["samples"]:
             return {key: record[key] for key in _COUNT_KEYS}
         name = record["name"]
-        arrays = {part: read_array(array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
+        arrays = {
+            part: read_array(shard_array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()
+        }
         if start_width:
-            arrays["start"] = read_array(array_path(self.folder, name, "start"), np.int32, ndim=2)
+            arrays["start"] = read_array(shard_array_path(self.folder, name, "start"), np.int32, ndim=2)
         writer = ShardWriter(self.folder, f"{name}-{samples}", start_width)
         ends = arrays["ends"][:samples]
         for i, (begin, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
@@ -151,7 +153,7 @@ class PreparedFolder:
         if self.folder.exists() and not any((self.record(name) or {}).get("samples") for name in names):
             self.discard()
 
-    def _has_shards(self) -> bool:
+    def _has_finished_samples(self) -> bool:
         return any(self.folder.glob("shard-*.json"))
 
     def discard(self) -> None:
@@ -170,7 +172,7 @@ class PreparedFolder:
                 path.unlink()
 
 
-def _describe_difference(begun: Any, settings: Mapping[str, Any]) -> str:
+def _describe_settings_difference(begun: Any, settings: Mapping[str, Any]) -> str:
     old, new = dict(_flatten_settings(begun)), dict(_flatten_settings(settings))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):

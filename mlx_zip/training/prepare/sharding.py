@@ -16,7 +16,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.files import exit_with_parent_process, write_json
 from mlx_zip.text.sources import Item, Record, Skipped, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_windows
+from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_training_windows
 from mlx_zip.training.prepare.plan import PreparationPlan
 from mlx_zip.training.prepare.shards import ShardWriter
 
@@ -93,7 +93,7 @@ class ShardMaker:
         tokenizer = tokenizer or load_tokenizer(plan.tokenizer, self.options.trust_remote_code)
         self.encoder = RecordEncoder(tokenizer, self.options.train_on)
 
-    def make(self, chunk: Chunk) -> dict[str, Any]:
+    def make_shard(self, chunk: Chunk) -> dict[str, Any]:
         """Writes the arrays of a shard, then the shard's record, and returns the record.
 
         Invalid records of the chunk are skipped and counted. Other failures raise `DataError` or `OSError`.
@@ -134,7 +134,7 @@ class ShardMaker:
         """Adds the records' compressed windows to shard `number`; returns the number of samples added."""
         plan, rng, samples = self.plan, np.random.default_rng([self.options.seed, number]), 0
         fill = self.options.fill_windows
-        for window in cut_windows(encoded_records, self.options.context, fill, self.encoder.lead):
+        for window in cut_training_windows(encoded_records, self.options.context, fill, self.encoder.lead):
             params, rows = plan.params, None
             if plan.pool is not None:
                 rows = rng.choice(len(plan.pool), plan.entries_per_sample, replace=False).astype(np.int32)
@@ -172,7 +172,7 @@ def start_worker(plan: PreparationPlan) -> None:
 
 
 def make_shard_in_worker(chunk: Chunk) -> dict[str, Any]:
-    """Runs `ShardMaker.make` in a worker process."""
+    """Runs `ShardMaker.make_shard` in a worker process."""
     if _maker is None:
         raise DataError("a worker process was not started as one")
-    return _maker.make(chunk)
+    return _maker.make_shard(chunk)

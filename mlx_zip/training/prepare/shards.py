@@ -106,13 +106,13 @@ class ShardWriter:
         if self.start_width:
             arrays["start"] = np.array(self._starts, np.int32).reshape(-1, self.start_width)
         for part, array in arrays.items():
-            with atomic_file(array_path(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
+            with atomic_file(shard_array_path(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
                 np.save(file, array, allow_pickle=False)
         total = counts.sum(axis=0).tolist()
         return {"name": self.name, "samples": len(counts), "ids": total[0], "base_ids": total[1], "bytes": total[2]}
 
 
-def array_path(folder: Path, name: str, part: str) -> Path:
+def shard_array_path(folder: Path, name: str, part: str) -> Path:
     """Returns the path of one array of a shard. part: a key of `ARRAY_TYPES`, or "start"."""
     return folder / f"{name}.{part}.npy"
 
@@ -138,28 +138,31 @@ class PreparedShards:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.index = _read_index(self.folder)
+        self.index = _read_data_index(self.folder)
         file, again = self.folder / INDEX_FILE, f"; {_PREPARE_AGAIN}"
         with errors_as(DataError, str(file), KeyError, TypeError, ValueError, CodecError, end=again):
             params = CodecParams(**self.index["codec"])
             # one canonical form for all codecs without a codebook, so that they compare equal
             self.params = params if can_have_entries(params) else replace(params, codebook_size=0, merge_size=1)
-            self.context = _check_count("context", self.index["context"], least=1)
+            self.context = _check_index_count("context", self.index["context"], least=1)
             records = [
-                (str(record["name"]), _check_count("samples", record["samples"])) for record in self.index["shards"]
+                (str(record["name"]), _check_index_count("samples", record["samples"]))
+                for record in self.index["shards"]
             ]
         made_with = self.index.get("tokenizer")
         if made_with is not None and not isinstance(made_with, dict):
             raise DataError(f"{file}: tokenizer is {made_with!r:.40}{again}")
         pool = self.index.get("pool")
-        self._pool = None if pool is None else _read_pool(self.folder, str(pool), self.params.merge_size)
+        self._pool = None if pool is None else _read_pool_arrays(self.folder, str(pool), self.params.merge_size)
         self._shards = [self._open_shard(name, samples) for name, samples in records]
         self._ends = list(accumulate(samples for _, samples in records))
 
     def _open_shard(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
-        arrays = {part: read_array(array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
+        arrays = {
+            part: read_array(shard_array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()
+        }
         if self._pool is not None:
-            arrays["start"] = read_array(array_path(self.folder, name, "start"), np.int32, ndim=2)
+            arrays["start"] = read_array(shard_array_path(self.folder, name, "start"), np.int32, ndim=2)
         ends = arrays["ends"]
         total = int(ends[-1]) if len(ends) else 0
         lengths = {"ids": total, "mask": total}
@@ -206,7 +209,7 @@ class PreparedShards:
         return np.full(len(self), width, np.int64)
 
 
-def is_prepared(folder: Path) -> bool:
+def is_prepared_folder(folder: Path) -> bool:
     """Returns whether `folder` contains an index of prepared data. The data themselves may be damaged."""
     path = folder / INDEX_FILE
     if not path.is_file():
@@ -218,7 +221,7 @@ def is_prepared(folder: Path) -> bool:
     return isinstance(index, dict) and bool(index.keys() & {"shards", "codec", "totals"})
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def _read_data_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX_FILE
     if not path.exists():
         raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it")
@@ -228,7 +231,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _check_count(name: str, value: Any, least: int = 0) -> int:
+def _check_index_count(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}, not a whole number of {least} or more")
     return value
@@ -245,7 +248,7 @@ def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
     return array
 
 
-def _read_pool(folder: Path, name: str, width: int) -> list[tuple[int, ...]]:
+def _read_pool_arrays(folder: Path, name: str, width: int) -> list[tuple[int, ...]]:
     rows = read_array(folder / name, np.uint32, ndim=2)
     lengths = read_array((folder / name).with_suffix(".lengths.npy"), np.int64)
     if rows.shape != (len(lengths), width) or np.any((lengths < 2) | (lengths > width)):

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.text.sources import Skipped, Source, SourceReader, parse_item
-from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, Window, compress_window, cut_windows
+from mlx_zip.training.prepare.encoding import (
+    EncodedRecord,
+    RecordEncoder,
+    Window,
+    compress_window,
+    cut_training_windows,
+)
 from mlx_zip.training.prepare.shards import Sample
 
 
@@ -45,7 +51,7 @@ def encode_sources(
                 break
 
 
-def cut_records(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Window]:
+def cut_record_windows(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Window]:
     """Returns windows of at most `context` base ids, each with text of only one record.
 
     If the tokenizer puts no id before a text, each window begins with bos or else eos, so that the text's first id can
@@ -54,7 +60,7 @@ def cut_records(encoded_records: Sequence[EncodedRecord], tokenizer: Any, contex
     first = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     lead = () if first is None else (int(first),)
     with_leads = [encoded if encoded.lead else replace(encoded, lead=lead) for encoded in encoded_records]
-    return list(cut_windows(with_leads, context, False, ()))
+    return list(cut_training_windows(with_leads, context, False, ()))
 
 
 @dataclass(frozen=True, eq=False)

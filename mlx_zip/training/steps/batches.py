@@ -104,7 +104,7 @@ class Batch:
     padding: Padding = FINE_PADDING
 
 
-def sum_counts(batches: Sequence[Batch]) -> dict[str, int]:
+def sum_batch_counts(batches: Sequence[Batch]) -> dict[str, int]:
     """Returns sums over the batches: `ids`, `base_ids` and `n_bytes`, and `samples`, the number of samples."""
     sums = {name: sum(getattr(batch, name) for batch in batches) for name in ("ids", "base_ids", "n_bytes")}
     return {**sums, "samples": sum(len(batch.samples) for batch in batches)}
@@ -149,7 +149,7 @@ def make_batch(
         padding=padding,
     )
     if can_have_entries(params):
-        batch = _add_entries(batch, books, params, length)
+        batch = _add_entry_arrays(batch, books, params, length)
     if base_positions:
         arrays["index"] = _pad_rows([book.index for book in books], length)
     if canonical and availability == "causal" and can_have_entries(params):
@@ -159,7 +159,7 @@ def make_batch(
 
 def _make_excluded_pairs(books: list[_ReplayedSample], length: int, padding: Padding) -> dict[str, NDArray[Any]]:
     """Returns `excluded_at` and `excluded` of a `Batch`. `excluded_at` is padded with the position after the last."""
-    pairs = [book.excluded() for book in books]
+    pairs = [book.excluded_pairs() for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
     more = padding.padded_pairs(len(at)) - len(at)
     return {
@@ -180,7 +180,7 @@ def _replay_samples(
     return books
 
 
-def _add_entries(batch: Batch, books: list[_ReplayedSample], params: CodecParams, length: int) -> Batch:
+def _add_entry_arrays(batch: Batch, books: list[_ReplayedSample], params: CodecParams, length: int) -> Batch:
     entries, lengths, held = _find_distinct_entries([book.entries for book in books])
     padding, most = batch.padding, max(map(len, held))
     more = padding.padded_entries(len(entries)) - len(entries)  # padding has length 1, so that no mean divides by 0
@@ -226,7 +226,7 @@ class _ReplayedSample:
         self.index = np.cumsum(spans[:-1]) - 1
         self.params, self.ids = params, sample.ids
 
-    def excluded(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def excluded_pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns pairs as two arrays: positions whose loss counts, and ids that the compressor would not write."""
         at, column = find_excluded_ids(Codebook(self.params), self.ids[:-1])
         width = self.params.vocab_size + self.params.codebook_size
@@ -303,7 +303,7 @@ def _split_into_groups(values: NDArray[np.int64], size: int) -> Iterator[NDArray
 # ---- worker processes
 
 
-def call_here(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def call_in_this_process(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Calls a function in this process."""
     return function(*args, **named)
 
@@ -318,7 +318,7 @@ def start_batch_workers(count: int) -> Iterator[CallFunction]:
     terminal. A call raises `BrokenProcessPool` if a worker process was killed.
     """
     if not count:
-        yield call_here
+        yield call_in_this_process
         return
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_batch_worker) as pool:
         yield lambda function, *args, **named: pool.submit(function, *args, **named).result()

@@ -77,12 +77,12 @@ def run_forward_pass(model: Model, samples: Samples, rows: tuple[mx.array, mx.ar
     """Runs whole samples through the model. Logits are soft-capped if the model has a cap, but not masked.
 
     rows: input rows [R, D] of the entries in `samples.read` and output rows [U, D] of all entries; None to encode them
-    with `encode_rows`.
+    with `encode_hyper_rows`.
 
     Right padding needs no mask, because attention is causal. Logits of base ids, and of entries that are installed at a
     position, equal those of `model(ids, causal=True)` for each sample alone (tests).
     """
-    input_rows, output_rows = encode_rows(model, samples) if rows is None else rows
+    input_rows, output_rows = encode_hyper_rows(model, samples) if rows is None else rows
     h = model.model.embed_tokens(samples.inputs)
     is_hyper = (samples.input_rows >= 0)[..., None]
     h = mx.where(is_hyper, input_rows[mx.maximum(samples.input_rows, 0)].astype(h.dtype), h)
@@ -94,7 +94,7 @@ def run_forward_pass(model: Model, samples: Samples, rows: tuple[mx.array, mx.ar
     return ForwardOutputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
 
 
-def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
+def encode_hyper_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
     """Returns input rows [R, D] of the entries in `samples.read`, and output rows [U, D] of all entries.
 
     If encoders and matrices are tied, each entry is encoded once, and the input rows are a selection of output rows.

@@ -25,7 +25,13 @@ from mlx_zip.engine.sampling import canonical
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.entries import pad_entries
 from mlx_zip.training.steps.batches import FINE_PADDING, Batch, Padding
-from mlx_zip.training.steps.forward_pass import ForwardOutputs, Samples, encode_entries, encode_rows, run_forward_pass
+from mlx_zip.training.steps.forward_pass import (
+    ForwardOutputs,
+    Samples,
+    encode_entries,
+    encode_hyper_rows,
+    run_forward_pass,
+)
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 CLOSED_LOGIT = -1e30  # logit of an unavailable entry; finite, so that the gradient is 0 and not NaN
@@ -230,7 +236,7 @@ class PackTrainee(Trainee):
 
     def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
         """Returns the pack's rows, followed by the hyper-encoder's rows of entries that the samples installed."""
-        grown = encode_rows(self.model, samples)
+        grown = encode_hyper_rows(self.model, samples)
         return mx.concatenate([self.pack_input_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
 
 
@@ -255,7 +261,7 @@ class PackAndModelTrainee(Trainee):
 
     def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
         """Returns the encoder's rows, plus the trained rows for entries of the pack."""
-        read, output = encode_rows(self.model, samples)
+        read, output = encode_hyper_rows(self.model, samples)
         places = arrays["in_pack"]
         own_read = self.input_rows if "input_rows" in self else self.output_rows
         return read + _append_zero_row(own_read)[places[samples.read]], output + _append_zero_row(self.output_rows)[

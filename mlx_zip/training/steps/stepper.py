@@ -23,7 +23,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.steps.batches import Batch, sum_counts
+from mlx_zip.training.steps.batches import Batch, sum_batch_counts
 from mlx_zip.training.steps.objective import Trainee
 
 LOW_PRECISION = {"float32": None, "bfloat16": mx.bfloat16}
@@ -51,7 +51,7 @@ class Stepper:
         self.device = mx.default_device().type.name
         self.traces = 0
         self._low_precision = LOW_PRECISION[settings.dtype]
-        self._value_and_grad = nn.value_and_grad(trainee, self._objective)
+        self._value_and_grad = nn.value_and_grad(trainee, self._compute_objective)
         self._compiled_gradients: Any = self._batch_gradients
         self._compiled_update: Any = self._update
         if is_compiled(settings):
@@ -76,7 +76,7 @@ class Stepper:
             mx.eval(sums, decoder)  # first: the encoders' gradients come last and need no activations of the decoder
             mx.eval(encoders)
         assert sums is not None
-        sums |= {name: mx.array(count, mx.int64) for name, count in sum_counts(batches).items()}
+        sums |= {name: mx.array(count, mx.int64) for name, count in sum_batch_counts(batches).items()}
         sums["stop"] = mx.array(int(stop))
         sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
         norm = self._compiled_update(gradients, sums["count"])
@@ -97,7 +97,7 @@ class Stepper:
     def sync_to_trainee(self) -> None:
         """Does nothing, because trainee and optimizer are always up to date. `TorchStepper` has work to do here."""
 
-    def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
+    def _compute_objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
         """Returns the loss to minimize, and all sums, computed in the settings' dtype."""
         if self._low_precision is None:
             sums = self.trainee.losses(arrays, long)
@@ -180,7 +180,7 @@ def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
 
 
 def _make_single_optimizer(settings: TrainSettings, part: OptimizerPart) -> optim.Optimizer:
-    rate = make_schedule(settings, part.peak)
+    rate = make_learning_rate_schedule(settings, part.peak)
     if part.kind == "muon":
         return optim.Muon(rate, weight_decay=0.0)
     if part.kind == "adafactor":  # by default it would choose its own rate
@@ -192,12 +192,12 @@ def _make_single_optimizer(settings: TrainSettings, part: OptimizerPart) -> opti
     return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=settings.weight_decay, bias_correction=True)
 
 
-def single_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+def list_single_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
     """Returns the optimizers of all parts, in the order of `list_optimizer_parts`."""
     return optimizer.optimizers if isinstance(optimizer, optim.MultiOptimizer) else [optimizer]
 
 
-def make_schedule(settings: TrainSettings, peak: float) -> Any:
+def make_learning_rate_schedule(settings: TrainSettings, peak: float) -> Any:
     """Returns a schedule: linear warm-up to `peak`, then a cosine until the run's end.
 
     The final rate is `peak * min_learning_rate / learning_rate`.
@@ -229,7 +229,7 @@ def _is_hidden_matrix(path: str, value: Any) -> bool:
 
 def last_learning_rate(optimizer: optim.Optimizer) -> float:
     """Returns the last step's learning rate, of the weights without a separate optimizer."""
-    rate: Any = single_optimizers(optimizer)[-1].learning_rate.item()
+    rate: Any = list_single_optimizers(optimizer)[-1].learning_rate.item()
     return float(rate)
 
 

@@ -62,7 +62,9 @@ class TorchModel(nn.Module):
         self.zip: ZipConfig | None = source.config if isinstance(source, Model) else None
         self.device, self.dtype = device, dtype
         self._copier = _WeightCopier(trained, device, dtype)
-        self.body = _make_decoder(config, device.type == "cpu" and dtype == torch.bfloat16).to(device, dtype)
+        self.body = _make_transformers_decoder(config, device.type == "cpu" and dtype == torch.bfloat16).to(
+            device, dtype
+        )
         self.cap: float | None = getattr(self.body.config, "final_logit_softcapping", None)
         self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
         self._copy_body_weights(source, dropout)
@@ -155,12 +157,12 @@ class TorchModel(nn.Module):
         """Returns input rows [R, D] of the entries that occur in inputs, and output rows [U, D] of all entries."""
         assert self.zip is not None
         tied, one_matrix = self.zip.encoder.tie_encoders, self.head is self.body.embed_tokens.weight
-        output = self.encode(SIDES[0] if tied else SIDES[1], self.head, arrays["entries"], arrays["lengths"])
+        output = self.encode_entries(SIDES[0] if tied else SIDES[1], self.head, arrays["entries"], arrays["lengths"])
         output = self._add_pack_rows("output_rows", output, arrays.get("in_pack"))
         if tied and one_matrix:
             return output[arrays["read"]], output
         entries, lengths = arrays["entries"][arrays["read"]], arrays["lengths"][arrays["read"]]
-        read = self.encode(SIDES[0], self.body.embed_tokens.weight, entries, lengths)
+        read = self.encode_entries(SIDES[0], self.body.embed_tokens.weight, entries, lengths)
         places = arrays["in_pack"][arrays["read"]] if "in_pack" in arrays else None
         return self._add_pack_rows("input_rows", read, places), output
 
@@ -171,7 +173,9 @@ class TorchModel(nn.Module):
         own = self.parts[name].to(rows.dtype)
         return rows + torch.cat([own, own.new_zeros(1, own.shape[1])])[places]
 
-    def encode(self, side: str, matrix: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def encode_entries(
+        self, side: str, matrix: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
         """Returns hyper rows [N, D] of padded entries [N, S] of lengths [N]. side: prefix of the encoder's weights."""
         assert self.zip is not None
 
@@ -238,7 +242,7 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
     return mx.array(tensor.detach().float().cpu().numpy())
 
 
-def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
+def _make_transformers_decoder(config: Mapping[str, Any], eager: bool) -> Any:
     """Returns transformers' decoder for a config.json, with random weights. Raises `TrainingError` if it fails.
 
     eager: compute attention in plain matrix products, which in bfloat16 are faster on a CPU than fused attention.

@@ -26,9 +26,14 @@ from mlx_zip.config import SIDES
 from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.steps.batches import Batch, sum_counts
+from mlx_zip.training.steps.batches import Batch, sum_batch_counts
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepper import OptimizerPart, list_optimizer_parts, make_schedule, single_optimizers
+from mlx_zip.training.steps.stepper import (
+    OptimizerPart,
+    list_optimizer_parts,
+    list_single_optimizers,
+    make_learning_rate_schedule,
+)
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
 from mlx_zip.training.steps.torch_muon import Muon
 
@@ -70,17 +75,17 @@ class TorchStepper:
         self.weights = trainee.loss_weights
         self.parameters = self.model.trained
         self.optimizers = _make_optimizers(settings, self.parameters, optimizer)
-        self.steps = int(single_optimizers(optimizer)[-1].step.item())  # type: ignore[attr-defined]
+        self.steps = int(list_single_optimizers(optimizer)[-1].step.item())  # type: ignore[attr-defined]
         if self.steps:
             for one in self.optimizers:
-                one.load(self.parameters, self.steps)
+                one.load_from_mlx(self.parameters, self.steps)
 
     def sync_to_trainee(self) -> None:
         """Copies trained weights and the optimizer's state to the MLX trainee and optimizer."""
         named = [(name, to_mlx(value)) for name, value in self.parameters.items()]
         self.trainee.update(tree_unflatten(named))
         for one in self.optimizers:
-            one.save(self.parameters)
+            one.save_to_mlx(self.parameters)
         mx.eval(self.trainee.trainable_parameters(), self.mlx_optimizer.state)
 
     def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
@@ -94,7 +99,7 @@ class TorchStepper:
             sums = {name: sums.get(name, 0.0) + value.detach() for name, value in found.items()}
         norm = self._apply_gradients()
         sums = {name: value.item() for name, value in sums.items()}
-        counts = {name: float(count) for name, count in sum_counts(batches).items()}
+        counts = {name: float(count) for name, count in sum_batch_counts(batches).items()}
         return {**sums, **counts, "stop": float(stop), "grad_norm": norm}
 
     def measure_losses(self, batch: Batch, long: bool) -> dict[str, float]:
@@ -116,7 +121,7 @@ class TorchStepper:
         if self.settings.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(trained, self.settings.max_grad_norm, norm)
         for one in self.optimizers:
-            one.step(make_schedule(self.settings, one.part.peak)(mx.array(self.steps)), self.steps + 1)
+            one.step(make_learning_rate_schedule(self.settings, one.part.peak)(mx.array(self.steps)), self.steps + 1)
         self.steps += 1
         return norm.item()
 
@@ -148,7 +153,7 @@ class _PartOptimizer:
         self.torch.zero_grad(set_to_none=True)
         self.mlx.state.update({"step": mx.array(number, mx.uint64), "learning_rate": rate})
 
-    def load(self, parameters: Mapping[str, torch.Tensor], steps: int) -> None:
+    def load_from_mlx(self, parameters: Mapping[str, torch.Tensor], steps: int) -> None:
         """Copies the state of MLX's optimizer after `steps` steps, if the optimizer keeps one."""
         for name in self.names if MOMENTS[self.part.kind] else ():
             mine, parameter = _get_subtree(self.mlx.state, name), parameters[name]
@@ -157,7 +162,7 @@ class _PartOptimizer:
             }
             self.torch.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
 
-    def save(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def save_to_mlx(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Copies the state to MLX's optimizer."""
         for name in self.names:
             if found := self.torch.state.get(parameters[name]):
@@ -178,7 +183,7 @@ def _make_optimizers(
         named[next(i for i, part in enumerate(parts) if part.holds(name, parameter))].append(name)
     return [
         _PartOptimizer(part, names, _make_single_optimizer(settings, part, [parameters[name] for name in names]), one)
-        for part, names, one in zip(parts, named, single_optimizers(mlx), strict=True)
+        for part, names, one in zip(parts, named, list_single_optimizers(mlx), strict=True)
         if names
     ]
 
@@ -318,7 +323,7 @@ def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> I
     targets, slot_of_entry = targets[counting], None
     if entries:
         slots = arrays["slots"]
-        targets = _find_columns(targets, samples, slots, vocab)
+        targets = _find_logit_columns(targets, samples, slots, vocab)
         slot_of_entry = slots.new_full((len(slots), entries + 1), torch.iinfo(torch.int64).max)
         order = torch.arange(slots.shape[1], device=slots.device).expand_as(slots)
         installed = order < arrays["available"].amax(1, keepdim=True)  # other slots are padding
@@ -327,7 +332,7 @@ def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> I
     ends: list[int] = []
     if "excluded_at" in arrays:
         at = arrays["excluded_at"]  # ascending; padded with the position after the last
-        columns = _find_columns(arrays["excluded"], (at // length).clamp(max=len(slots) - 1), slots, vocab)
+        columns = _find_logit_columns(arrays["excluded"], (at // length).clamp(max=len(slots) - 1), slots, vocab)
         ends = torch.searchsorted(at, torch.cat([counting[::size], at.new_tensor([weights.numel()])])).tolist()
     for number, begin in enumerate(range(0, len(counting), size)):
         chosen, excluded, closed = slice(begin, begin + size), None, None
@@ -340,7 +345,7 @@ def _split_into_chunks(arrays: Arrays, vocab: int, entries: int, size: int) -> I
         yield _Chunk(at_these, targets[chosen], weights[at_these], closed, excluded)
 
 
-def _find_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor, vocab: int) -> torch.Tensor:
+def _find_logit_columns(ids: torch.Tensor, samples: torch.Tensor, slots: torch.Tensor, vocab: int) -> torch.Tensor:
     """Returns the logit column [N] of each id [N]. samples [N]: each id's sample. slots [B, K]: see `Samples`."""
     entry = slots[samples, (ids - vocab).clamp(0, slots.shape[1] - 1)]
     return torch.where(ids < vocab, ids, vocab + entry)
@@ -402,7 +407,7 @@ def _reconstruction_loss(
     entries, lengths = arrays["entries"][chosen], arrays["lengths"][chosen]
     real = (torch.arange(entries.shape[1], device=written.device) < lengths[:, None]) & (lengths[:, None] > 1)
     matrix = model.body.embed_tokens.weight
-    read = model.encode(SIDES[0], matrix, entries, lengths)
+    read = model.encode_entries(SIDES[0], matrix, entries, lengths)
     both = [
         _reconstruction_nats(model, written[chosen], model.head, entries),
         _reconstruction_nats(model, read, matrix, entries),
