@@ -1,7 +1,7 @@
 """Measures a leg on held-out texts: base, control, trained model, and the trained model without hypertokens.
 
-The models are float32 folders, made from the control's adapter and from the adapter to ship, leg-N/adapter, and measured
-by `mlx_zip evaluate`. The records are written to leg-N/measured.
+The models are float32 folders, made from the control's adapter and from the adapter to ship (leg-N/adapter), and
+measured by `mlx_zip evaluate`. The records are written to leg-N/measured.
 """
 
 from __future__ import annotations
