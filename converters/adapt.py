@@ -30,9 +30,9 @@ from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.fingerprints import SideFingerprints
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar
-from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
-from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base
-from mlx_zip.vocab.adaptbpe.plain import lawful_json
+from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted_vocabulary
+from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base_vocabulary
+from mlx_zip.vocab.adaptbpe.tokenizer_json import kept_ids_tokenizer_json
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
 _PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key whose value is a list of pairs: index of the ids
@@ -53,9 +53,9 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
         raise ConversionError(f"{model} is not a folder")
     if (place.folder / ADAPTERS).is_dir():
         raise ConversionError(f"{place.name} keeps an adapter; merge it first (mlx_zip convert without --keep-adapter)")
-    base, kept = read_base(place.folder), read_adapted(vocabulary)
+    base, kept = read_base_vocabulary(place.folder), read_adapted_vocabulary(vocabulary)
     kept.check_base(base)
-    if kept.front.added != base.front.added:
+    if kept.splitter.added != base.splitter.added:
         raise ConversionError(
             f"{vocabulary}: added tokens differ from those of {place.name}: learn the vocabulary again"
         )
@@ -174,7 +174,7 @@ def _adapt_json_files(
     folder: the model's folder. source: content of its tokenizer.json, None if it has none. new: old id -> new id. Omits
     vocab.json and other files that tokenizer.json makes superfluous.
     """
-    files = {"tokenizer.json": lawful_json(kept, source)}
+    files = {"tokenizer.json": kept_ids_tokenizer_json(kept, source)}
     own = folder / CONFIG
     if own.is_file():
         data = _translate_ids_in_json(CONFIG, read_object(own), new)

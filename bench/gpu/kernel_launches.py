@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import tensor_bytes
-from mlx_zip.cuda.graphs import Graphs
-from mlx_zip.cuda.kernels.attention import part_count
+from mlx_zip.cuda.graphs import CudaGraphs
+from mlx_zip.cuda.kernels.attention import attention_part_count
 from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.model import CudaModel
 
@@ -122,7 +122,7 @@ def counting_launches() -> Iterator[LaunchCounts]:
     """Context manager: yields `LaunchCounts` of the work done inside. No CUDA graph is captured or replayed inside."""
     mode = _LaunchCountingMode()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Graphs, "run", lambda graphs, key, work, keep=(): work()))
+        stack.enter_context(patch.object(CudaGraphs, "run", lambda graphs, key, work, keep=(): work()))
         for place, name, function in kernel_references():
             stack.enter_context(patch.object(place, name, count_reference_calls(mode, place.__name__, name, function)))
         if (run := find_triton_run()) is not None:
@@ -242,7 +242,7 @@ def attention_bytes(args: Arguments, out: Any) -> int:
 def attention_launch_count(args: Arguments) -> int:
     """Returns 2 if the keys are divided among programs, whose results a second launch combines; else 1."""
     batch, kv_heads, places, _ = args["keys"].shape
-    return 2 if part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
+    return 2 if attention_part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
 
 
 def install_bytes(args: Arguments, out: Any) -> int:
@@ -289,7 +289,7 @@ def count_step_costs(model: CudaModel) -> StepCosts:
     All slots count as installed. The emitted ids are forced, so that a step installs an entry.
     """
     found = []
-    for _ in range(1 + model.hypertokens):  # the second pass finds the row that the first has encoded
+    for _ in range(1 + model.has_hypertokens):  # the second pass finds the row that the first has encoded
         batch = Batch(model, 1, PROMPT + TRIES + 1)
         batch.add()
         batch.read(0, distinct_base_ids(model, PROMPT))
@@ -312,7 +312,7 @@ def count_first_installing_step(batch: Batch) -> LaunchCounts:
         ids = torch.tensor([forced], device=batch.model.device)
         with counting_launches() as found:
             take_step(batch, ids)
-        if not batch.model.hypertokens or len(batch.book(0)) > before:
+        if not batch.model.has_hypertokens or len(batch.book(0)) > before:
             return found
     raise ValueError(f"no entry was installed in {TRIES} steps")
 

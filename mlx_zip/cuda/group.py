@@ -67,7 +67,7 @@ class CudaGroup:
 
     def read(self) -> None:
         self._ids = self._batch.wait_for_ids() if self._chosen else []
-        self._time_pass()
+        self._record_pass_time()
         for request in self._chosen:
             if request.error is not None:
                 continue
@@ -76,16 +76,16 @@ class CudaGroup:
                 continue
             try:
                 request.outgrown = request.outgrown or self._batch.room_left(request.cache.row) <= 1
-                request.count_chosen(self._chosen_of_row(request.cache.row))
+                request.count_chosen(self._chosen_id_of_row(request.cache.row))
             except Exception as error:
                 request.error = error
 
-    def _time_pass(self) -> None:
+    def _record_pass_time(self) -> None:
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
         self._clock.note_read(costs, 0 if costs is None else self.length)
 
-    def _chosen_of_row(self, row: int) -> Chosen:
+    def _chosen_id_of_row(self, row: int) -> Chosen:
         id_, draft = self._ids[row], self._batch.draft(row)
         chosen = Chosen(id_) if self._chooser is None else self._chooser.chosen(row, id_)
         chosen.from_draft = draft is not None and draft.proposes(id_)
@@ -117,13 +117,13 @@ class CudaGroup:
     def _update_codebooks(self) -> None:
         by_row = {request.cache.row: request for request in self._chosen}
         self._clock.ids, self._clock.rows = 1, len(self._chosen)
-        drafts = self._propose() if self._waits else {}
+        drafts = self._propose_drafts() if self._waits else {}
         for row, error in self._batch.update_codebooks(self._ids, drafts).items():
             request = by_row[row]
             request.error, request.whole = request.error or error, isinstance(error, MlxZipError)
             self._chosen.remove(request)  # its row has not read the chosen id
 
-    def _propose(self) -> dict[int, Draft]:
+    def _propose_drafts(self) -> dict[int, Draft]:
         """Returns new drafts by row, for the ids after the chosen ones. Ends drafts whose next id was not chosen."""
         reading = list[Request]()
         for request in self._chosen:

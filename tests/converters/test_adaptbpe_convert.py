@@ -14,8 +14,8 @@ from mlx_zip.converters.tensors import load_lazily as load_tensors
 from mlx_zip.converters.tensors import read_model_files
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted_vocabulary
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
 from support import tiny_text
 from support.adaptbpe_cases import ADAPTBPE
 from support.adapting import logits_of, quantized
@@ -28,8 +28,8 @@ PLAIN = GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"
 
 def vocabulary_of(folder, file, n=90, **options):
     """An adapted tokenizer of the model in a folder, saved."""
-    base = read_base(folder)
-    words = count_words(base.front, [ADAPTBPE["gpt2"]["train_text"][:8000]])
+    base = read_base_vocabulary(folder)
+    words = count_words(base.splitter, [ADAPTBPE["gpt2"]["train_text"][:8000]])
     kept = adapt_vocabulary(base, words, n, **options)
     kept.save(file)
     return kept
@@ -106,7 +106,7 @@ def test_what_names_ids_is_renumbered(made):
     assert codec["disabled_ids"] == [new[i] for i in old_codec["disabled_ids"] if i in new]
     assert after["zip2zip"]["pad_token_id"] == new[before["zip2zip"]["pad_token_id"]]
     assert after["zip2zip"]["fingerprint"] != before["zip2zip"]["fingerprint"]
-    assert read_adapted(smaller / "adapted.json").ids.tolist() == kept.ids.tolist()
+    assert read_adapted_vocabulary(smaller / "adapted.json").ids.tolist() == kept.ids.tolist()
 
 
 def test_the_smaller_model_generates_and_chats(made):
@@ -305,7 +305,7 @@ def test_a_model_that_was_adapted_is_not_adapted_again(made, tmp_path):
     smaller, kept = made(PLAIN)
     assert kept.virtual
     with pytest.raises(DataError, match=r"the folder has an adapted\.json\): adapt the base of this model instead"):
-        read_base(smaller)
+        read_base_vocabulary(smaller)
 
 
 def test_the_vocabulary_of_another_tokenizer_is_refused(tmp_path):
