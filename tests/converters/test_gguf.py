@@ -382,7 +382,7 @@ def repository(tmp_path, monkeypatch) -> dict[str, Any]:
         return folder
 
     monkeypatch.setattr(source.hub, "download_files", download)
-    monkeypatch.setattr(source, "list_files", lambda place: state["files"])
+    monkeypatch.setattr(source, "list_hub_files", lambda place: state["files"])
     return state
 
 
