@@ -159,10 +159,10 @@ def near_ties_table(records: Records) -> str:
     for line in records.lines("near-ties"):
         runs.setdefault((line["model"]["name"], line["dtype"], libraries_cell(line)), []).append(line)
     heads = ["model", "logits", "preloaded; BLAS", "ids", f"margins below {MARGIN:g}", "other ids", "difference"]
-    return table([*heads, "of the largest logit"], [[*run, *_cells(lines)] for run, lines in runs.items()])
+    return table([*heads, "of the largest logit"], [[*run, *_near_ties_cells(lines)] for run, lines in runs.items()])
 
 
-def _cells(lines: Sequence[Record]) -> list[str]:
+def _near_ties_cells(lines: Sequence[Record]) -> list[str]:
     widths = [line["widths"][str(width)] for line in lines for width in WIDTHS[1:]]
     return [
         f"{sum(line['widths'][str(BLOCK)]['ids'] for line in lines):,}",

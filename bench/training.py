@@ -178,23 +178,25 @@ class TrainingBench:
         """Measures a step and its unavoidable work; returns the record of `measure_steps`."""
         from .training_step import measure_steps
 
-        zipped, plain = (self._make(params)[0] for params in (self.shards.params, self._plain()))
-        return measure_steps(zipped, plain, self._samples(), self.shards.params, self._settings(), self.args.trials)
+        zipped, plain = (self._make(params)[0] for params in (self.shards.params, self._plain_codec_params()))
+        return measure_steps(
+            zipped, plain, self._load_samples(), self.shards.params, self._train_settings(), self.args.trials
+        )
 
     def torch(self) -> dict[str, Any]:
         """Measures steps of both training engines, MLX and PyTorch; returns the record of `measure_engines`."""
         from .training_step import measure_engines
 
         make = partial(self._make, self.shards.params)
-        return measure_engines(make, self._samples(), self.shards.params, self._settings(), self.args.trials)
+        return measure_engines(make, self._load_samples(), self.shards.params, self._train_settings(), self.args.trials)
 
-    def _samples(self) -> list[list[Any]]:
+    def _load_samples(self) -> list[list[Any]]:
         from mlx_zip.training.steps.batches import order_batches
 
         order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
         return [[self.shards[int(i)] for i in batch] for batch in order]
 
-    def _plain(self) -> CodecParams:
+    def _plain_codec_params(self) -> CodecParams:
         return replace(self.shards.params, codebook_size=0, start=None)
 
     def _make(self, params: CodecParams) -> tuple[Any, dict[str, Any]]:
@@ -205,7 +207,7 @@ class TrainingBench:
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
         return make_starting_model(self.base, None if self.base else SMALL, params, encoder)
 
-    def _settings(self) -> Any:
+    def _train_settings(self) -> Any:
         from mlx_zip.training.settings import TrainSettings
 
         args = self.args

@@ -48,7 +48,7 @@ def measure_steps(
     """
     batches = [make_batch(some, params) for some in samples]
     whole, plain = (make_trained_stepper("mlx", model, {}, settings) for model in (zip_model, plain_model))
-    calls = [calls_to_time(whole, plain, batch, params) for batch in batches]
+    calls = [make_timed_calls(whole, plain, batch, params) for batch in batches]
     seconds: dict[str, list[float]] = {name: [] for name in calls[0]}
     for trial in range(-len(batches), trials):
         for name, call in calls[trial % len(batches)].items():
@@ -67,7 +67,7 @@ def measure_steps(
     }
 
 
-def calls_to_time(whole: Any, plain: Any, batch: Batch, params: CodecParams) -> dict[str, Callable[[], Any]]:
+def make_timed_calls(whole: Any, plain: Any, batch: Batch, params: CodecParams) -> dict[str, Callable[[], Any]]:
     without = plain_batch_of_same_size(batch, params.vocab_size)
     encode = encoders_call(whole.trainee.model, whole.settings, batch)
     return {

@@ -6,7 +6,7 @@ Names are imported when they are first used, so that the command line can list i
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"convert": "mlx_zip.converters.conversion", "make_named": "mlx_zip.converters.named"}
+_HOMES = {"convert": "mlx_zip.converters.conversion", "make_named_model": "mlx_zip.converters.named"}
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

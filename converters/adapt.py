@@ -22,17 +22,17 @@ import mlx_zip
 from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.tensors import load_lazily, read_model_files, read_object
-from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
+from mlx_zip.converters.tensors import load_tensors_lazily, read_folder_headers, read_json_object_strictly
+from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.fingerprints import SideFingerprints
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar
-from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
-from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base
-from mlx_zip.vocab.adaptbpe.plain import lawful_json
+from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted_vocabulary
+from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base_vocabulary
+from mlx_zip.vocab.adaptbpe.tokenizer_json import kept_ids_tokenizer_json
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
 _PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key whose value is a list of pairs: index of the ids
@@ -47,25 +47,25 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     tokenizer.json. vocabulary: the file that `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises
     `ConversionError`, `ConfigError` or `DataError` if the model cannot be adapted, naming the file, tensor or key.
     """
-    out, place = Path(mlx_path), source.locate_locally(model)
-    output.refuse_existing(out)
+    out, place = Path(mlx_path), source.locate_local_model(model)
+    output.refuse_existing_path(out)
     if place is None:
         raise ConversionError(f"{model} is not a folder")
     if (place.folder / ADAPTERS).is_dir():
         raise ConversionError(f"{place.name} keeps an adapter; merge it first (mlx_zip convert without --keep-adapter)")
-    base, kept = read_base(place.folder), read_adapted(vocabulary)
+    base, kept = read_base_vocabulary(place.folder), read_adapted_vocabulary(vocabulary)
     kept.check_base(base)
-    if kept.front.added != base.front.added:
+    if kept.splitter.added != base.splitter.added:
         raise ConversionError(
             f"{vocabulary}: added tokens differ from those of {place.name}: learn the vocabulary again"
         )
     new_ids = {int(old): new for new, old in enumerate(kept.ids)}
-    config = _adapted_config(read_object(place.folder / "config.json"), new_ids)
-    weights = _select_rows(load_lazily(read_model_files(place.folder)), kept.ids)
+    config = _adapted_config(read_json_object_strictly(place.folder / "config.json"), new_ids)
+    weights = _select_rows(load_tensors_lazily(read_folder_headers(place.folder)), kept.ids)
     files = _adapt_json_files(place.folder, kept, base.source, new_ids)
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
-    with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
+    with output.new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
         prints = SideFingerprints()
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:
@@ -86,7 +86,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
                 shutil.copyfile(place.folder / name, folder / name)
         if (place.folder / TEMPLATES).is_dir():
             shutil.copytree(place.folder / TEMPLATES, folder / TEMPLATES, copy_function=shutil.copyfile)
-        if (length := read_tokenizer(folder).length) > len(kept):
+        if (length := read_tokenizer_facts(folder).length) > len(kept):
             raise ConversionError(
                 f"transformers finds {length} ids in the new tokenizer, of which {len(kept)} have a row: {CONFIG} or "
                 f"special_tokens_map.json names tokens that {place.name}'s tokenizer.json has not among its added ones"
@@ -174,23 +174,25 @@ def _adapt_json_files(
     folder: the model's folder. source: content of its tokenizer.json, None if it has none. new: old id -> new id. Omits
     vocab.json and other files that tokenizer.json makes superfluous.
     """
-    files = {"tokenizer.json": lawful_json(kept, source)}
+    files = {"tokenizer.json": kept_ids_tokenizer_json(kept, source)}
     own = folder / CONFIG
     if own.is_file():
-        data = _translate_ids_in_json(CONFIG, read_object(own), new)
+        data = _translate_ids_in_json(CONFIG, read_json_object_strictly(own), new)
         if "added_tokens_decoder" in data:
             known = data["added_tokens_decoder"].items()
             ids = _translate_ids(
-                f"{CONFIG}: added_tokens_decoder", ((_token_text(token), _parse_id_key(i)) for i, token in known), new
+                f"{CONFIG}: added_tokens_decoder",
+                ((_content_of_token(token), _parse_id_key(i)) for i, token in known),
+                new,
             )
             data["added_tokens_decoder"] = dict(zip(map(str, ids), dict(known).values(), strict=True))
         files[CONFIG] = data
     generation = folder / "generation_config.json"
     if generation.is_file():
-        files[generation.name] = _translate_ids_in_json(generation.name, read_object(generation), new)
+        files[generation.name] = _translate_ids_in_json(generation.name, read_json_object_strictly(generation), new)
     added = folder / "added_tokens.json"
     if added.is_file():
-        known = read_object(added)
+        known = read_json_object_strictly(added)
         files[added.name] = dict(zip(known, _translate_ids(added.name, known.items(), new), strict=True))
     return files
 
@@ -215,7 +217,7 @@ def _parse_id_key(key: str) -> int | str:
     return int(key) if key.isdecimal() else key
 
 
-def _token_text(token: Any) -> Any:
+def _content_of_token(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -149,9 +149,9 @@ def warnings_on_stderr() -> Iterator[None]:
     """Context manager: prints the block's warnings on stderr, each as one line."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = _print_warning
+        warnings.showwarning = _print_warning_line
         yield
 
 
-def _print_warning(message: Any, *_: Any, **__: Any) -> None:
+def _print_warning_line(message: Any, *_: Any, **__: Any) -> None:
     print(f"warning: {message}", file=sys.stderr)

@@ -21,7 +21,7 @@ from mlx_zip.converters.output import write_adapter, write_model_folder
 from mlx_zip.converters.prepared import DTYPES, PreparedModel, prepare_model
 from mlx_zip.converters.quantization import QuantizationRecipe, QuantPredicate, quantize_encoders, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import FLOATS, list_some_names, load_lazily, read_header
+from mlx_zip.converters.tensors import FLOATS, list_some_names, load_tensors_lazily, read_safetensors_header
 from mlx_zip.errors import CodecError, ConversionError, DataError, errors_as
 from mlx_zip.packs.chosen import pack_flag_with_files, read_packs
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, PackLike, pack_in_folder
@@ -79,15 +79,15 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if upload_repo is not None:
-        output.check_repository(upload_repo)
+        output.check_repository_name(upload_repo)
     out = Path(mlx_path)
-    output.refuse_existing(out)
+    output.refuse_existing_path(out)
     recipe = QuantizationRecipe(
         quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize, q_half
     )
     place = source.locate_model(hf_path, revision)
     if base is not None:
-        source.check_takes_base(place)
+        source.check_needs_base(place)
     if place.folder.is_file():
         given = {
             "--keep-adapter": keep_adapter,
@@ -113,12 +113,12 @@ def convert(
             _set_codec_options(prepared.config["zip2zip"], canonical, policy)
             packs = read_packs(pack)
             if packs is not None:
-                _add_pack(prepared, packs, trust_remote_code)
-            elif source.is_converted(place):
+                _set_pack(prepared, packs, trust_remote_code)
+            elif source.is_converted_model(place):
                 _keep_source_pack(prepared, trust_remote_code)
-            _quantize(prepared, recipe)
-            _check_tuned_rows(prepared, packs)
-            if packs is None and not source.is_converted(place):
+            _quantize_prepared_model(prepared, recipe)
+            _check_rows_fit_weights(prepared, packs)
+            if packs is None and not source.is_converted_model(place):
                 _add_trained_rows(prepared, source.download_all_files(place), trust_remote_code)
             write_model_folder(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
@@ -148,7 +148,7 @@ def _set_codec_options(section: dict[str, Any], canonical: bool | None, policy: 
     section["compression"] = settled.to_dict()["compression"]
 
 
-def _quantize(prepared: PreparedModel, recipe: QuantizationRecipe) -> None:
+def _quantize_prepared_model(prepared: PreparedModel, recipe: QuantizationRecipe) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints to stdout
         prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
     quantize_encoders(prepared.model, prepared.config, recipe)
@@ -157,7 +157,7 @@ def _quantize(prepared: PreparedModel, recipe: QuantizationRecipe) -> None:
 # ---- the pack that a converted model begins with: given by the caller, or taken from the source
 
 
-def _add_pack(prepared: PreparedModel, pack: Pack, trust_remote_code: bool) -> None:
+def _set_pack(prepared: PreparedModel, pack: Pack, trust_remote_code: bool) -> None:
     """Makes every codebook of the model begin with the entries of `pack`.
 
     Raises `DataError` or `ConversionError` if `pack` does not fit the model or its tokenizer.
@@ -181,7 +181,7 @@ def _keep_source_pack(prepared: PreparedModel, trust_remote_code: bool) -> None:
         pack.check_made_for(load_tokenizer(prepared.tokenizer, trust_remote_code), str(prepared.tokenizer / IN_FOLDER))
 
 
-def _check_tuned_rows(prepared: PreparedModel, given: Pack | None) -> None:
+def _check_rows_fit_weights(prepared: PreparedModel, given: Pack | None) -> None:
     """Checks that the tuned rows of `prepared.pack` were tuned for the weights that will be written.
 
     given: the caller's pack, None if `prepared.pack` is the source's own. If the rows were tuned for other weights,
@@ -217,14 +217,15 @@ def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_c
         raise ConversionError(f"{file}: its rows are for the merged model; leave out --keep-adapter")
     shape = (len(model.config.start or ()), model.config.encoder.model_size)
     wanted = ROWS[1:] if model.sides_are_one else ROWS
-    table = read_header(file)
+    table = read_safetensors_header(file)
     if table.keys() != set(wanted) or any(one.shape != shape or one.dtype not in FLOATS for one in table.values()):
         found = list_some_names([f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(table.items())])
         raise ConversionError(
             f"{file} must hold {' and '.join(wanted)}, numbers of shape {list(shape)}; it holds {found}"
         )
     kept = {
-        name: rows if rows.dtype == mx.float16 else rows.astype(mx.float32) for name, rows in load_lazily(table).items()
+        name: rows if rows.dtype == mx.float16 else rows.astype(mx.float32)
+        for name, rows in load_tensors_lazily(table).items()
     }
     rows = {name: np.array(value) for name, value in kept.items()}
     with errors_as(ConversionError, str(file), DataError):

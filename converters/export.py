@@ -18,10 +18,10 @@ import mlx_zip
 from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
 from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted
+from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import read_object
-from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
+from mlx_zip.converters.tensors import read_json_object_strictly
+from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.progress import ProgressBar
@@ -79,12 +79,12 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     out = Path(save_path)
-    output.refuse_existing(out, FLAG)
+    output.refuse_existing_path(out, FLAG)
     place = source.locate_model(model, None)
-    if not source.is_converted(place):
+    if not source.is_converted_model(place):
         raise ConversionError(f"{place.name} is not an mlx_zip model: its config.json has no zip2zip section")
     place = source.download_all_files(place)
-    prepared = _prepare(place, dtype, drop_start, trust_remote_code)
+    prepared = _prepare_export(place, dtype, drop_start, trust_remote_code)
     _write_checkpoint(out, place, prepared, trust_remote_code, progress)
     return out
 
@@ -92,17 +92,17 @@ def export(
 # ---- reading
 
 
-def _prepare(place: ModelPlace, dtype: str | None, drop_start: bool, trust_remote_code: bool) -> _PreparedExport:
+def _prepare_export(place: ModelPlace, dtype: str | None, drop_start: bool, trust_remote_code: bool) -> _PreparedExport:
     """Reads and checks a converted model; dequantizes it, merges its adapter and casts it, all lazily."""
-    facts = read_tokenizer(place.folder, trust_remote_code)
-    config = read_object(place.folder / "config.json")
-    model, _ = load_converted(place)
+    facts = read_tokenizer_facts(place.folder, trust_remote_code)
+    config = read_json_object_strictly(place.folder / "config.json")
+    model, _ = load_converted_model(place)
     _check_exportable(model, facts, drop_start, (place.folder / ADAPTED).is_file())
-    model = _dequantize(model, place.folder, quantized=bool(config.get("quantization")))
+    model = _dequantize_model(model, place.folder, quantized=bool(config.get("quantization")))
     stored = dtype or str(model.model.embed_tokens.weight.dtype).removeprefix("mlx.core.")
-    model = _merge_adapter(model, place.folder / ADAPTERS)
+    model = _merge_mlx_adapter(model, place.folder / ADAPTERS)
     cast_floats(model, DTYPES[stored])
-    return _PreparedExport(model, _decoder_config(config, stored), _zip_config(model.config), facts)
+    return _PreparedExport(model, _decoder_config_json(config, stored), _zip2zip_config_json(model.config), facts)
 
 
 def _check_exportable(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
@@ -154,7 +154,7 @@ def _gemma_warning(soft_cap: float | None) -> str:
     )
 
 
-def _dequantize(model: Any, folder: Path, quantized: bool) -> Any:
+def _dequantize_model(model: Any, folder: Path, quantized: bool) -> Any:
     if not quantized:
         return model
     from mlx_lm.utils import dequantize_model
@@ -163,7 +163,7 @@ def _dequantize(model: Any, folder: Path, quantized: bool) -> Any:
     return dequantize_model(model)
 
 
-def _merge_adapter(model: Any, adapters: Path) -> Any:
+def _merge_mlx_adapter(model: Any, adapters: Path) -> Any:
     """Returns the model with the adapter in the folder `adapters` merged in float32, if that folder exists."""
     if not adapters.is_dir():
         return model
@@ -184,7 +184,7 @@ def _merge_adapter(model: Any, adapters: Path) -> Any:
 # ---- what is written
 
 
-def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
+def _decoder_config_json(config: dict[str, Any], stored: str) -> dict[str, Any]:
     """Returns config.json of the decoder in transformers. config: the mlx_zip model's config. stored: dtype's name."""
     kind = config["zip2zip"]["base_model_type"]
     plain = {key: value for key, value in config.items() if key not in _OURS}
@@ -195,7 +195,7 @@ def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
     return plain
 
 
-def _zip_config(config: ZipConfig) -> dict[str, Any]:
+def _zip2zip_config_json(config: ZipConfig) -> dict[str, Any]:
     """Returns the content of zip2zip_config.json with zip2zip's keys only, because zip2zip refuses unknown ones."""
     made = replace(config, format_version=2, base_model=SELF_CONTAINED, start=None, canonical=False).to_dict()
     del made["pad_token_id"]
@@ -210,16 +210,16 @@ def _write_checkpoint(
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
     total = len(weights) + len(encoders)
-    with output.new_folder(out, FLAG) as folder, ProgressBar(total, "tensor", "Writing", shown=progress) as step:
+    with output.new_model_folder(out, FLAG) as folder, ProgressBar(total, "tensor", "Writing", shown=progress) as step:
         output.write_model(folder, weights, parameters, lambda *_: step(), framework="pt")
         output.write_tensors(folder / ENCODERS, encoders, lambda *_: step(), framework="pt")
         write_json(folder / "config.json", made.config)
         write_json(folder / source.CONFIG, made.zip_config)
         copy_tokenizer(place.folder, folder, made.facts, trust_remote_code)
-        (folder / "README.md").write_text(_model_card(place), encoding="utf-8")
+        (folder / "README.md").write_text(_export_model_card(place), encoding="utf-8")
 
 
-def _model_card(place: ModelPlace) -> str:
+def _export_model_card(place: ModelPlace) -> str:
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- zip2zip\n- mlx_zip\n---\n\n"
         f"# {place.name}, exported for PyTorch\n\n"

@@ -15,7 +15,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.converters.tensors import FLOATS, StoredTensor, list_some_names, load_lazily, read_header, read_object
+from mlx_zip.converters.tensors import (
+    FLOATS,
+    StoredTensor,
+    list_some_names,
+    load_tensors_lazily,
+    read_json_object_strictly,
+    read_safetensors_header,
+)
 from mlx_zip.errors import ConversionError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -69,13 +76,13 @@ def read_lora(folder: Path) -> Lora:
     """Reads a PEFT LoRA folder. Raises `ConversionError` if an option or a tensor is not supported, naming it."""
     if not (folder / CONFIG).is_file():
         raise ConversionError(f"{folder} is not a PEFT adapter: it has no {CONFIG}")
-    config = read_object(folder / CONFIG)
-    _refuse_unsupported(config)
+    config = read_json_object_strictly(folder / CONFIG)
+    _refuse_unsupported_options(config)
     if not (folder / WEIGHTS).is_file():
         raise ConversionError(f"{folder} has {CONFIG} but no {WEIGHTS}")
     halves: dict[str, dict[str, StoredTensor]] = {}
     unknown = []
-    for name, tensor in read_header(folder / WEIGHTS).items():
+    for name, tensor in read_safetensors_header(folder / WEIGHTS).items():
         if (match := _NAME.fullmatch(name)) is None:
             unknown.append(name)
         else:
@@ -84,11 +91,11 @@ def read_lora(folder: Path) -> Lora:
         raise ConversionError(f"{WEIGHTS}: not LoRA tensors of linear layers: {list_some_names(unknown)}")
     if not halves:
         raise ConversionError(f"{WEIGHTS} holds no LoRA tensors")
-    pairs = {module: _read_pair(module, half, config) for module, half in sorted(halves.items())}
-    return Lora(pairs, _read_number(config, "lora_dropout", 0.0))
+    pairs = {module: _read_lora_pair(module, half, config) for module, half in sorted(halves.items())}
+    return Lora(pairs, _read_adapter_number(config, "lora_dropout", 0.0))
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported_options(config: Mapping[str, Any]) -> None:
     """Raises `ConversionError` if adapter_config.json has an unsupported option that would change the result."""
     if config.get("peft_type") != "LORA":
         raise ConversionError(f"{CONFIG}: peft_type {config.get('peft_type')!r} is not LORA")
@@ -104,7 +111,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConversionError(f"{CONFIG}: not supported: {list_some_names(active)}; merge the adapter in PEFT first")
 
 
-def _read_pair(module: str, half: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> LoraPair:
+def _read_lora_pair(module: str, half: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> LoraPair:
     """Returns the adapter of one module. half: the tensors "A" and "B". Raises `ConversionError` if they do not fit."""
     if half.keys() != {"A", "B"}:
         raise ConversionError(f"{WEIGHTS}: {module} has only one of lora_A and lora_B")
@@ -113,14 +120,18 @@ def _read_pair(module: str, half: Mapping[str, StoredTensor], config: Mapping[st
         raise ConversionError(f"{WEIGHTS}: {module}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit")
     if not {down.dtype, up.dtype} <= FLOATS.keys():
         raise ConversionError(f"{WEIGHTS}: {module} has dtypes {down.dtype}, {up.dtype}, not {', '.join(FLOATS)}")
-    rank = _read_number({"r": _match_pattern(config, "rank_pattern", module, config.get("r"))}, "r", None)
-    alpha = _read_number({"a": _match_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))}, "a", None)
+    rank = _read_adapter_number(
+        {"r": _match_module_pattern(config, "rank_pattern", module, config.get("r"))}, "r", None
+    )
+    alpha = _read_adapter_number(
+        {"a": _match_module_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))}, "a", None
+    )
     if rank != down.shape[0] or rank < 1:
         raise ConversionError(f"{CONFIG} gives {module} rank {rank:g}, its tensors have {down.shape[0]}")
     return LoraPair(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _match_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+def _match_module_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
     """Returns a module's own rank or alpha, as PEFT finds it, or `default` if no pattern matches the module.
 
     config[key] maps patterns to values; the first pattern that matches the end of the module's path counts.
@@ -137,7 +148,7 @@ def _match_pattern(config: Mapping[str, Any], key: str, module: str, default: An
     return default
 
 
-def _read_number(config: Mapping[str, Any], key: str, default: float | None) -> float:
+def _read_adapter_number(config: Mapping[str, Any], key: str, default: float | None) -> float:
     """Returns the value of a key, or `default` if the key is missing. Raises `ConversionError` if it is no number."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 53:
@@ -146,7 +157,7 @@ def _read_number(config: Mapping[str, Any], key: str, default: float | None) -> 
     return value
 
 
-def check_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_lora_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises `ConversionError` unless every adapted module is a linear layer of the decoder with fitting shapes.
 
     shapes: tensor name -> shape, of all tensors of the decoder.
@@ -164,7 +175,7 @@ def check_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def merge_lora(weights: dict[str, mx.array], lora: Lora) -> None:
     """Adds the adapter to `weights`, in place and lazily. The weights that change become float32."""
     for module, pair in lora.pairs.items():
-        arrays = load_lazily({"down": pair.down, "up": pair.up})
+        arrays = load_tensors_lazily({"down": pair.down, "up": pair.up})
         down, up = arrays["down"].astype(mx.float32), arrays["up"].astype(mx.float32)
         name = f"{module}.weight"
         weights[name] = weights[name].astype(mx.float32) + pair.scale * (up @ down)
@@ -180,7 +191,7 @@ def to_mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str,
     scale = next(iter(lora.pairs.values())).scale
     weights = {}
     for module, pair in lora.pairs.items():
-        arrays = load_lazily({"a": pair.down, "b": pair.up})
+        arrays = load_tensors_lazily({"a": pair.down, "b": pair.up})
         a, b = arrays["a"].T, arrays["b"].T
         if pair.scale != scale:
             b = (b.astype(mx.float32) * (pair.scale / scale)).astype(b.dtype)

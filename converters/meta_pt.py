@@ -32,13 +32,13 @@ class Opaque:
         self.items: dict[Any, Any] = {}
 
 
-def encoder_overrides(path: Path) -> dict[str, bool]:
+def read_encoder_overrides(path: Path) -> dict[str, bool]:
     """Returns the encoder options in `meta.pt`: {"causal": bool, "residual": bool}, or {} if its `args` is empty.
 
     As in zip2zip 0.2.0, if `args` is not empty, a missing `encoder_causal` or `no_encoder_residual` means false. Raises
     `ConversionError` if the file is malformed.
     """
-    meta = read_meta(path)
+    meta = read_meta_pt(path)
     args = _plain_dict(meta.get("args")) if isinstance(meta, dict) else None
     if not args:
         return {}
@@ -65,7 +65,7 @@ def _read_flag(args: dict[Any, Any], name: str, path: Path) -> bool:
     return bool(value)
 
 
-def read_meta(path: Path) -> Any:
+def read_meta_pt(path: Path) -> Any:
     """Returns the object in a file written by `torch.save`, with an `Opaque` in place of each tensor and class.
 
     Raises `ConversionError` if the file is malformed.

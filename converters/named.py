@@ -18,7 +18,7 @@ from mlx_zip.converters.conversion import convert, open_base_model
 from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import read_object
+from mlx_zip.converters.tensors import read_json_object_strictly
 from mlx_zip.errors import (
     ConversionError,
     ModelError,
@@ -45,7 +45,7 @@ VOCABULARY_SHA256 = (
 _WAIT_S = 0.5
 
 
-def make_named(name: str) -> Path:
+def make_named_model(name: str) -> Path:
     """Returns the folder of a model of `named.MADE`; makes the folder if it does not exist yet.
 
     On an error no folder is left. Other processes that call this wait until the folder is made. Progress is reported on
@@ -62,15 +62,15 @@ def make_named(name: str) -> Path:
         if (found := named.find_made_model(name)) is not None:  # made by another process meanwhile
             return found
         remove_unfinished_files(kept)
-        base, origin = _locate_base()
+        base, origin = _locate_named_base()
         out = named.named_model_folder(name, origin)
-        _remove_damaged(out)
+        _remove_damaged_model(out)
         print(f"{name}: making {out} from {base.name}, once", file=sys.stderr, flush=True)
         _write_named_model(name, base, out)
     return out
 
 
-def _remove_damaged(out: Path) -> None:
+def _remove_damaged_model(out: Path) -> None:
     """Removes the damaged folder, file or link at `out`, if any. Raises `ModelError` if the removal fails."""
     with errors_as(ModelError, f"{out} is damaged and cannot be removed", OSError):
         if out.is_symlink() or out.is_file():
@@ -111,14 +111,14 @@ def _write_named_model(name: str, base: ModelPlace, out: Path) -> None:
     else:
         with open_base_model(str(base.folder), out, True) as plain:
             assert plain is not None
-            _quantize_plain(plain.folder, out)
+            _quantize_plain_model(plain.folder, out)
 
 
-def _quantize_plain(plain: Path, out: Path) -> None:
+def _quantize_plain_model(plain: Path, out: Path) -> None:
     """Quantizes the plain model in `plain` to the new folder `out`. Raises `ConversionError` if writing fails."""
     from mlx_lm.utils import load, save
 
-    with output.new_folder(out) as folder, contextlib.redirect_stdout(sys.stderr):
+    with output.new_model_folder(out) as folder, contextlib.redirect_stdout(sys.stderr):
         loaded: Any = load(str(plain), lazy=True, return_config=True)
         model, tokenizer, config = loaded
         model.set_dtype(DTYPES[named.DTYPE])
@@ -127,7 +127,7 @@ def _quantize_plain(plain: Path, out: Path) -> None:
         save(folder, plain, model, tokenizer, {**config, "torch_dtype": named.DTYPE})
 
 
-def _locate_base() -> tuple[ModelPlace, str]:
+def _locate_named_base() -> tuple[ModelPlace, str]:
     """Checks the base model; returns its place, and its origin as an argument of `named.named_model_folder`.
 
     Raises `ModelError` if neither the package nor the hub has it, and `ConversionError` if it is another model.
@@ -161,7 +161,7 @@ def _check_weights_file(file: Path) -> None:
 
 def _check_base_folder(place: ModelPlace) -> None:
     """Raises `ConversionError` unless a model has the sizes and the vocabulary of SmolLM2-135M-Instruct."""
-    config = read_object(place.folder / "config.json")
+    config = read_json_object_strictly(place.folder / "config.json")
     if wrong := [
         f"{key} {config.get(key)} instead of {value}" for key, value in SIZES.items() if config.get(key) != value
     ]:

@@ -55,7 +55,7 @@ class LazyTensor:
 _OnTensor = Callable[[str, mx.array, memoryview], None]
 
 
-def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
+def refuse_existing_path(path: Path, flag: str = "--mlx-path") -> None:
     """Raises `ConversionError` if something exists at `path`. flag: command-line flag of the path, for the message."""
     if "\0" in str(path):
         raise ConversionError(f"{flag} {str(path)!r} is not a file name")
@@ -64,17 +64,17 @@ def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
+def new_model_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
     """Context manager: yields a temporary folder to fill, which becomes `path` on success (see `files.atomic_folder`).
 
     Raises `ConversionError` if something exists at `path`, the disk is full or `path` cannot be written.
     """
-    refuse_existing(path, flag)
+    refuse_existing_path(path, flag)
     try:
         with atomic_folder(path, replace=False) as partial:
             yield partial
     except FileExistsError:
-        refuse_existing(path, flag)
+        refuse_existing_path(path, flag)
         raise
     except OSError as error:
         raise ConversionError(f"cannot write {path}: {failure_reason(error)}; nothing was kept") from error
@@ -160,7 +160,7 @@ def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bo
     config = prepared.config
     weights, parameters = take_weights(prepared.model)
     prints = SideFingerprints()
-    with new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
+    with new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:
             prints.add(name, array, data)
@@ -185,7 +185,7 @@ def write_adapter(out: Path, place: ModelPlace, dtype: str | None) -> None:
     dtype: name of the type to cast to, None for the adapter's own. Raises `ConversionError` if it cannot be converted.
     """
     lora = read_lora(place.folder)
-    with new_folder(out) as folder:
+    with new_model_folder(out) as folder:
         _write_adapter_files(folder, lora, DTYPES[dtype] if dtype else None)
 
 
@@ -198,7 +198,7 @@ def _write_adapter_files(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> No
 # ---- the hub
 
 
-def check_repository(name: str) -> None:
+def check_repository_name(name: str) -> None:
     """Raises `ConversionError` if `name` is not a valid name for a hub repository."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

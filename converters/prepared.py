@@ -15,11 +15,18 @@ from mlx.utils import tree_flatten, tree_map_with_path
 import mlx_zip
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.converters import source
-from mlx_zip.converters.lora import Lora, check_targets, merge_lora, read_lora
-from mlx_zip.converters.meta_pt import encoder_overrides
+from mlx_zip.converters.lora import Lora, check_lora_targets, merge_lora, read_lora
+from mlx_zip.converters.meta_pt import read_encoder_overrides
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import FLOATS, StoredTensor, Table, list_some_names, load_lazily, read_model_files
-from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
+from mlx_zip.converters.tensors import (
+    FLOATS,
+    StoredTensor,
+    Table,
+    list_some_names,
+    load_tensors_lazily,
+    read_folder_headers,
+)
+from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer_facts
 from mlx_zip.errors import ConversionError, errors_as
 from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
@@ -60,10 +67,10 @@ def prepare_model(
     dtype: name of the type to cast to, None for the source's. keep_adapter: leave the checkpoint's adapter unmerged.
     base: place of the base model, None for the checkpoint's. Raises `ConversionError` or `ConfigError` on failure.
     """
-    if source.is_converted(place):
+    if source.is_converted_model(place):
         if keep_adapter:
             raise ConversionError(f"{place.name} is converted already; there is no adapter to keep")
-        return _prepare_converted(source.download_all_files(place), dtype, trust_remote_code)
+        return _prepare_converted_model(source.download_all_files(place), dtype, trust_remote_code)
     return _prepare_checkpoint(source.open_checkpoint(place, base), dtype, keep_adapter, trust_remote_code)
 
 
@@ -73,16 +80,16 @@ def _prepare_checkpoint(
     """Reads and checks a published checkpoint; see `prepare_model`."""
     raise_if_decoder_unsupported(checkpoint.base_config)
     overrides = _apply_meta_pt(checkpoint)
-    facts = read_tokenizer(checkpoint.base.folder, trust_remote_code)
+    facts = read_tokenizer_facts(checkpoint.base.folder, trust_remote_code)
     zip_config = ZipConfig.from_dict(checkpoint.zip_config, pad_id=facts.pad_id)
-    _check_sizes(zip_config, checkpoint.base_config, facts)
+    _check_encoder_sizes(zip_config, checkpoint.base_config, facts)
     config = _build_config(checkpoint, zip_config)
     model = Model(ModelArgs.from_dict(config))
     lora = read_lora(checkpoint.adapter) if checkpoint.adapter else None
     if keep_adapter and lora is None:
         raise ConversionError(f"{checkpoint.place.name} has no adapter to keep")
     plan, encoders = _plan_tensors(checkpoint, model, zip_config, lora)
-    weights = load_lazily(plan.tensors | encoders.tensors)
+    weights = load_tensors_lazily(plan.tensors | encoders.tensors)
     _check_tied_head(plan, weights)
     if lora is not None and not keep_adapter:
         merge_lora(weights, lora)
@@ -91,7 +98,7 @@ def _prepare_checkpoint(
     cast_floats(model, DTYPES[stored])
     adapter = None if lora is None else "kept" if keep_adapter else "merged"
     _record_source(config, checkpoint, stored, overrides, adapter, plan, encoders)
-    card = _model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
+    card = _converted_model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
     return PreparedModel(model, config, checkpoint.base.folder, facts, card, lora if keep_adapter else None)
 
 
@@ -100,7 +107,7 @@ def _apply_meta_pt(checkpoint: source.Checkpoint) -> dict[str, bool]:
     encoder = checkpoint.zip_config.get("encoder")
     if checkpoint.meta is None or checkpoint.zip_config.get("encoder_type") != "res_latent_attn":
         return {}
-    found = encoder_overrides(checkpoint.meta)
+    found = read_encoder_overrides(checkpoint.meta)
     if not isinstance(encoder, dict):
         return {}
     defaults = {"causal": False, "residual": True}
@@ -111,7 +118,7 @@ def _apply_meta_pt(checkpoint: source.Checkpoint) -> dict[str, bool]:
     return changed
 
 
-def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts) -> None:
+def _check_encoder_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts) -> None:
     """Checks that the encoder has the model's width, and that hypertoken ids begin after the tokenizer's last id.
 
     base: the base model's config. Raises `ConversionError` or `ConfigError` if a check fails.
@@ -150,7 +157,7 @@ def _plan_tensors(
     if checkpoint.partial:
         plan = _plan_override(plan, checkpoint.partial, decoder_shapes, source.PARTIAL)
     if lora is not None:
-        check_targets(lora, decoder_shapes)
+        check_lora_targets(lora, decoder_shapes)
     return plan, _plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
 
 
@@ -163,7 +170,7 @@ def _check_tied_head(plan: Plan, weights: dict[str, mx.array]) -> None:
     """Raises `ConversionError` if a tied model stores its embedding and its head with different values."""
     if plan.twin is None:
         return
-    twin = load_lazily({"twin": plan.twin})["twin"]
+    twin = load_tensors_lazily({"twin": plan.twin})["twin"]
     if twin.shape != weights[EMBEDDING].shape or not mx.array_equal(twin, weights[EMBEDDING]).item():
         raise ConversionError(
             f"{HEAD} differs from {EMBEDDING} although the word embeddings are tied; "
@@ -210,25 +217,25 @@ def _record_source(
     }
 
 
-def _prepare_converted(place: ModelPlace, dtype: str | None, trust_remote_code: bool) -> PreparedModel:
-    source.check_converted(place)
-    model, config = load_converted(place)
+def _prepare_converted_model(place: ModelPlace, dtype: str | None, trust_remote_code: bool) -> PreparedModel:
+    source.check_adapter_is_merged(place)
+    model, config = load_converted_model(place)
     section = config["zip2zip"]
     record = section.setdefault("source", {})
     if dtype is not None:
         cast_floats(model, DTYPES[dtype])
         config["torch_dtype"] = record["dtype"] = dtype
     record["mlx_zip"] = mlx_zip.__version__
-    facts = read_tokenizer(place.folder, trust_remote_code)
-    card = _model_card(place, place, mlx_zip.__version__)
+    facts = read_tokenizer_facts(place.folder, trust_remote_code)
+    card = _converted_model_card(place, place, mlx_zip.__version__)
     return PreparedModel(model, config, place.folder, facts, card)
 
 
-def load_converted(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
+def load_converted_model(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
     """Returns a converted folder's model, with lazy weights, and config. Raises `ConversionError` if loading fails."""
     from mlx_lm.utils import load_model
 
-    read_model_files(place.folder)
+    read_folder_headers(place.folder)
     with errors_as(ConversionError, f"{place.name} cannot be loaded", ValueError):
         return load_model(place.folder, lazy=True)
 
@@ -342,7 +349,7 @@ def find_mismatches(found: Mapping[str, tuple[str, tuple[int, ...]]], expected: 
     return [f"{problem}: {list_some_names(names)}" for problem, names in problems.items() if names]
 
 
-def _model_card(source: ModelPlace, base: ModelPlace, version: str) -> str:
+def _converted_model_card(source: ModelPlace, base: ModelPlace, version: str) -> str:
     names = dict.fromkeys(place.name for place in (source, base) if place.revision)
     based_on = "".join(f"- {name}\n" for name in names)
     return (

@@ -88,7 +88,7 @@ def quantize_model(
         return model, config
     if config.get("quantization"):
         raise ConversionError("the model is quantized already; dequantize it first (mlx_zip convert -d)")
-    left_out = _check_widths(model, recipe)
+    left_out = _find_layers_of_unfit_width(model, recipe)
     before = {path: module.weight for path, module in model.named_modules() if recipe.half and "weight" in module}
     with errors_as(ConversionError, "cannot quantize as asked", ValueError):  # MLX's, on bits, group size and mode
         quantized, config = utils.quantize_model(
@@ -97,7 +97,7 @@ def quantize_model(
             recipe.group_size,
             recipe.bits,
             recipe.mode,
-            quant_predicate=_quantizable_layers(model, recipe),
+            quant_predicate=_predicate_of_quantizable_layers(model, recipe),
         )
     if not any(hasattr(module, "scales") for _, module in quantized.named_modules()):
         raise ConversionError("-q would quantize nothing: quant_predicate refuses every layer")
@@ -133,7 +133,7 @@ def _quantize_with_float16_values(weight: mx.array, group_size: int) -> tuple[mx
     return words, scales, biases
 
 
-def _check_widths(model: Any, recipe: QuantizationRecipe) -> list[str]:
+def _find_layers_of_unfit_width(model: Any, recipe: QuantizationRecipe) -> list[str]:
     """Returns the paths of layers that stay unquantized because their width is not a multiple of the group size.
 
     Raises `ConversionError` if no layer can be quantized.
@@ -156,7 +156,7 @@ def _check_widths(model: Any, recipe: QuantizationRecipe) -> list[str]:
     return sorted(left_out)
 
 
-def _quantizable_layers(model: Any, recipe: QuantizationRecipe) -> QuantPredicate:
+def _predicate_of_quantizable_layers(model: Any, recipe: QuantizationRecipe) -> QuantPredicate:
     """Returns the predicate of layers to quantize: the recipe's predicate, and False for layers the model excludes.
 
     The model always excludes the encoders.

@@ -10,7 +10,13 @@ from typing import Any
 
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters.gguf.gguf_file import is_gguf
-from mlx_zip.converters.tensors import Table, list_some_names, read_header, read_model_files, read_object
+from mlx_zip.converters.tensors import (
+    Table,
+    list_some_names,
+    read_folder_headers,
+    read_json_object_strictly,
+    read_safetensors_header,
+)
 from mlx_zip.errors import ConversionError, first_message_line
 from mlx_zip.files import expand_home
 from mlx_zip.named import resolve_model_name
@@ -71,7 +77,7 @@ def locate_model(path: str, revision: str | None) -> ModelPlace:
     For a GGUF file, and for a folder or repository that holds a GGUF file and no other model, the result's `folder` is
     the path of this file. Raises `ConversionError` if no model is found, or if `revision` is given for a local path.
     """
-    place = locate_locally(path)
+    place = locate_local_model(path)
     if place is None and not os.path.isfile(expand_home(path)):
         return _locate_on_hub(path, revision)
     if revision is not None:
@@ -88,7 +94,7 @@ def locate_model(path: str, revision: str | None) -> ModelPlace:
     return place if name is None else ModelPlace(place.folder / name, name)
 
 
-def locate_locally(path: str | Path) -> ModelPlace | None:
+def locate_local_model(path: str | Path) -> ModelPlace | None:
     """Returns the place of the folder `path`, else of the bundled model named `path`, else None."""
     folder = resolve_model_name(path)
     return ModelPlace(folder, folder.resolve().name) if os.path.isdir(folder) else None
@@ -106,7 +112,7 @@ def download_to_cache(name: str, revision: str | None, patterns: list[str]) -> M
     return ModelPlace(folder, name, folder.name)
 
 
-def list_files(place: ModelPlace) -> list[str]:
+def list_hub_files(place: ModelPlace) -> list[str]:
     """Returns the names of all files of a hub repository at `place.revision`. Raises `ConversionError` if it fails."""
     from huggingface_hub import HfApi
 
@@ -119,7 +125,7 @@ def list_files(place: ModelPlace) -> list[str]:
 
 
 def _is_checkpoint(place: ModelPlace) -> bool:
-    return (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place)
+    return (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted_model(place)
 
 
 def _locate_on_hub(name: str, revision: str | None) -> ModelPlace:
@@ -135,7 +141,7 @@ def _locate_on_hub(name: str, revision: str | None) -> ModelPlace:
     place = download_to_cache(name, revision, CONFIG_FILES)
     if _is_checkpoint(place):
         return place
-    found = _find_only_gguf(name, list_files(place))
+    found = _find_only_gguf(name, list_hub_files(place))
     return place if found is None else _download_gguf(download_to_cache(name, place.revision, [found]), found)
 
 
@@ -171,18 +177,18 @@ def download_all_files(place: ModelPlace) -> ModelPlace:
     return download_to_cache(place.name, place.revision, CHECKPOINT_FILES)
 
 
-def is_converted(place: ModelPlace) -> bool:
+def is_converted_model(place: ModelPlace) -> bool:
     """Returns whether the folder is a model that mlx_zip wrote: its config.json has a zip2zip section."""
     config = place.folder / "config.json"
-    return config.is_file() and "zip2zip" in read_object(config)
+    return config.is_file() and "zip2zip" in read_json_object_strictly(config)
 
 
-def check_takes_base(place: ModelPlace) -> None:
+def check_needs_base(place: ModelPlace) -> None:
     """Raises `ConversionError` unless the place is a checkpoint that needs a base model, so that --base applies."""
     config = place.folder / CONFIG
-    if not place.folder.is_dir() or is_converted(place) or not config.is_file():
+    if not place.folder.is_dir() or is_converted_model(place) or not config.is_file():
         raise ConversionError(f"--base: {place.name} is no zip2zip checkpoint that needs a base model")
-    if read_object(config).get("base_model_name_or_path") == SELF_CONTAINED:
+    if read_json_object_strictly(config).get("base_model_name_or_path") == SELF_CONTAINED:
         raise ConversionError(f"--base: {place.name} holds its own base model")
 
 
@@ -196,8 +202,8 @@ def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkp
     if not (folder / CONFIG).is_file():
         raise ConversionError(f"{place.name} has no {CONFIG}: {_describe_other_kind(folder)}")
     place = download_all_files(place)
-    zip_config = read_object(folder / CONFIG)
-    base = base or _locate_base(place, zip_config)
+    zip_config = read_json_object_strictly(folder / CONFIG)
+    base = base or _locate_base_of_checkpoint(place, zip_config)
     base_config = _read_base_config(base)
     contained = base.folder == folder
     adapter = folder if not contained and (folder / ADAPTER_CONFIG).is_file() else None
@@ -208,9 +214,9 @@ def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkp
         base=base,
         zip_config=zip_config,
         base_config=base_config,
-        decoder=read_model_files(base.folder),
+        decoder=read_folder_headers(base.folder),
         encoders=_read_encoder_table(folder, zip_config),
-        partial=read_header(folder / PARTIAL) if has_partial else {},
+        partial=read_safetensors_header(folder / PARTIAL) if has_partial else {},
         adapter=adapter,
         meta=meta if meta.is_file() else None,
     )
@@ -224,7 +230,7 @@ def _describe_other_kind(folder: Path) -> str:
     return "it is not a zip2zip checkpoint"
 
 
-def _locate_base(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
+def _locate_base_of_checkpoint(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
     """Returns the place of the base model that the checkpoint's config names.
 
     The name may be "." for the checkpoint itself, a folder relative to the checkpoint, any other folder, or a hub id,
@@ -235,9 +241,9 @@ def _locate_base(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
         raise ConversionError(f"{CONFIG}: base_model_name_or_path must be a string, got {name!r}")
     if name == SELF_CONTAINED:
         return place
-    if (relative := locate_locally(place.folder / name)) is not None:
+    if (relative := locate_local_model(place.folder / name)) is not None:
         return relative
-    if (elsewhere := locate_locally(name)) is not None:
+    if (elsewhere := locate_local_model(name)) is not None:
         return elsewhere
     return download_to_cache(name, None, BASE_FILES)
 
@@ -245,7 +251,7 @@ def _locate_base(place: ModelPlace, zip_config: dict[str, Any]) -> ModelPlace:
 def _read_base_config(base: ModelPlace) -> dict[str, Any]:
     if not (base.folder / "config.json").is_file():
         raise ConversionError(f"the base model {base.name} has no config.json")
-    config = read_object(base.folder / "config.json")
+    config = read_json_object_strictly(base.folder / "config.json")
     for key in ("quantization", "quantization_config"):
         if config.get(key):
             raise ConversionError(f"the base model {base.name} is quantized ({key}); use its full-precision original")
@@ -259,13 +265,13 @@ def _read_encoder_table(folder: Path, zip_config: dict[str, Any]) -> Table:
     """
     for name in ENCODER_FILES:
         if (folder / name).is_file():
-            return read_header(folder / name)
+            return read_safetensors_header(folder / name)
     if zip_config.get("encoder_type") == "averaging":  # no parameters
         return {}
     raise ConversionError(f"no {' or '.join(ENCODER_FILES)} in {folder}")
 
 
-def check_converted(place: ModelPlace) -> None:
+def check_adapter_is_merged(place: ModelPlace) -> None:
     """Raises `ConversionError` if a converted model has an unmerged adapter, which converting again would lose."""
     if (place.folder / "adapters").is_dir():
         raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")

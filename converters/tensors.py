@@ -52,7 +52,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         return json.loads(text, parse_constant=refuse_json_constant, object_pairs_hook=unique)
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object_strictly(path: Path) -> dict[str, Any]:
     """Reads a JSON file. Raises `ConversionError` unless it holds a valid JSON object."""
     data = read_json(path)
     if not isinstance(data, dict):
@@ -60,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_header(path: Path) -> Table:
+def read_safetensors_header(path: Path) -> Table:
     """Returns the tensors that a safetensors file contains, without their data.
 
     Raises `ConversionError` if the file is truncated, or if the header does not match the file's size.
@@ -82,23 +82,23 @@ def read_header(path: Path) -> Table:
         raise ConversionError(f"{path} is no whole safetensors file: {failure_reason(error)}") from error
 
 
-def read_model_files(folder: Path) -> Table:
+def read_folder_headers(folder: Path) -> Table:
     """Returns the tensors of a Hugging Face model folder, by name and without their data.
 
     Reads the files in the folder's index, or else `model.safetensors`. Raises `ConversionError` if neither is there
     or a file is invalid.
     """
     if (folder / INDEX).is_file():
-        return _read_shards(folder)
+        return _read_shard_headers(folder)
     if (folder / "model.safetensors").is_file():
-        return read_header(folder / "model.safetensors")
+        return read_safetensors_header(folder / "model.safetensors")
     hint = "; only safetensors weights are read" if list(folder.glob("*.bin")) else ""
     raise ConversionError(f"no model.safetensors and no {INDEX} in {folder}{hint}")
 
 
-def _read_shards(folder: Path) -> Table:
+def _read_shard_headers(folder: Path) -> Table:
     """Returns the tensors of all files that the index names. Raises `ConversionError` if index and files disagree."""
-    weight_map = read_object(folder / INDEX).get("weight_map")
+    weight_map = read_json_object_strictly(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{INDEX} has no weight_map")
     table: Table = {}
@@ -107,7 +107,7 @@ def _read_shards(folder: Path) -> Table:
             raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file in the same folder")
         if not os.path.isfile(folder / shard):  # unlike Path.is_file, raises no error for an invalid name
             raise ConversionError(f"{INDEX} names {shard}, which is missing from {folder}")
-        for name, tensor in read_header(folder / shard).items():
+        for name, tensor in read_safetensors_header(folder / shard).items():
             if weight_map.get(name) != shard:
                 raise ConversionError(f"{shard} holds {name}, which {INDEX} puts in {weight_map.get(name)}")
             table[name] = tensor
@@ -116,10 +116,10 @@ def _read_shards(folder: Path) -> Table:
     return table
 
 
-def load_lazily(table: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
+def load_tensors_lazily(table: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
     """Returns lazy arrays by name; an array's data are read when the array is first evaluated.
 
-    Raises `ConversionError` if MLX refuses a file, although `read_header` accepted the file.
+    Raises `ConversionError` if MLX refuses a file, although `read_safetensors_header` accepted the file.
     """
     files: dict[Path, Any] = {}
     arrays = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.converters.tensors import read_object
+from mlx_zip.converters.tensors import read_json_object_strictly
 from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.files import write_json
 from mlx_zip.text.tokenizers import silence_transformers
@@ -37,7 +37,7 @@ TEMPLATES = "additional_chat_templates"
 class TokenizerFacts:
     """Properties of a tokenizer that a copy must also have.
 
-    kind: name of the class. length: number of ids. pad_id: see `read_tokenizer`. probe: the ids of a fixed text.
+    kind: name of the class. length: number of ids. pad_id: see `read_tokenizer_facts`. probe: the ids of a fixed text.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class TokenizerFacts:
     probe: tuple[int, ...]
 
 
-def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFacts:
+def read_tokenizer_facts(folder: Path, trust_remote_code: bool = False) -> TokenizerFacts:
     """Loads the tokenizer in `folder` and returns its properties. Raises `ConversionError` if loading fails.
 
     As in zip2zip 0.2.0, `pad_id` is the id of the pad token, else of the eos token, else None.
@@ -79,16 +79,16 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
         shutil.copyfile(path, target / path.name)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, target / TEMPLATES, copy_function=shutil.copyfile)
-    config = read_object(target / CONFIG) if (target / CONFIG).is_file() else {}
+    config = read_json_object_strictly(target / CONFIG) if (target / CONFIG).is_file() else {}
     if not trust_remote_code and config.pop("auto_map", None) is not None:
         write_json(target / CONFIG, config)
-    if not config.get("tokenizer_class") or read_tokenizer(target, trust_remote_code) != facts:
+    if not config.get("tokenizer_class") or read_tokenizer_facts(target, trust_remote_code) != facts:
         write_json(target / CONFIG, {**config, "tokenizer_class": facts.kind})
         _check_copy(target, facts, trust_remote_code)
 
 
 def _check_copy(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
-    found = read_tokenizer(folder, trust_remote_code)
+    found = read_tokenizer_facts(folder, trust_remote_code)
     if found != facts:
         raise ConversionError(
             f"the tokenizer ({facts.kind}, {facts.length} ids) loads differently in the converted folder "

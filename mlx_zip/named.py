@@ -112,7 +112,7 @@ def ensure_named_model(name: str) -> Path:
     if found is not None:
         return found
     with explain_missing_mlx():
-        return import_module("mlx_zip.converters").make_named(name)
+        return import_module("mlx_zip.converters").make_named_model(name)
 
 
 def find_made_model(name: str) -> Path | None:

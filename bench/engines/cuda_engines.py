@@ -109,7 +109,7 @@ class TorchEngine(EngineOnTorch):
     def __init__(self, name: str, models: Models) -> None:
         """Raises `MlxZipError` if the engine cannot run these models."""
         whole = shared_cuda_model(models)
-        if name == "torch-zip" and not whole.hypertokens:
+        if name == "torch-zip" and not whole.has_hypertokens:
             raise MlxZipError("torch-zip needs a model with hypertokens: --model or --shape")
         self.name, self.tokenizer = name, models.tokenizer
         self.model = whole if name == "torch-zip" else whole.without_hypertokens()
@@ -286,7 +286,7 @@ def cut_after_eos(ids: Sequence[int], limit: int, ends: Collection[int]) -> list
 def installed_row_bytes(batch: Batch) -> int:
     """Returns the bytes of the output rows of all installed entries of the only sequence in `batch`."""
     model = batch.model
-    return len(batch.book(0)) * model.width * model.dtype.itemsize if model.hypertokens else 0
+    return len(batch.book(0)) * model.width * model.dtype.itemsize if model.has_hypertokens else 0
 
 
 def reset_peak_memory(device: torch.device) -> int:

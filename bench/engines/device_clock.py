@@ -15,7 +15,7 @@ import torch
 
 from mlx_zip.bench import machine
 from mlx_zip.bench.recording import processor_name, summarize_samples
-from mlx_zip.cuda.devices import measure_read_speed
+from mlx_zip.cuda.devices import measure_matvec_bandwidth
 
 from .interface import Engine
 
@@ -93,7 +93,7 @@ def bandwidth_matrix_side(device: torch.device) -> int:
 
 def measure_read_bandwidth(device: torch.device) -> float:
     """Measures how many bytes per second matrix-vector products read on a device."""
-    return measure_read_speed(device, bandwidth_matrix_side(device))
+    return measure_matvec_bandwidth(device, bandwidth_matrix_side(device))
 
 
 def torch_yardstick(device: torch.device) -> str:

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from mlx_zip.config import parse_zip_section
-from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
+from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_memory_too_small
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.network.checkpoint import Folder, Weight
+from mlx_zip.cuda.network.checkpoint import TensorFolder, Weight
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.layout import MODEL_TYPE
 
 
 @dataclass
-class RandomFolder(Folder):
-    """A folder whose `take` returns a random tensor of the requested shape for any name.
+class RandomFolder(TensorFolder):
+    """A folder whose `take_weight` returns a random tensor of the requested shape for any name.
 
     bits, group: quantization of matrices whose width is a multiple of `group`; bits None keeps them dense. generator:
     source of the random numbers. stored: dtype of dense matrices, scales and biases; None for the folder's dtype.
@@ -30,7 +30,7 @@ class RandomFolder(Folder):
     generator: torch.Generator
     stored: torch.dtype | None = None
 
-    def take(self, name: str, *shape: int) -> Weight:
+    def take_weight(self, name: str, *shape: int) -> Weight:
         """Returns ones for a norm, zeros for a bias, else a random matrix that keeps the magnitude of its inputs."""
         if len(shape) == 1:
             return torch.full(shape, float(name.endswith(".weight")), dtype=self.dtype, device=self.device)
@@ -61,7 +61,7 @@ def random_folder(
     """Returns a folder of random weights. config: config.json of a converted model or a plain model.
 
     made_on: device whose random generator is used (numbers differ between kinds of devices); None for `device`.
-    kernels: as in `Folder`; without kernels a model computes in float32, and `dtype` is the dtype of its matrices.
+    kernels: as in `TensorFolder`; without them a model computes in float32, and `dtype` is the dtype of its matrices.
     Raises `ConfigError` if `config` is invalid, and `ModelError`, naming needed and free bytes, if the decoder's
     weights do not fit into memory.
     """
@@ -69,7 +69,7 @@ def random_folder(
     raise_if_dtype_unsupported(dtype, where)
     section = parse_zip_section(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
-    raise_if_no_room("random weights of the decoder", decoder_matrix_bytes(decoder, dtype, bits, group), where)
+    raise_if_memory_too_small("random weights of the decoder", decoder_matrix_bytes(decoder, dtype, bits, group), where)
     numbers = torch.Generator(where if made_on is None else made_on).manual_seed(0)
     computed = dtype if kernels else torch.float32
     whole = (Path("random"), config, section, decoder, computed, where, {}, {}, bits, group, numbers, dtype)

@@ -20,7 +20,7 @@ from mlx_zip.bench.machine import describe_mlx_device
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.config import SIDES
 from mlx_zip.cuda.kernels.packed import Packed, unpack
-from mlx_zip.cuda.network.checkpoint import read_folder
+from mlx_zip.cuda.network.checkpoint import read_tensor_folder
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.model_folder import read_model_config
@@ -267,7 +267,7 @@ def load_unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    read = read_folder(folder, "cpu", torch.float32, skipped_prefixes=SIDES)
+    read = read_tensor_folder(folder, "cpu", torch.float32, skipped_prefixes=SIDES)
     fields = {key: value for key, value in read.config.items() if key not in ("model_type", "zip2zip", "quantization")}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(read.decoder.kind, **fields), dtype=dtype)
     weights = {

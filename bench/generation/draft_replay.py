@@ -134,7 +134,7 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
             drafter.count_proposed(len(proposed))
         if costs is not None:
             costs.note_pass(widths[-1], held, cost_of[widths[-1]])
-        accepted = common_length(proposed, ids[at + 1 : at + 1 + len(proposed)])
+        accepted = common_prefix_length(proposed, ids[at + 1 : at + 1 + len(proposed)])
         end = min(at + 2 + accepted, len(ids))
         waits = not ahead or bool(proposed) or expects_draft([drafter], held)
         if book is not None:
@@ -148,6 +148,6 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
     return Replay(widths, sum(cost_of[width] for width in widths), time.thread_time() - begun)
 
 
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns the length of the common prefix of two sequences."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -135,10 +135,12 @@ def replay_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
     assert models.zipped is not None
     books = {"plain": None, "zip": make_prompt_cache(models.zipped())[-1].books[0]}
     for workload, (kind, book) in product(workloads, books.items()):
-        yield count_record("passes", kind, models, workload, replay_figures(workload.turns[0], book))
+        yield make_count_record("passes", kind, models, workload, replay_figures(workload.turns[0], book))
 
 
-def count_record(mode: str, engine: str, models: Models, workload: Workload, found: dict[str, Any]) -> dict[str, Any]:
+def make_count_record(
+    mode: str, engine: str, models: Models, workload: Workload, found: dict[str, Any]
+) -> dict[str, Any]:
     """Returns a record for a model and a text. found: the record's own fields."""
     return {
         "bench": "drafts",
@@ -195,7 +197,7 @@ def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
         turn = workload.turns[0]
         run = engine.run(turn.prompt, turn.tokens)
         counts = {"base_tokens": len(run.base_ids) - run.first_base, "passes": len(run.ids) - 1}
-        yield count_record("greedy", engine.name, models, workload, {"counts": counts})
+        yield make_count_record("greedy", engine.name, models, workload, {"counts": counts})
 
 
 # ---- time
@@ -209,7 +211,7 @@ def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Na
     plan = f"{len(workloads)} texts, {args.mode}, {args.trials} trials after {args.warmup} warm-up"
     print_header("drafts", f"{models.name}, {models.precision}", engines[0].device, plan)
     for workload in workloads:
-        measured = comparison.measure([shorten(workload, args.tokens)])
+        measured = comparison.measure([shorten_workload(workload, args.tokens)])
         records = [{**record, "bench": "drafts"} for record in measured]
         for record in records:
             print(json.dumps(record), flush=True)
@@ -217,7 +219,7 @@ def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Na
         read.clear()
 
 
-def shorten(workload: Workload, tokens: int | None) -> Workload:
+def shorten_workload(workload: Workload, tokens: int | None) -> Workload:
     """Returns the workload with at most `tokens` base ids to write; None keeps all."""
     turn = workload.turns[0]
     text = None if turn.text is None else turn.text[:tokens]
@@ -253,7 +255,7 @@ class DraftedEngine(MlxEngine):
         forced = force_text(
             Turn(tuple(prompt), tokens, None if replay is None else tuple(replay)), state and state.books[0]
         )
-        cache = self._copy_of_read(tuple(prompt), forced.prompt[:-1], held)
+        cache = self._copy_prompt_caches(tuple(prompt), forced.prompt[:-1], held)
         ahead = True if state is None else None  # as in `stream_generate`
         served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft), self._draft_model)
         served.pass_costs = PassCosts() if self._is_cold else self._warm_costs
@@ -270,7 +272,7 @@ class DraftedEngine(MlxEngine):
         run.row_bytes = 0 if state is None else installed_row_bytes(cache[-1])
         return run
 
-    def _copy_of_read(self, prompt: tuple[int, ...], ids: Sequence[int], held: list[Any]) -> list[Any]:
+    def _copy_prompt_caches(self, prompt: tuple[int, ...], ids: Sequence[int], held: list[Any]) -> list[Any]:
         """Returns a copy of the caches that have read the prompt's `ids`; the first call reads them into `held`."""
         if (key := (self._kind, prompt)) not in self._read:
             with ProgressBar(len(ids), "id", "Reading a prompt") as count, mx.stream(generation_stream):

@@ -354,7 +354,7 @@ class EngineComparison:
                         count()
         for entrant in entrants:
             for turn in range(len(conversations[0].turns)):
-                yield self._record(entrant, conversations, turn)
+                yield self._make_record(entrant, conversations, turn)
 
     def _run_conversation(self, entrant: ComparedEngine, conversation: Workload) -> Trial:
         engine = entrant.engine
@@ -368,7 +368,7 @@ class EngineComparison:
             joules.append(joules_between(before, self.meter.read()))
         return Trial(runs, joules)
 
-    def _record(self, entrant: ComparedEngine, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
+    def _make_record(self, entrant: ComparedEngine, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
         engine, first = entrant.engine, conversations[0]
         prompts = [len(one.turns[turn].prompt) for one in conversations]
         trials = [trial for of_one in entrant.trials for trial in of_one]

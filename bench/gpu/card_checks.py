@@ -19,7 +19,7 @@ from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.records import Record
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import find_device
-from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.graphs import CudaGraphs
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 
@@ -141,11 +141,11 @@ def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
 
 @contextmanager
 def without_cuda_graphs() -> Iterator[None]:
-    run = Graphs.run
-    Graphs.run = lambda self, key, work, keep=(): work()  # type: ignore[method-assign]
+    run = CudaGraphs.run
+    CudaGraphs.run = lambda self, key, work, keep=(): work()  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Graphs.run = run  # type: ignore[method-assign]
+        CudaGraphs.run = run  # type: ignore[method-assign]
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import tensor_bytes
-from mlx_zip.cuda.graphs import Graphs
-from mlx_zip.cuda.kernels.attention import part_count
+from mlx_zip.cuda.graphs import CudaGraphs
+from mlx_zip.cuda.kernels.attention import attention_part_count
 from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.model import CudaModel
 
@@ -83,7 +83,7 @@ class _LaunchCountingMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not self.paused and operation_launches_kernel(func):
             name = func.overloadpacket.__name__
-            self.found.add(name, 1, operation_bytes(name, args, kwargs, out))
+            self.found.add(name, 1, operation_bytes_moved(name, args, kwargs, out))
         return out
 
     def _run_decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def operation_launches_kernel(func: Any) -> bool:
     return not (returned and all(one.alias_info is not None and not one.alias_info.is_write for one in returned))
 
 
-def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+def operation_bytes_moved(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
     """Returns the bytes that a PyTorch operation reads and writes.
 
     Each tensor counts once; for operations on chosen rows, only these rows count.
@@ -122,7 +122,7 @@ def counting_launches() -> Iterator[LaunchCounts]:
     """Context manager: yields `LaunchCounts` of the work done inside. No CUDA graph is captured or replayed inside."""
     mode = _LaunchCountingMode()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Graphs, "run", lambda graphs, key, work, keep=(): work()))
+        stack.enter_context(patch.object(CudaGraphs, "run", lambda graphs, key, work, keep=(): work()))
         for place, name, function in kernel_references():
             stack.enter_context(patch.object(place, name, count_reference_calls(mode, place.__name__, name, function)))
         if (run := find_triton_run()) is not None:
@@ -200,7 +200,7 @@ def matrix_row_bytes(matrix: Matrix, count: int) -> int:
     return count * tensor_bytes(matrix) // matrix.shape[0]
 
 
-def embedding_bytes(args: Arguments, out: Any) -> int:
+def embedding_bytes_moved(args: Arguments, out: Any) -> int:
     """Returns bytes moved: for each base id a row of the base table, for each hypertoken an installed row."""
     ids, base = args["ids"], args["base"]
     low = int((ids < args["boundary"]).sum())
@@ -208,7 +208,7 @@ def embedding_bytes(args: Arguments, out: Any) -> int:
     return tensor_bytes(ids) + matrix_row_bytes(base, low) + rows + tensor_bytes(out)
 
 
-def entry_row_bytes(args: Arguments, out: Any) -> int:
+def entry_row_bytes_moved(args: Arguments, out: Any) -> int:
     """Returns bytes moved: a row of the matrix for each id of each entry, and one entry's position rows, if any."""
     entries, places = args["entries"], args["places"]
     read = matrix_row_bytes(args["matrix"], entries.numel()) + (
@@ -217,7 +217,7 @@ def entry_row_bytes(args: Arguments, out: Any) -> int:
     return tensor_bytes(entries) + read + tensor_bytes(out)
 
 
-def head_bytes(args: Arguments, out: Any) -> int:
+def head_bytes_moved(args: Arguments, out: Any) -> int:
     """Returns bytes moved: the base matrix's rows below the boundary, and the installed rows."""
     base, rows, installed = args["base"], args["rows"], args["installed"]
     entries = int(installed.sum()) * rows.shape[2] * rows.element_size()
@@ -225,13 +225,13 @@ def head_bytes(args: Arguments, out: Any) -> int:
     return tensor_bytes(args["x"]) + low + entries + tensor_bytes(installed) + tensor_bytes(out)
 
 
-def rope_bytes(args: Arguments, out: Any) -> int:
+def rope_bytes_moved(args: Arguments, out: Any) -> int:
     """Returns bytes moved: queries, keys and values are read, and written to the result or the caches."""
     others = [args[name] for name in ("positions", "slots", "rotation")]
     return 2 * tensor_bytes(args["qkv"]) + tensor_bytes(others)
 
 
-def attention_bytes(args: Arguments, out: Any) -> int:
+def attention_bytes_moved(args: Arguments, out: Any) -> int:
     """Returns bytes moved: the filled part of the caches, at most the sliding window."""
     keys = args["keys"]
     lengths = args["lengths"].clamp(max=min(keys.shape[2], args["window"]))
@@ -242,10 +242,10 @@ def attention_bytes(args: Arguments, out: Any) -> int:
 def attention_launch_count(args: Arguments) -> int:
     """Returns 2 if the keys are divided among programs, whose results a second launch combines; else 1."""
     batch, kv_heads, places, _ = args["keys"].shape
-    return 2 if part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
+    return 2 if attention_part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
 
 
-def install_bytes(args: Arguments, out: Any) -> int:
+def install_bytes_moved(args: Arguments, out: Any) -> int:
     """Returns bytes moved: for each entry, a row of each side is read and written, and its flag and span written."""
     new, pool = args["new"], args["pool"]
     row = pool.shape[1] * pool.shape[2] * pool.element_size()
@@ -258,12 +258,12 @@ KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
     "attention.reference_decode_attention": attention_launch_count,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
-    "hyper_rows.reference_hyper_embedding": embedding_bytes,
-    "encoder.reference_embed_entries": entry_row_bytes,
-    "head.reference_joint_head": head_bytes,
-    "rope.reference_rope_and_cache": rope_bytes,
-    "attention.reference_decode_attention": attention_bytes,
-    "hyper_rows.reference_install_rows": install_bytes,
+    "hyper_rows.reference_hyper_embedding": embedding_bytes_moved,
+    "encoder.reference_embed_entries": entry_row_bytes_moved,
+    "head.reference_joint_head": head_bytes_moved,
+    "rope.reference_rope_and_cache": rope_bytes_moved,
+    "attention.reference_decode_attention": attention_bytes_moved,
+    "hyper_rows.reference_install_rows": install_bytes_moved,
 }
 
 # ---- a decoding step: without hypertokens, with warm rows, and with cold rows
@@ -289,7 +289,7 @@ def count_step_costs(model: CudaModel) -> StepCosts:
     All slots count as installed. The emitted ids are forced, so that a step installs an entry.
     """
     found = []
-    for _ in range(1 + model.hypertokens):  # the second pass finds the row that the first has encoded
+    for _ in range(1 + model.has_hypertokens):  # the second pass finds the row that the first has encoded
         batch = Batch(model, 1, PROMPT + TRIES + 1)
         batch.add()
         batch.read(0, distinct_base_ids(model, PROMPT))
@@ -312,7 +312,7 @@ def count_first_installing_step(batch: Batch) -> LaunchCounts:
         ids = torch.tensor([forced], device=batch.model.device)
         with counting_launches() as found:
             take_step(batch, ids)
-        if not batch.model.hypertokens or len(batch.book(0)) > before:
+        if not batch.model.has_hypertokens or len(batch.book(0)) > before:
             return found
     raise ValueError(f"no entry was installed in {TRIES} steps")
 

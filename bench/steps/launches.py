@@ -160,12 +160,12 @@ def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[li
         raise MlxZipError(f"{len(base_ids)} base ids are too few to time steps with")
     model, cache, emitted, installs = found
     with build_graphs_as_on_gpu():
-        ours = _clocked(_zip_steps(model, cache, emitted))
-        plain = _clocked(_plain_steps(models.plain(), base_ids))
+        ours = _time_steps(_zip_steps(model, cache, emitted))
+        plain = _time_steps(_plain_steps(models.plain(), base_ids))
     return ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:]
 
 
-def _clocked(steps: Iterator[mx.array]) -> list[float]:
+def _time_steps(steps: Iterator[mx.array]) -> list[float]:
     arrays, clocks = [], [time.thread_time()]
     for array in steps:
         clocks.append(time.thread_time())
@@ -190,7 +190,7 @@ def prepare_steps(
         return None
     if rows == "warm":
         model.row_source.store = RowStore()
-        _fill_store(model, prompt, emitted)
+        _fill_row_store(model, prompt, emitted)
     cache = model.make_cache()
     prefill(model, prompt, cache)
     if rows == "cold":
@@ -216,7 +216,7 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
         )
 
 
-def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
+def _fill_row_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
     sampler: Any = ForcedIdSampler(ids)
     run = RunOptions(prefill_step_size=PROMPT, ahead=True)
     made = stream_ids(model, prompt, model.make_cache(), sampler=sampler, run=run)

@@ -149,7 +149,7 @@ class StepProfiler:
                 if trial >= 0:
                     ways[name].add(one, marks)
             count()
-        return self._record(workload, untraced, ways)
+        return self._make_record(workload, untraced, ways)
 
     def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
         """Runs the workload in mlx_zip, with an empty row store if --rows is cold; returns the run and the marks."""
@@ -174,7 +174,7 @@ class StepProfiler:
         counted = count_step_launches(self.models, text, self.args.rows)
         return counted.record() if counted else None
 
-    def _record(self, workload: Workload, untraced: Run, ways: dict[str, StepTimes]) -> dict[str, Any]:
+    def _make_record(self, workload: Workload, untraced: Run, ways: dict[str, StepTimes]) -> dict[str, Any]:
         turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
         ours, ours_cpu = (np.sum([host.parts[part + clock] for part in OURS], axis=0) for clock in ("", CPU))
         ratios = np.divide(ways["mlx-zip"].medians, ways["mlx-lm"].medians)

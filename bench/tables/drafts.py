@@ -18,9 +18,9 @@ WAYS = ("off", "lookup", "head", "draft model")
 def passes_table(records: Records) -> str:
     """Returns base tokens per pass (total tokens divided by total passes), without and with lookup, by kind of text."""
     rows = []
-    for model, kind, plain, zipped in by_kind(records.lines(PASSES)):
-        one, both = pooled(plain, "passes"), pooled(zipped, "passes")
-        alone = pooled(zipped, "ids")
+    for model, kind, plain, zipped in group_by_kind(records.lines(PASSES)):
+        one, both = pooled_tokens_per(plain, "passes"), pooled_tokens_per(zipped, "passes")
+        alone = pooled_tokens_per(zipped, "ids")
         prompt, written = (sum(line["counts"][name] for line in plain) for name in ("prompt_tokens", "base_tokens"))
         accepted = (
             sum(line["counts"]["ids"] - line["counts"]["passes"] for line in lines) for lines in (plain, zipped)
@@ -44,7 +44,11 @@ def greedy_table(records: Records) -> str:
         ways = found.setdefault((line["model"]["name"], line["workload"]["domain"], kind), {})
         ways.setdefault(way, []).append(line)
     rows = [
-        [*key, str(len(ways["off"])), *(f"{pooled(ways[way], 'passes'):.2f}" if way in ways else "-" for way in WAYS)]
+        [
+            *key,
+            str(len(ways["off"])),
+            *(f"{pooled_tokens_per(ways[way], 'passes'):.2f}" if way in ways else "-" for way in WAYS),
+        ]
         for key, ways in found.items()
     ]
     return table(["model", "text", "", "texts", *("no drafts" if way == "off" else way for way in WAYS)], rows)
@@ -52,7 +56,7 @@ def greedy_table(records: Records) -> str:
 
 def chips_table(records: Records) -> str:
     """Returns steps/s with `auto` divided by steps/s without drafts, computed from published costs of a pass."""
-    found, rows = list(by_kind(records.lines(PASSES))), []
+    found, rows = list(group_by_kind(records.lines(PASSES))), []
     chips = list(found[0][2][0]["gains"])
     for model, kind, *both in found:
         for name, lines in zip(("plain", "zip"), both, strict=True):
@@ -67,15 +71,15 @@ def host_table(records: Records) -> str:
     The last columns are steps/s with `auto` at these costs divided by steps/s without drafts.
     """
     rows = []
-    for model, kind, *both in by_kind(records.lines(PASSES)):
-        cells = [f"{pooled_host(lines, draft):.1f}" for draft in ("auto", "lookup") for lines in both]
+    for model, kind, *both in group_by_kind(records.lines(PASSES)):
+        cells = [f"{pooled_host_us(lines, draft):.1f}" for draft in ("auto", "lookup") for lines in both]
         gains = [pooled_gain(lines, [line["row_by_row"] for line in lines]) for lines in both]
         rows.append([model, kind, *cells, *(f"{gain:.3f}" for gain in gains)])
     heads = ["auto, plain", "auto, zip", "lookup, plain", "lookup, zip", "auto's passes, plain", "auto's passes, zip"]
     return table(["model", "text", *heads], rows)
 
 
-def by_kind(lines: Sequence[Record]) -> Iterator[tuple[str, str, list[Record], list[Record]]]:
+def group_by_kind(lines: Sequence[Record]) -> Iterator[tuple[str, str, list[Record], list[Record]]]:
     """Yields (model, kind of text, records of the plain model, records with hypertokens) of replayed texts."""
     found: dict[tuple[str, str], dict[str, list[Record]]] = {}
     for line in lines:
@@ -85,7 +89,7 @@ def by_kind(lines: Sequence[Record]) -> Iterator[tuple[str, str, list[Record], l
         yield model, kind, both["plain"], both["zip"]
 
 
-def pooled(lines: Sequence[Record], over: str) -> float:
+def pooled_tokens_per(lines: Sequence[Record], over: str) -> float:
     return sum(line["counts"]["base_tokens"] for line in lines) / sum(line["counts"][over] for line in lines)
 
 
@@ -95,7 +99,7 @@ def pooled_gain(lines: Sequence[Record], gains: Sequence[float]) -> float:
     return sum(ids) / sum(n / gain for n, gain in zip(ids, gains, strict=True))
 
 
-def pooled_host(lines: Sequence[Record], draft: str) -> float:
+def pooled_host_us(lines: Sequence[Record], draft: str) -> float:
     ids = [line["counts"]["ids"] for line in lines]
     return sum(n * line["host_us"][draft] for n, line in zip(ids, lines, strict=True)) / sum(ids)
 

@@ -30,7 +30,7 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _HARMLESS = ("general.", "quantize.", "imatrix.", "mradermacher.")  # keys that describe the file, not the model
 _LARGE = {"gemma2": 46, "gemma3": 62}  # number of layers of the 27B models, whose attention scale differs
-_META = "Meta AI original pth"  # the only known order of q and k rows, which `row_order` undoes
+_META = "Meta AI original pth"  # the only known order of q and k rows, which `tensor_row_order` undoes
 
 
 class GgufSettings:
@@ -55,7 +55,7 @@ class GgufSettings:
         """Returns the error for something that is wrong with this file."""
         return ConversionError(f"{self.file.path}: {what}")
 
-    def take(self, name: str, default: Any = ...) -> Any:
+    def take_value(self, name: str, default: Any = ...) -> Any:
         """Removes the key `<architecture>.<name>` and returns its single value, or `default` if the key is missing."""
         return self._single(f"{self.kind}.{name}", self._take(name, default))
 
@@ -70,7 +70,7 @@ class GgufSettings:
             raise self.error(f"{key} must be one value, got an array of {len(value)}")
         return value
 
-    def size(self, name: str, default: Any = ...) -> int:
+    def take_size(self, name: str, default: Any = ...) -> int:
         """Returns the value of a key, an integer from 1 to 2^31 - 1. An array of values per layer must repeat one."""
         value: Any = self._take(name, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
@@ -81,9 +81,9 @@ class GgufSettings:
             )
         return cast(int, value)
 
-    def number(self, name: str, default: Any = ...) -> Any:
+    def take_number(self, name: str, default: Any = ...) -> Any:
         """Returns the value of a key, a finite number above zero, as the shortest decimal of the same float32 value."""
-        value = self.take(name, default)
+        value = self.take_value(name, default)
         if value is default:
             return default
         with np.errstate(over="ignore"):
@@ -92,7 +92,7 @@ class GgufSettings:
             raise self.error(f"{self.kind}.{name} must be a number above zero, got {str(value)[:80]}")
         return short
 
-    def factors(self, name: str, count: int) -> list[float]:
+    def read_factors(self, name: str, count: int) -> list[float]:
         """Returns the values of a tensor that holds `count` factors of the rotary frequencies."""
         tensor = self.file.tensors[name]
         if tensor.kind.name != "F32" or tensor.shape != (count,):
@@ -108,68 +108,70 @@ def read_config(file: GgufFile) -> dict[str, Any]:
 
     Raises `ConversionError` if the architecture or a value is not supported, or if keys are unknown.
     """
-    take = GgufSettings(file)
-    heads, width = take.size("attention.head_count"), take.size("embedding_length")
-    model_type, made_by = KINDS[take.kind]
+    settings = GgufSettings(file)
+    heads, width = settings.take_size("attention.head_count"), settings.take_size("embedding_length")
+    model_type, made_by = KINDS[settings.kind]
     config: dict[str, Any] = {
         "architectures": [made_by],
         "model_type": model_type,
         "hidden_size": width,
-        "num_hidden_layers": take.size("block_count"),
-        "intermediate_size": take.size("feed_forward_length"),
+        "num_hidden_layers": settings.take_size("block_count"),
+        "intermediate_size": settings.take_size("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": take.size("attention.head_count_kv", heads),
-        "rms_norm_eps": take.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": take.size("context_length"),
-        "vocab_size": _vocabulary_rows(take),
+        "num_key_value_heads": settings.take_size("attention.head_count_kv", heads),
+        "rms_norm_eps": settings.take_number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": settings.take_size("context_length"),
+        "vocab_size": _count_vocabulary_rows(settings),
         "tie_word_embeddings": HEAD not in file.tensors,
         "hidden_act": "gelu_pytorch_tanh" if model_type.startswith("gemma") else "silu",
     }
-    _add_head_width(take, config)
-    _check_sizes(take, config)
-    _add_attention(take, config)
-    _add_rope(take, config)
-    if take.take("expert_count", 0):
-        raise take.error("a mixture of experts, which is not supported")
-    if (order := take.take("tensor_data_layout", _META)) != _META:
-        raise take.error(f"{take.kind}.tensor_data_layout is {str(order)[:80]!r}, which is not supported")
-    if take.left:
-        raise take.error(f"unknown keys: {list_some_names(take.left)}")
+    _add_head_width(settings, config)
+    _check_tensor_sizes(settings, config)
+    _add_attention_config(settings, config)
+    _add_rope_config(settings, config)
+    if settings.take_value("expert_count", 0):
+        raise settings.error("a mixture of experts, which is not supported")
+    if (order := settings.take_value("tensor_data_layout", _META)) != _META:
+        raise settings.error(f"{settings.kind}.tensor_data_layout is {str(order)[:80]!r}, which is not supported")
+    if settings.left:
+        raise settings.error(f"unknown keys: {list_some_names(settings.left)}")
     return config
 
 
-def _vocabulary_rows(take: GgufSettings) -> int:
-    if EMBEDDING not in take.file.tensors:
-        raise take.error(f"the tensor {EMBEDDING} is missing")
-    rows = take.file.tensors[EMBEDDING].shape[0]
-    if (said := take.size("vocab_size", rows)) != rows:
-        raise take.error(f"{take.kind}.vocab_size is {said}, and {EMBEDDING} has {rows} rows")
+def _count_vocabulary_rows(settings: GgufSettings) -> int:
+    if EMBEDDING not in settings.file.tensors:
+        raise settings.error(f"the tensor {EMBEDDING} is missing")
+    rows = settings.file.tensors[EMBEDDING].shape[0]
+    if (said := settings.take_size("vocab_size", rows)) != rows:
+        raise settings.error(f"{settings.kind}.vocab_size is {said}, and {EMBEDDING} has {rows} rows")
     return rows
 
 
-def _add_head_width(take: GgufSettings, config: dict[str, Any]) -> None:
+def _add_head_width(settings: GgufSettings, config: dict[str, Any]) -> None:
     """Adds the width of an attention head, and for Phi-3 the fraction of the width that is rotated, to `config`."""
     even = config["hidden_size"] // config["num_attention_heads"]
-    width = take.size("attention.key_length", even)
-    if take.size("attention.value_length", width) != width:
-        raise take.error("heads whose keys and values differ in width are not supported")
-    if take.kind not in ("phi3", "qwen2"):
+    width = settings.take_size("attention.key_length", even)
+    if settings.take_size("attention.value_length", width) != width:
+        raise settings.error("heads whose keys and values differ in width are not supported")
+    if settings.kind not in ("phi3", "qwen2"):
         config["head_dim"] = width
     elif width != even:
-        raise take.error(f"{take.kind}.attention.key_length {width} is not supported; expected {even}")
-    rotated = take.size("rope.dimension_count", width)
-    if take.kind == "phi3" and rotated < width:
+        raise settings.error(f"{settings.kind}.attention.key_length {width} is not supported; expected {even}")
+    rotated = settings.take_size("rope.dimension_count", width)
+    if settings.kind == "phi3" and rotated < width:
         config["partial_rotary_factor"] = rotated / width
     elif rotated != width:
-        raise take.error(f"{take.kind}.rope.dimension_count is {rotated}; expected {width}, the width of a head")
+        raise settings.error(
+            f"{settings.kind}.rope.dimension_count is {rotated}; expected {width}, the width of a head"
+        )
 
 
-def _check_sizes(take: GgufSettings, config: Mapping[str, Any]) -> None:
+def _check_tensor_sizes(settings: GgufSettings, config: Mapping[str, Any]) -> None:
     """Raises `ConversionError` unless the sizes in `config` equal the tensors' sizes, which the file's size limits."""
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     queries = config["num_attention_heads"] * head_width(config)
     keys = config["num_key_value_heads"] * head_width(config)
-    joined = take.kind == "phi3"
+    joined = settings.kind == "phi3"
     expected = {
         EMBEDDING: (config["vocab_size"], width),
         "blk.0.attn_qkv.weight" if joined else "blk.0.attn_q.weight": (queries + 2 * keys * joined, width),
@@ -177,71 +179,76 @@ def _check_sizes(take: GgufSettings, config: Mapping[str, Any]) -> None:
         **{f"blk.{i}.attn_norm.weight": (width,) for i in range(min(layers, MAX_LAYERS))},
     }
     for name, shape in expected.items():
-        found = take.file.tensors.get(name)
+        found = settings.file.tensors.get(name)
         if found is None:
-            raise take.error(f"the tensor {name} is missing")
+            raise settings.error(f"the tensor {name} is missing")
         if found.shape != shape:
-            raise take.error(f"{name} has the shape {list(found.shape)}; the metadata say {list(shape)}")
+            raise settings.error(f"{name} has the shape {list(found.shape)}; the metadata say {list(shape)}")
 
 
-def _add_attention(take: GgufSettings, config: dict[str, Any]) -> None:
+def _add_attention_config(settings: GgufSettings, config: dict[str, Any]) -> None:
     """Adds the attention's window, soft caps, biases and scale to `config`."""
-    kind, window = take.kind, take.take("attention.sliding_window", 0)
+    kind, window = settings.kind, settings.take_value("attention.sliding_window", 0)
     if type(window) is not int or not 0 <= window < 1 << 31:
-        raise take.error(f"{kind}.attention.sliding_window must be a number of ids, got {str(window)[:80]}")
+        raise settings.error(f"{kind}.attention.sliding_window must be a number of ids, got {str(window)[:80]}")
     if kind in ("gemma2", "gemma3"):
         config["sliding_window"] = window or 4096
         large = config["num_hidden_layers"] == _LARGE[kind]
         scaled = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
         config["query_pre_attn_scalar"] = scaled
         if kind == "gemma3":
-            config["sliding_window_pattern"] = take.size("attention.sliding_window_pattern", 6)
+            config["sliding_window_pattern"] = settings.take_size("attention.sliding_window_pattern", 6)
         else:
-            config["attn_logit_softcapping"] = take.number("attn_logit_softcapping", 50.0)
-            config["final_logit_softcapping"] = take.number("final_logit_softcapping", 30.0)
+            config["attn_logit_softcapping"] = settings.take_number("attn_logit_softcapping", 50.0)
+            config["final_logit_softcapping"] = settings.take_number("final_logit_softcapping", 30.0)
     elif 0 < window < config["max_position_embeddings"]:
         if kind not in ("llama", "phi3"):
-            raise take.error(f"{kind}.attention.sliding_window {window} is not supported")
+            raise settings.error(f"{kind}.attention.sliding_window {window} is not supported")
         config |= {"model_type": "mistral"} if kind == "llama" else {}
         config["sliding_window"] = window
     if kind == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in take.file.tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in take.file.tensors
+        config["attention_bias"] = "blk.0.attn_q.bias" in settings.file.tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in settings.file.tensors
     if kind == "qwen2":
         config["use_sliding_window"] = False
 
 
-def _add_rope(take: GgufSettings, config: dict[str, Any]) -> None:
+def _add_rope_config(settings: GgufSettings, config: dict[str, Any]) -> None:
     """Adds the rotary embedding's base and scaling to `config`, from the metadata and the tensors of factors."""
-    config["rope_theta"] = take.number("rope.freq_base", 10_000.0)
-    if take.kind == "gemma3":
-        config["rope_local_base_freq"] = take.number("rope.freq_base_swa", 10_000.0)
-    factor = take.number("rope.scaling.factor", take.number("rope.scale_linear", 1.0))
-    kind = take.take("rope.scaling.type", "linear" if factor != 1.0 else "none")
-    original = take.size("rope.scaling.original_context_length", None)
-    take.take("rope.scaling.finetuned", None)
-    magnitude = take.number("rope.scaling.attn_factor", None)
+    config["rope_theta"] = settings.take_number("rope.freq_base", 10_000.0)
+    if settings.kind == "gemma3":
+        config["rope_local_base_freq"] = settings.take_number("rope.freq_base_swa", 10_000.0)
+    factor = settings.take_number("rope.scaling.factor", settings.take_number("rope.scale_linear", 1.0))
+    kind = settings.take_value("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    original = settings.take_size("rope.scaling.original_context_length", None)
+    settings.take_value("rope.scaling.finetuned", None)
+    magnitude = settings.take_number("rope.scaling.attn_factor", None)
     scaling: dict[str, Any] = {}
     expected = 1.0
-    if take.kind == "phi3" and (_LONG in take.file.tensors or _SHORT in take.file.tensors):
-        scaling = _longrope_scaling(take, config, original, kind)
+    if settings.kind == "phi3" and (_LONG in settings.file.tensors or _SHORT in settings.file.tensors):
+        scaling = _longrope_scaling(settings, config, original, kind)
         expected = _longrope_magnitude(config)
-    elif _ROPE_FREQS in take.file.tensors:
+    elif _ROPE_FREQS in settings.file.tensors:
         if kind not in ("none", "llama3"):
-            raise take.error(f"{_ROPE_FREQS} beside {take.kind}.rope.scaling of the type {str(kind)[:80]!r}")
-        scaling = _llama3_scaling(take, config)
+            raise settings.error(f"{_ROPE_FREQS} beside {settings.kind}.rope.scaling of the type {str(kind)[:80]!r}")
+        scaling = _llama3_scaling(settings, config)
     elif kind in ("linear", "yarn"):
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = original or config["max_position_embeddings"]
-            extra = {"attention_factor": magnitude, **{n: take.number(f"rope.scaling.yarn_{n}", None) for n in _YARN}}
+            extra = {
+                "attention_factor": magnitude,
+                **{n: settings.take_number(f"rope.scaling.yarn_{n}", None) for n in _YARN},
+            }
             scaling |= {name: value for name, value in extra.items() if value is not None}
     elif kind != "none":
-        raise take.error(f"{take.kind}.rope.scaling.type {str(kind)[:80]!r} is not supported without its factors")
+        raise settings.error(
+            f"{settings.kind}.rope.scaling.type {str(kind)[:80]!r} is not supported without its factors"
+        )
     if kind not in ("none", "linear", "yarn") and factor != 1.0:
-        raise take.error(f"{take.kind}.rope.scaling.factor {factor} is not supported with the type {kind!r}")
+        raise settings.error(f"{settings.kind}.rope.scaling.factor {factor} is not supported with the type {kind!r}")
     if kind != "yarn" and abs((magnitude or 1.0) - expected) > 1e-3:
-        raise take.error(f"{take.kind}.rope.scaling.attn_factor is {magnitude or 1.0}; expected {expected:.6g}")
+        raise settings.error(f"{settings.kind}.rope.scaling.attn_factor is {magnitude or 1.0}; expected {expected:.6g}")
     if scaling:
         config["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}
 
@@ -249,15 +256,17 @@ def _add_rope(take: GgufSettings, config: dict[str, Any]) -> None:
 _YARN = ("beta_fast", "beta_slow")
 
 
-def _longrope_scaling(take: GgufSettings, config: dict[str, Any], original: int | None, kind: str) -> dict[str, Any]:
+def _longrope_scaling(
+    settings: GgufSettings, config: dict[str, Any], original: int | None, kind: str
+) -> dict[str, Any]:
     """Returns `rope_scaling` of a Phi-3 config, with factors from tensors; adds the original context to `config`."""
     if kind not in ("none", "longrope") or original is None or original < 2:
-        raise take.error(f"{_LONG} and {_SHORT} need phi3.rope.scaling.original_context_length and type longrope")
-    if missing := [name for name in (_LONG, _SHORT) if name not in take.file.tensors]:
-        raise take.error(f"the tensor {missing[0]} is missing")
+        raise settings.error(f"{_LONG} and {_SHORT} need phi3.rope.scaling.original_context_length and type longrope")
+    if missing := [name for name in (_LONG, _SHORT) if name not in settings.file.tensors]:
+        raise settings.error(f"the tensor {missing[0]} is missing")
     count = round(head_width(config) * config.get("partial_rotary_factor", 1.0)) // 2
     config["original_max_position_embeddings"] = original
-    long, short = take.factors(_LONG, count), take.factors(_SHORT, count)
+    long, short = settings.read_factors(_LONG, count), settings.read_factors(_SHORT, count)
     return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
 
 
@@ -268,13 +277,13 @@ def _longrope_magnitude(config: Mapping[str, Any]) -> float:
     return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
 
 
-def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(settings: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `rope_scaling` of a Llama 3 config. The file holds only the resulting divisors of the frequencies.
 
     Tries each power of two as the original context length until the computed divisors equal those in the file.
     """
     width = head_width(config)
-    found = np.array(take.factors(_ROPE_FREQS, width // 2))
+    found = np.array(settings.read_factors(_ROPE_FREQS, width // 2))
     waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, width, 2) / width)
     low, high, factor = 1.0, 4.0, float(found.max())
     for original in (1 << power for power in range(20, 4, -1)):
@@ -287,10 +296,12 @@ def _llama3_scaling(take: GgufSettings, config: Mapping[str, Any]) -> dict[str, 
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-    raise take.error(f"{_ROPE_FREQS} holds factors that do not follow Llama 3's rule, the only one that is supported")
+    raise settings.error(
+        f"{_ROPE_FREQS} holds factors that do not follow Llama 3's rule, the only one that is supported"
+    )
 
 
-def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]:
+def gguf_tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]:
     """Returns name in the file -> name in the model, for all tensors that this architecture and config may have."""
     gemma = architecture in ("gemma2", "gemma3")
     layer = {
@@ -316,7 +327,7 @@ def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]
     return names
 
 
-def row_order(name: str, config: Mapping[str, Any], architecture: str) -> np.ndarray | None:
+def tensor_row_order(name: str, config: Mapping[str, Any], architecture: str) -> np.ndarray | None:
     """Returns the indices that sort a tensor's rows into the model's order, None if the rows are in that order already.
 
     llama.cpp interleaves the two halves of each head of q and k in files of the architecture llama.

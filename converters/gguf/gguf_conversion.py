@@ -17,14 +17,14 @@ import mlx.nn as nn
 
 import mlx_zip
 from mlx_zip.converters import output
-from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, read_config, row_order, tensor_names
-from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, GgufTensor, dequantizer, read_gguf
+from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, gguf_tensor_names, read_config, tensor_row_order
+from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, GgufTensor, gguf_dequantizer, read_gguf
 from mlx_zip.converters.output import LazyTensor
 from mlx_zip.converters.prepared import DTYPES, find_mismatches, tensors_by_name
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import list_some_names
-from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer
+from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer_facts
 from mlx_zip.errors import ConfigError, ConversionError, DataError
 from mlx_zip.files import write_json
 from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
@@ -59,13 +59,13 @@ def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: Quanti
     recipe: if neither `quantize` nor `dequantize` is set, matrices of Q8_0, Q4_0 and Q4_1 stay packed with their exact
     values. Raises `ConversionError` if the file cannot be converted, and `InstallationError` if gguf is missing.
     """
-    source = _read_source(place, dtype)
-    model, exact = _pack_layers(source, _build_checked_model(source), recipe)
-    _complete_config(source)
-    _write_folder(out, source, model, _plan_tensors(source, model, exact), progress)
+    source = _read_gguf_source(place, dtype)
+    model, exact = _quantize_layers(source, _build_gguf_model(source), recipe)
+    _complete_gguf_config(source)
+    _write_gguf_model(out, source, model, _plan_gguf_tensors(source, model, exact), progress)
 
 
-def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
+def _read_gguf_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
     """Reads and checks everything but the tensors' data. dtype: see `convert_gguf`, which documents the errors too."""
     file = read_gguf(place.folder)
     try:
@@ -76,7 +76,7 @@ def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
     except (ConfigError, DataError) as error:
         where = "" if str(error).startswith(str(file.path)) else f"{file.path}: "
         raise ConversionError(f"{where}{error}") from error
-    names = tensor_names(config, architecture)
+    names = gguf_tensor_names(config, architecture)
     tensors = {names[name]: tensor for name, tensor in file.tensors.items() if name in names}
     source = _GgufSource(place, file, architecture, config, tokenizer, tensors, dtype or _stored_dtype(tensors))
     if unknown := file.tensors.keys() - names.keys() - {*SETTINGS_TENSORS.get(architecture, ())}:
@@ -84,7 +84,7 @@ def _read_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
     if (length := tokenizer.library.get_vocab_size()) > config["vocab_size"]:
         raise source.error(f"the tokenizer has {length} ids, and the embedding {config['vocab_size']} rows")
     if any(not tensor.kind.bits and tensor.kind.name not in DENSE for tensor in tensors.values()):
-        dequantizer()  # raises now if the library is missing
+        gguf_dequantizer()  # raises now if the library is missing
     return source
 
 
@@ -94,7 +94,7 @@ def _stored_dtype(tensors: dict[str, GgufTensor]) -> str:
     return "float32" if kinds == {"F32"} else "bfloat16" if kinds <= {"F32", "BF16"} else "float16"
 
 
-def _build_checked_model(source: _GgufSource) -> nn.Module:
+def _build_gguf_model(source: _GgufSource) -> nn.Module:
     """Returns mlx-lm's model with lazy random weights, which are never computed.
 
     Raises `ConversionError` unless the file's tensors have the names and shapes of the model's tensors.
@@ -115,7 +115,7 @@ def _build_checked_model(source: _GgufSource) -> nn.Module:
     return model
 
 
-def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationRecipe) -> tuple[nn.Module, bool]:
+def _quantize_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationRecipe) -> tuple[nn.Module, bool]:
     """Returns the model with its layers quantized for writing, and whether the file's packed values are kept as is.
 
     Adds the section `quantization` to `source.config`.
@@ -138,7 +138,7 @@ def _pack_layers(source: _GgufSource, model: nn.Module, recipe: QuantizationReci
     return model, True
 
 
-def _complete_config(source: _GgufSource) -> None:
+def _complete_gguf_config(source: _GgufSource) -> None:
     metadata = source.file.metadata
     said = {name: metadata.get(f"general.{name}") for name in ("name", "license", "organization", "quantized_by")}
     record = {
@@ -155,31 +155,31 @@ def _complete_config(source: _GgufSource) -> None:
         source.config["eos_token_id"] = list(source.tokenizer.eos_ids)
 
 
-def _plan_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[str, LazyTensor]:
+def _plan_gguf_tensors(source: _GgufSource, model: nn.Module, exact: bool) -> dict[str, LazyTensor]:
     """Returns all tensors to write by name. A tensor is computed when it is written, so that few are in memory."""
     file, dtype = source.file, DTYPES[source.dtype]
     modules: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
     makers: dict[str, Callable[[], mx.array]] = {}
     for name, tensor in source.tensors.items():
-        path, order = name.removesuffix(".weight"), row_order(name, source.config, source.architecture)
+        path, order = name.removesuffix(".weight"), tensor_row_order(name, source.config, source.architecture)
         shifted = source.architecture.startswith("gemma") and len(tensor.shape) == 1  # a norm plus 1
-        dense = functools.partial(file.dense, tensor, dtype, order, -1.0 if shifted else 0.0)
+        dense = functools.partial(file.dense_values, tensor, dtype, order, -1.0 if shifted else 0.0)
         if path not in modules:
             makers[name] = dense
         elif exact:
-            scales = functools.partial(file.scales, tensor, order, dtype)
-            makers[name] = functools.partial(file.words, tensor, order)
+            scales = functools.partial(file.packed_scales, tensor, order, dtype)
+            makers[name] = functools.partial(file.packed_words, tensor, order)
             makers[f"{path}.scales"], makers[f"{path}.biases"] = scales, functools.partial(scales, biases=True)
         else:
             module = modules[path]
-            quantized = _Quantized(dense, module.group_size, module.bits, module.mode)
+            quantized = _QuantizedMatrix(dense, module.group_size, module.bits, module.mode)
             for part, kind in enumerate(("weight", "scales", "biases")):
                 makers[f"{path}.{kind}"] = functools.partial(quantized.take, part)
     found = tensors_by_name(model)
     return {name: LazyTensor(tuple(array.shape), array.dtype, makers[name]) for name, array in found.items()}
 
 
-class _Quantized:
+class _QuantizedMatrix:
     """A matrix that is quantized when its first part is taken; each part can be taken once."""
 
     def __init__(self, dense: Callable[[], mx.array], group_size: int, bits: int, mode: str) -> None:
@@ -195,25 +195,25 @@ class _Quantized:
         return self.parts.pop(part)
 
 
-def _write_folder(
+def _write_gguf_model(
     out: Path, source: _GgufSource, model: nn.Module, weights: dict[str, LazyTensor], progress: bool
 ) -> None:
     config, tokenizer = source.config, source.tokenizer
     parameters = output.take_weights(model)[1]
-    with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
+    with output.new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
         output.write_model(folder, weights, parameters, lambda *_: step())
         write_json(folder / "config.json", config)
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         write_json(folder / "generation_config.json", {key: config[key] for key in ids if key in config})
         tokenizer.library.save(str(folder / "tokenizer.json"))
         write_json(folder / "tokenizer_config.json", tokenizer.settings)
-        found, meant = read_tokenizer(folder), tokenizer.library.encode(PROBE, add_special_tokens=False).ids
+        found, meant = read_tokenizer_facts(folder), tokenizer.library.encode(PROBE, add_special_tokens=False).ids
         if found.probe != tuple(meant) or found.length != tokenizer.library.get_vocab_size():
             raise source.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
-        (folder / "README.md").write_text(_model_card(config["mlx_zip"]["source"]), encoding="utf-8")
+        (folder / "README.md").write_text(_gguf_model_card(config["mlx_zip"]["source"]), encoding="utf-8")
 
 
-def _model_card(record: dict[str, Any]) -> str:
+def _gguf_model_card(record: dict[str, Any]) -> str:
     licence = record.get("license")
     licence = licence if licence and licence.isascii() and licence.isprintable() else None
     return (

@@ -99,31 +99,35 @@ class GgufFile:
         """Returns the hash of the whole file in hex."""
         return hashlib.sha256(self.data).hexdigest()
 
-    def dense(self, tensor: GgufTensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
+    def dense_values(
+        self, tensor: GgufTensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0
+    ) -> mx.array:
         """Returns the values of a tensor plus `shift`, cast to `dtype`. Computes them in float32, part by part.
 
         order: indices of the rows to return, None for all rows in the file's order. Raises `ConversionError` if a value
         is not finite in `dtype`, and `InstallationError` if the library gguf is needed and missing.
         """
-        rows = self._rows(tensor, order)
+        rows = self._row_bytes(tensor, order)
         step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
         parts = (_dequantize_rows(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step))
-        made = [self._finite(part, dtype, f"{tensor.name} has a value") for part in parts]
+        made = [self._cast_to_finite(part, dtype, f"{tensor.name} has a value") for part in parts]
         return (mx.concatenate(made) if len(made) > 1 else made[0]).reshape(tensor.shape)
 
-    def words(self, tensor: GgufTensor, order: np.ndarray | None) -> mx.array:
+    def packed_words(self, tensor: GgufTensor, order: np.ndarray | None) -> mx.array:
         """Returns the integers of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
-        return mx.array(_unpack_levels(self._rows(tensor, order), tensor.kind))
+        return mx.array(_unpack_levels(self._row_bytes(tensor, order), tensor.kind))
 
-    def scales(self, tensor: GgufTensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False) -> mx.array:
+    def packed_scales(
+        self, tensor: GgufTensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False
+    ) -> mx.array:
         """Returns the scales (the biases if `biases`) of a Q8_0, Q4_0 or Q4_1 matrix, `dtype` [rows, columns / 32].
 
         The values are exact in float16 and float32. Raises `ConversionError` if a value is not finite in `dtype`.
         """
-        stored = _read_scales(self._rows(tensor, order), tensor.kind)[biases]
-        return self._finite(mx.array(stored), dtype, f"{tensor.name} has a scale")
+        stored = _read_scales(self._row_bytes(tensor, order), tensor.kind)[biases]
+        return self._cast_to_finite(mx.array(stored), dtype, f"{tensor.name} has a scale")
 
-    def _finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
+    def _cast_to_finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
         """Casts float32 values to `dtype`. Raises `ConversionError`, naming `what`, unless the results are finite."""
         made = values.astype(dtype)
         if not mx.all(mx.isfinite(made)).item():
@@ -132,7 +136,7 @@ class GgufFile:
             raise ConversionError(f"{self.path}: {what} that is not finite in {kind}{hint}")
         return made
 
-    def _rows(self, tensor: GgufTensor, order: np.ndarray | None) -> np.ndarray:
+    def _row_bytes(self, tensor: GgufTensor, order: np.ndarray | None) -> np.ndarray:
         """Returns the bytes of a matrix, uint8 [rows, row_bytes], or of a vector, uint8 [columns, bytes per value].
 
         Copies the bytes only if `order` is given.
@@ -172,10 +176,10 @@ def _dequantize_rows(rows: np.ndarray, kind: TensorKind) -> mx.array:
     if kind.name in DENSE:
         own = "<f4" if kind.name == "F32" else "<f2"
         return mx.array(np.ascontiguousarray(rows).view(own).astype(np.float32))
-    return mx.array(dequantizer()(rows, kind.name))
+    return mx.array(gguf_dequantizer()(rows, kind.name))
 
 
-def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
+def gguf_dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
     """Returns gguf's function from (rows of blocks, tensor type) to values. Raises `InstallationError` without gguf."""
     try:
         from gguf import GGMLQuantizationType, dequantize
@@ -194,102 +198,102 @@ def read_gguf(path: Path) -> GgufFile:
         if os.fstat(file.fileno()).st_size < 24 or file.read(4) != MAGIC:
             raise ConversionError(f"{path} is no GGUF file, or its beginning is missing")
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    return _Reader(path, data).read()
+    return _HeaderReader(path, data).read_header()
 
 
-class _Reader:
+class _HeaderReader:
     """Reads a file's header from front to back. Each read is checked against the file's end. at: the position."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path, self.data, self.at = path, data, 4
         self.end = min(len(data), MAX_HEADER_BYTES)
 
-    def read(self) -> GgufFile:
-        version = self.number(_U32)
+    def read_header(self) -> GgufFile:
+        version = self.read_number(_U32)
         if version not in (2, 3):
             big = version in (2 << 24, 3 << 24)
             raise self.error(f"version {'of a big-endian machine' if big else version} is not supported; 2 and 3 are")
-        tensors, keys = self.count(24, MAX_TENSORS, "tensors"), self.count(13, MAX_KEYS, "keys")
+        tensors, keys = self.read_count(24, MAX_TENSORS, "tensors"), self.read_count(13, MAX_KEYS, "keys")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
-            key = self.name("key", metadata)
-            metadata[key] = self.value(self.number(_U32), key)
+            key = self.read_name("key", metadata)
+            metadata[key] = self.read_value(self.read_number(_U32), key)
         listed: dict[str, GgufTensor] = {}
         for _ in range(tensors):
-            name = self.name("tensor", listed)
-            listed[name] = self.tensor(name)
-        return GgufFile(self.path, metadata, self.placed(listed, metadata), self.data)
+            name = self.read_name("tensor", listed)
+            listed[name] = self.read_tensor_entry(name)
+        return GgufFile(self.path, metadata, self.place_tensors(listed, metadata), self.data)
 
     def error(self, what: str) -> ConversionError:
         return ConversionError(f"{self.path}: {what}")
 
-    def take(self, size: int) -> memoryview:
+    def take_bytes(self, size: int) -> memoryview:
         if size > self.end - self.at:
             longer = "is longer than this reader allows" if self.end == MAX_HEADER_BYTES else "is truncated or damaged"
             raise self.error(f"the header {longer}: {size} bytes are needed at byte {self.at} of {len(self.data)}")
         self.at += size
         return self.data[self.at - size : self.at]
 
-    def number(self, kind: int) -> Any:
+    def read_number(self, kind: int) -> Any:
         dtype = np.dtype(_NUMBERS[kind])
-        return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
+        return np.frombuffer(self.take_bytes(dtype.itemsize), dtype)[0].item()
 
-    def count(self, size: int, most: int, what: str) -> int:
+    def read_count(self, size: int, most: int, what: str) -> int:
         """Returns the next uint64: the number of items that follow, at most `most`. size: minimum bytes per item."""
-        count = self.number(10)
+        count = self.read_number(10)
         if count > most or count * size > self.end - self.at:
             raise self.error(f"{count} {what} are announced at byte {self.at - 8}, more than fit; the file is damaged")
         return count
 
-    def string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
-        data = self.take(self.count(1, most, f"bytes of {what}"))
+    def read_string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
+        data = self.take_bytes(self.read_count(1, most, f"bytes of {what}"))
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{what} at byte {self.at - len(data)} is not valid UTF-8") from error
 
-    def name(self, what: str, known: dict[str, Any]) -> str:
+    def read_name(self, what: str, known: dict[str, Any]) -> str:
         """Returns the next string, the name of a key or tensor.
 
         Raises `ConversionError` if the name is empty, not printable ASCII, or in `known`.
         """
-        name = self.string(f"the name of a {what}", MAX_NAME_BYTES)
+        name = self.read_string(f"the name of a {what}", MAX_NAME_BYTES)
         if not name or not name.isascii() or not name.isprintable():
             raise self.error(f"{name!r} cannot be the name of a {what}")
         if name in known:
             raise self.error(f"the {what} {name} is there twice")
         return name
 
-    def value(self, kind: int, key: str) -> Any:
+    def read_value(self, kind: int, key: str) -> Any:
         if kind == _BOOL:
-            return self.boolean(key)
+            return self.read_boolean(key)
         if kind == _STRING:
-            return self.string(key)
+            return self.read_string(key)
         if kind == _ARRAY:
-            return self.array(key)
+            return self.read_array(key)
         if kind not in _NUMBERS:
             raise self.error(f"{key} has the unknown type {kind}")
-        return self.number(kind)
+        return self.read_number(kind)
 
-    def boolean(self, key: str) -> bool:
-        value = self.number(0)
+    def read_boolean(self, key: str) -> bool:
+        value = self.read_number(0)
         if value > 1:
             raise self.error(f"{key} must be true or false, got {value}")
         return bool(value)
 
-    def array(self, key: str) -> Any:
+    def read_array(self, key: str) -> Any:
         """Returns the next array: a NumPy array for numbers or truth values, a list for strings."""
-        kind = self.number(_U32)
+        kind = self.read_number(_U32)
         if kind == _STRING:
-            return self.strings(self.count(8, MAX_ITEMS, f"strings of {key}"), key)
+            return self.read_strings(self.read_count(8, MAX_ITEMS, f"strings of {key}"), key)
         if kind != _BOOL and kind not in _NUMBERS:
             raise self.error(f"{key} is an array of the type {kind}, which is not supported")
         dtype = np.dtype("u1" if kind == _BOOL else _NUMBERS[kind])
-        count = self.count(dtype.itemsize, MAX_ITEMS, f"values of {key}")
-        return np.frombuffer(self.take(count * dtype.itemsize), dtype).astype(bool if kind == _BOOL else dtype)
+        count = self.read_count(dtype.itemsize, MAX_ITEMS, f"values of {key}")
+        return np.frombuffer(self.take_bytes(count * dtype.itemsize), dtype).astype(bool if kind == _BOOL else dtype)
 
-    def strings(self, count: int, key: str) -> list[str]:
-        """Returns the next `count` strings. Faster than `string`, because a vocabulary may have a million."""
+    def read_strings(self, count: int, key: str) -> list[str]:
+        """Returns the next `count` strings. Faster than `read_string`, because a vocabulary may have a million."""
         data, at, end, found = self.data, self.at, self.end, []
         for _ in range(count):
             begin = at + 8
@@ -303,16 +307,16 @@ class _Reader:
             at = last
         self.at = at
         if len(found) < count:
-            self.string(key)  # raises
+            self.read_string(key)  # raises
         return found
 
-    def tensor(self, name: str) -> GgufTensor:
+    def read_tensor_entry(self, name: str) -> GgufTensor:
         """Reads the entry of the tensor `name`, whose offset counts from the beginning of all tensor data."""
-        rank = self.number(_U32)
+        rank = self.read_number(_U32)
         if not 1 <= rank <= 4:
             raise self.error(f"{name} has {rank} dimensions")
-        shape = tuple(self.number(10) for _ in range(rank))[::-1]
-        number, offset = self.number(_U32), self.number(10)
+        shape = tuple(self.read_number(10) for _ in range(rank))[::-1]
+        number, offset = self.read_number(_U32), self.read_number(10)
         kind = KINDS.get(number)
         if kind is None:
             known = ", ".join(one.name for one in KINDS.values())
@@ -321,7 +325,7 @@ class _Reader:
             raise self.error(f"{name} cannot have the shape {list(shape)} in {kind.name}")
         return GgufTensor(name, kind, shape, offset)
 
-    def placed(self, tensors: dict[str, GgufTensor], metadata: dict[str, Any]) -> dict[str, GgufTensor]:
+    def place_tensors(self, tensors: dict[str, GgufTensor], metadata: dict[str, Any]) -> dict[str, GgufTensor]:
         """Returns the tensors with offsets from the file's beginning, after checking that they fill the file."""
         step = metadata.get("general.alignment", 32)
         if type(step) is not int or not 8 <= step <= 1 << 16 or step & (step - 1):

@@ -78,7 +78,7 @@ def read_first_stage_tokenizer(name: str) -> Any:
     from mlx_zip.named import resolve_model_name
     from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file
     from mlx_zip.text.tokenizers import must_be_local_path, tokenizer_folder
-    from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer
+    from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer_file
 
     path = resolve_model_name(name)
     if not (path.exists() or is_tokenizer_file(path) or must_be_local_path(name)):
@@ -87,7 +87,7 @@ def read_first_stage_tokenizer(name: str) -> Any:
         path = find_gpt2_merges(path) or path
     if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
         return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
-    return open_tokenizer(path)
+    return open_tokenizer_file(path)
 
 
 def read_standard_input() -> str:

@@ -177,4 +177,4 @@ def _make_torch_runner(engine: str) -> Any:
     device = engine_choice.import_torch_module("engine", engine).device_from_environment(
         needs_card=engine == engine_choice.CUDA
     )
-    return ModelRunner(engine, str(device), partial(module.load_evaluated, device=device))
+    return ModelRunner(engine, str(device), partial(module.load_evaluated_model, device=device))

@@ -21,7 +21,7 @@ import torch
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.entries import Installed
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.cuda.graphs import Graphs, graph_size
+from mlx_zip.cuda.graphs import CudaGraphs, graph_batch_size
 from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
 from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.model import CudaModel
@@ -50,7 +50,7 @@ class Batch:
         before = model.layout.vocab_size if self._by_base_ids else 0
         self.tables = HyperRowTables(max_sequences, slots, model.sides, model.width, model.dtype, device, before)
         self._most_positions_of_id = config.merge_size if config is not None and self._by_base_ids else 1
-        self._graphs = Graphs(device)
+        self._graphs = CudaGraphs(device)
         self._new_rows: NewEntryRows | None = None
         if config is not None and model.store is not None:
             self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, config.merge_size, max_sequences)
@@ -203,7 +203,7 @@ class Batch:
         if not self._sequences:
             return
         self._collect_outputs()
-        count, size = len(self), graph_size(len(self), self.max_sequences)
+        count, size = len(self), graph_batch_size(len(self), self.max_sequences)
         logits = logits and chooser is not None
         head = self._graphs.run(("head", size, logits), partial(self._run_head, size, logits))
         parts: list[Any] = [None if part is None else part[:count] for part in head[:3]]
@@ -214,7 +214,7 @@ class Batch:
         torch.clamp(ids, 0, self.model.layout.end - 1, out=self._chosen_ids[:count])
         for sequence in self._sequences:
             sequence.has_chosen = sequence.can_choose
-        self._send_steps(
+        self._send_step_flags(
             [int(sequence.has_chosen) for sequence in self._sequences] + [0] * (self.max_sequences - count)
         )
 
@@ -227,7 +227,7 @@ class Batch:
     def _run_head(self, size: int, logits: bool) -> HeadOutput:
         return self.model.head(self._outputs[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
 
-    def _send_steps(self, steps: list[int]) -> None:
+    def _send_step_flags(self, steps: list[int]) -> None:
         """Sends `steps` to the device if they have changed: 1 for each sequence that steps, 0 for others."""
         if steps != self._steps_sent:
             self._steps.send(np.array(steps, np.int64))
@@ -250,7 +250,7 @@ class Batch:
             self._run_body_of_stepping()
 
     def _run_body_of_stepping(self) -> None:
-        size = graph_size(len(self), self.max_sequences)
+        size = graph_batch_size(len(self), self.max_sequences)
         self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
     def _run_body(self, size: int) -> None:
@@ -283,7 +283,7 @@ class Batch:
         again: list[int] = []
         for row, sequence in enumerate(self._sequences):
             if sequence.has_chosen:
-                followed = self._follow_draft(row, sequence, ids[row])
+                followed = self._take_from_draft(row, sequence, ids[row])
                 try:
                     known, entry = self._push_id(sequence, ids[row])
                 except CodecError as error:
@@ -294,7 +294,7 @@ class Batch:
         self._make_new_rows(new, errors)
         again = [row for row in again if row not in errors]
         if self._postponed:
-            self._run_postponed(again, drafts or {}, errors)
+            self._run_postponed_bodies(again, drafts or {}, errors)
         else:
             for row in again:
                 self._rerun_body(row, errors)
@@ -319,12 +319,14 @@ class Batch:
         if not new or self._new_rows is None:
             return
         try:
-            self._new_rows.install(new, self.model.encode)
+            self._new_rows.install(new, self.model.encode_entries)
         except RuntimeError as error:
             for row, _ in new:
                 self._record_error(row, self.book(row).mark() - 1, error, errors)
 
-    def _run_postponed(self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]) -> None:
+    def _run_postponed_bodies(
+        self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]
+    ) -> None:
         """Runs the body over the last id of each sequence in `rows`, and over the draft that follows the id, if any."""
         switching = [row for row in rows if self._has_switched_frequencies(self._sequences[row])]
         for row in switching:
@@ -334,17 +336,17 @@ class Batch:
         ahead = [row for row in rest if together or row in drafts]
         if ahead:
             try:
-                self._read_drafts(ahead, drafts)
+                self._read_new_drafts(ahead, drafts)
             except RuntimeError as error:
                 for row in ahead:
                     self._record_error(row, self.book(row).mark() - 1, error, errors)
         if stepping := [row for row in rest if row not in ahead]:
-            self._send_steps([int(row in stepping) for row in range(self.max_sequences)])
+            self._send_step_flags([int(row in stepping) for row in range(self.max_sequences)])
             self._run_body_of_stepping()
 
-    def _read_drafts(self, rows: Sequence[int], drafts: Mapping[int, Draft]) -> None:
+    def _read_new_drafts(self, rows: Sequence[int], drafts: Mapping[int, Draft]) -> None:
         ids = {row: drafts[row].ids if row in drafts else [] for row in rows}
-        outputs = self._reader.read_ahead({row: (self._sequences[row], ids[row]) for row in rows})
+        outputs = self._reader.read_last_ids_and_drafts({row: (self._sequences[row], ids[row]) for row in rows})
         for row in rows:
             sequence = self._sequences[row]
             sequence.ahead = ReadDraft(drafts[row], outputs[row]) if row in drafts else None
@@ -388,7 +390,7 @@ class Batch:
             self.kv.trim_row(row, sequence.book.mark())
             self._positions_used[row] = sequence.position_count
 
-    def _follow_draft(self, row: int, sequence: SequenceState, id_: int) -> bool:
+    def _take_from_draft(self, row: int, sequence: SequenceState, id_: int) -> bool:
         """Returns whether `id_` is the next id of the sequence's draft.
 
         If so, takes the output for `id_` from the draft; if not, drops the draft.

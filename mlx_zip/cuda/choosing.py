@@ -38,7 +38,7 @@ class RowChooser:
             if request.error is not None or request.takes_best_id:
                 continue
             try:
-                self._choose_row(row, request, head, ids, searches)
+                self._choose_id_of_row(row, request, head, ids, searches)
             except Exception as error:
                 request.error = error
         search_next_ids(list(searches.values()))
@@ -48,7 +48,7 @@ class RowChooser:
                 self._record_logprobs(row, self._requests[row], one.logits, ids)
         return ids
 
-    def _choose_row(
+    def _choose_id_of_row(
         self, row: int, request: Request, head: HeadOutput, ids: torch.Tensor, searches: dict[int, _ConstraintSearch]
     ) -> None:
         """Chooses the id of one row, or begins the search for it if the request has a constraint."""
@@ -61,7 +61,7 @@ class RowChooser:
         if request.submission.constraint is not None:
             searches[row] = _ConstraintSearch(request, logits, excluded, self._pad_id)
             return
-        logits = _forbid_excluded(logits, excluded, self._pad_id)
+        logits = _forbid_excluded_ids(logits, excluded, self._pad_id)
         ids[row] = request.draws(logits.log_softmax(1))[0]
         self._record_logprobs(row, request, logits, ids)
 
@@ -103,7 +103,7 @@ class _ConstraintSearch(Search):
         self._pad_id = pad_id
 
     def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _forbid_excluded(self.mask_closed_ids(self.logits, open_), excluded, self._pad_id)
+        logits = _forbid_excluded_ids(self.mask_closed_ids(self.logits, open_), excluded, self._pad_id)
         return logits, self.request.draws.draw_scores(logits.log_softmax(1))
 
     def mask_closed_ids(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
@@ -113,5 +113,5 @@ class _ConstraintSearch(Search):
         return scores[0].to("cpu", copy=True).numpy()
 
 
-def _forbid_excluded(logits: torch.Tensor, excluded: list[int], pad_id: int) -> torch.Tensor:
+def _forbid_excluded_ids(logits: torch.Tensor, excluded: list[int], pad_id: int) -> torch.Tensor:
     return exclude_ids(logits, logits.logsumexp(1), [excluded], pad_id) if excluded else logits

@@ -41,13 +41,13 @@ def _raise_unless_card_works(device: torch.device) -> None:
         raise ModelError(f"device {device}: triton is not installed: pip install 'mlx-zip[cuda]'")
     try:
         torch.cuda.init()
-        make_current(device)
+        make_gpu_current(device)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device}: no usable CUDA card here: {first_message_line(error)}") from error
 
 
-def make_current(device: torch.device) -> None:
+def make_gpu_current(device: torch.device) -> None:
     """Makes a GPU the current one of this thread: Triton launches kernels there, wherever their tensors are."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -65,7 +65,7 @@ def raise_if_dtype_unsupported(dtype: torch.dtype, device: torch.device) -> None
         )
 
 
-def free_bytes(device: torch.device) -> int | None:
+def free_gpu_bytes(device: torch.device) -> int | None:
     """Returns the bytes that can still be allocated on a GPU; None for a CPU."""
     if device.type != "cuda":
         return None
@@ -73,7 +73,7 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def peak_bytes(device: torch.device) -> int:
+def peak_allocated_bytes(device: torch.device) -> int:
     """Returns the peak bytes that PyTorch allocated on a GPU; for a CPU, the peak memory of the process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
 
@@ -96,9 +96,9 @@ def as_out_of_memory_error(error: torch.OutOfMemoryError) -> ModelError:
     )
 
 
-def raise_if_no_room(what: str, needed: int, device: torch.device) -> None:
+def raise_if_memory_too_small(what: str, needed: int, device: torch.device) -> None:
     """Raises `ModelError` naming needed and free bytes if `needed` bytes are more than the device has free."""
-    free = free_bytes(device)
+    free = free_gpu_bytes(device)
     if free is not None and needed > free:
         raise ModelError(f"{what}: {needed} bytes needed on {device}, {free} bytes are free")
 
@@ -111,21 +111,21 @@ LIMIT_S = 0.5  # after this time no further trial begins
 _measured: dict[torch.device, float] = {}  # bytes per second, measured once in this process
 
 
-def measure_ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
+def measure_step_ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
     """Returns the upper bound on steps per second of a model that reads `step_bytes` bytes of weights per step.
 
     Returns None if too little memory is free for the measurement. Call it in the engine's thread. The first call
     measures the device's bandwidth, for up to a second.
     """
     if device not in _measured:
-        free = free_bytes(device)
+        free = free_gpu_bytes(device)
         if free is not None and free < 4 * BANDWIDTH_SIDE**2:
             return None
-        _measured[device] = measure_read_speed(device, BANDWIDTH_SIDE, LIMIT_S)
+        _measured[device] = measure_matvec_bandwidth(device, BANDWIDTH_SIDE, LIMIT_S)
     return Ceiling(_measured[device] / step_bytes, _measured[device], step_bytes)
 
 
-def measure_read_speed(device: torch.device, side: int, limit_s: float = math.inf) -> float:
+def measure_matvec_bandwidth(device: torch.device, side: int, limit_s: float = math.inf) -> float:
     """Returns the bytes per second that a device reads in matrix-vector products, as `mlx_zip.device.bandwidth` does.
 
     side: rows and columns of the float32 matrix. The result is the fastest of up to `TRIALS` trials after one warm-up.
@@ -134,15 +134,15 @@ def measure_read_speed(device: torch.device, side: int, limit_s: float = math.in
     ends = time.perf_counter() + limit_s
     matrix = torch.rand((side, side), device=device)
     products, best = PRODUCTS if device.type == "cuda" else 1, math.inf
-    _time_products(matrix, 1)
+    _time_matrix_products(matrix, 1)
     for _ in range(TRIALS):
         if time.perf_counter() >= ends and best < math.inf:
             break
-        best = min(best, _time_products(matrix, products) / products)
+        best = min(best, _time_matrix_products(matrix, products) / products)
     return matrix.nbytes / best
 
 
-def _time_products(matrix: torch.Tensor, count: int) -> float:
+def _time_matrix_products(matrix: torch.Tensor, count: int) -> float:
     """Returns the seconds that `count` products of a matrix with its first row take, on a GPU by CUDA events.
 
     Waits for these products only: a wait for the whole GPU would break graphs that other threads capture.

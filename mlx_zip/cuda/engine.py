@@ -18,12 +18,12 @@ from mlx_zip.cuda.batch import Batch, RowHandle, RowHandles
 from mlx_zip.cuda.devices import (
     as_out_of_memory_error,
     find_device,
-    free_bytes,
+    free_gpu_bytes,
     host_memory_bytes,
-    make_current,
-    measure_ceiling,
-    peak_bytes,
-    raise_if_no_room,
+    make_gpu_current,
+    measure_step_ceiling,
+    peak_allocated_bytes,
+    raise_if_memory_too_small,
 )
 from mlx_zip.cuda.group import CudaGroup, CudaReading
 from mlx_zip.cuda.model import CudaModel, open_model
@@ -59,7 +59,7 @@ class CudaEngine(ThreadedEngine):
         try:
             model, self.tokenizer = load()
             self._device = model.device
-            make_current(model.device)  # in this thread too; another thread may have loaded the model
+            make_gpu_current(model.device)  # in this thread too; another thread may have loaded the model
             return CudaServed(model, self.tokenizer, name, self._options)
         except torch.OutOfMemoryError as error:
             raise as_out_of_memory_error(error) from error
@@ -79,10 +79,12 @@ class CudaEngine(ThreadedEngine):
 
     def _memory_figures(self) -> dict[str, int]:
         now = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-        return {"memory_bytes": now, "peak_memory_bytes": peak_bytes(self._device)}
+        return {"memory_bytes": now, "peak_memory_bytes": peak_allocated_bytes(self._device)}
 
     def ceiling(self) -> Ceiling | None:
-        return self._inbox.ask(lambda: measure_ceiling(self._device, self._scheduler.served.model.step_weight_bytes))
+        return self._inbox.ask(
+            lambda: measure_step_ceiling(self._device, self._scheduler.served.model.step_weight_bytes)
+        )
 
     def without_hypertokens(self, name: str) -> Engine:
         served: CudaServed = self._inbox.ask(lambda: self._scheduler.served)
@@ -112,7 +114,7 @@ def open_cuda_engine(
 ) -> CudaEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
 
-    device: None for the result of `device_from_environment`. dtype: see `read_folder`. tokenizer_config: may hold
+    device: None for `device_from_environment()`. dtype: see `read_tensor_folder`. tokenizer_config: may hold
     `chat_template` only. max_kv_bytes: size of the KV caches of all requests together, each of which gets an equal
     part; None for 70% of a GPU's free memory or 25% of a CPU's memory. draft: see `RunOptions`. sessions: limits of the
     kept sessions, None to keep none. Other options: see `mlx_zip.engine.mlx.mlx_engine.open_engine`.
@@ -203,11 +205,11 @@ class CudaServed:
         self.weight_bytes = 0  # used only to decide whether to merge groups; here there is one group
         self.facts = self._model_facts()
         self.info = make_engine_info(name, model.fingerprint, self.facts)
-        self._warm_up()
+        self._take_warm_up_step()
 
     def _ids_per_request(self, options: ServeOptions, context: int | None) -> int:
         """Returns how many ids each request has room for. Raises `ModelError` if the number is too small."""
-        free, most = free_bytes(self.model.device), options.max_running
+        free, most = free_gpu_bytes(self.model.device), options.max_running
         room = int(HOST_KV_SHARE * host_memory_bytes() if free is None else CARD_KV_SHARE * free)
         room = room if options.max_kv_bytes is None else options.max_kv_bytes
         capacity = room // (most * self.kv_bytes_per_id)
@@ -215,10 +217,10 @@ class CudaServed:
             needed = MIN_REQUEST_IDS * most * self.kv_bytes_per_id
             raise ModelError(f"KV caches of {most} requests: {needed} bytes needed at least, there is room for {room}")
         capacity = capacity if context is None else min(capacity, context)
-        raise_if_no_room("KV caches", most * capacity * self.kv_bytes_per_id, self.model.device)
+        raise_if_memory_too_small("KV caches", most * capacity * self.kv_bytes_per_id, self.model.device)
         return capacity
 
-    def _warm_up(self) -> None:
+    def _take_warm_up_step(self) -> None:
         """Takes a step, so that loading fails if the model cannot run, and kernels are ready for the first request.
 
         On a GPU this takes a step with 1, 2, 4, ... requests: each number has its own kernels and CUDA graphs.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.cuda.devices import peak_bytes
+from mlx_zip.cuda.devices import peak_allocated_bytes
 from mlx_zip.cuda.engine import CudaEngine, tokenizer_with_options
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
@@ -23,7 +23,7 @@ from mlx_zip.engine.scored import Compressed, Pairs, Scored
 from mlx_zip.packs.pack import Pack
 
 
-def load_evaluated(
+def load_evaluated_model(
     folder: Path,
     *,
     device: torch.device,
@@ -44,10 +44,10 @@ class EvaluatedModel:
 
     def __init__(self, model: CudaModel) -> None:
         self._model, self.config, self.fingerprint = model, model.config, model.fingerprint
-        self.layout = model.layout if model.hypertokens else None
+        self.layout = model.layout if model.has_hypertokens else None
         self.is_plain = model.is_plain
         config = model.folder.config
-        self.args = SimpleNamespace(config=config) if model.hypertokens else SimpleNamespace(**config)
+        self.args = SimpleNamespace(config=config) if model.has_hypertokens else SimpleNamespace(**config)
         self.row_source = SimpleNamespace(pack=model.pack)
         self._engine: CudaEngine | None = None
         self._engine_capacity = 0  # prompts that the engine answers at the same time
@@ -55,7 +55,7 @@ class EvaluatedModel:
 
     def peak_bytes(self) -> int:
         """Returns the peak bytes that PyTorch allocated on the GPU; on a CPU, the peak memory of the process."""
-        return peak_bytes(self._model.device)
+        return peak_allocated_bytes(self._model.device)
 
     def close(self) -> None:
         """Closes the engine that `stream` has opened, if any."""

@@ -20,12 +20,12 @@ Result = TypeVar("Result")
 _capturing = Lock()  # a capture begins with a wait for the whole GPU, which would break another thread's capture
 
 
-class Graphs:
+class CudaGraphs:
     """Captured pieces of work on one device, by key.
 
     A piece reads and writes tensors at fixed addresses, and reads nothing on the host. Running a piece twice gives the
     same result, except in the tensors passed to `run` as `keep`. All graphs share one memory pool. No graph overwrites
-    another graph's results, because all graphs are replayed on one stream and `Graphs` holds their results.
+    another graph's results, because all graphs are replayed on one stream and `CudaGraphs` holds their results.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,13 +45,13 @@ class Graphs:
             return work()
         if key not in self._captured:
             with torch.cuda.device(self._device):
-                self._warm_up(work, keep)
+                self._run_warm_up(work, keep)
                 self._captured[key] = self._capture(work)
         graph, result = self._captured[key]
         graph.replay()
         return result  # type: ignore[return-value]
 
-    def _warm_up(self, work: Callable[[], object], keep: Sequence[torch.Tensor]) -> None:
+    def _run_warm_up(self, work: Callable[[], object], keep: Sequence[torch.Tensor]) -> None:
         """Runs the work on a side stream, as a capture requires, and restores the values of `keep` after each run."""
         current, side = torch.cuda.current_stream(self._device), self._side
         assert side is not None
@@ -74,6 +74,6 @@ class Graphs:
         return graph, result
 
 
-def graph_size(count: int, most: int) -> int:
+def graph_batch_size(count: int, most: int) -> int:
     """Returns the number of sequences of the graph to use for `count`: 1, 2, 4, 8, ..., at most `most`."""
     return min(most, 1 << max(0, count - 1).bit_length())

@@ -67,7 +67,7 @@ class CudaGroup:
 
     def read_chosen_ids(self) -> None:
         self._ids = self._batch.wait_for_ids() if self._chosen else []
-        self._note_pass_time()
+        self._record_pass_time()
         for request in self._chosen:
             if request.error is not None:
                 continue
@@ -76,16 +76,16 @@ class CudaGroup:
                 continue
             try:
                 request.outgrown = request.outgrown or self._batch.room_left(request.cache.row) <= 1
-                request.count_chosen(self._chosen_of_row(request.cache.row))
+                request.count_chosen(self._chosen_id_of_row(request.cache.row))
             except Exception as error:
                 request.error = error
 
-    def _note_pass_time(self) -> None:
+    def _record_pass_time(self) -> None:
         drafters = (request.drafter for request in self.requests)
         costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
         self._clock.note_pass_end(costs, 0 if costs is None else self.length)
 
-    def _chosen_of_row(self, row: int) -> Chosen:
+    def _chosen_id_of_row(self, row: int) -> Chosen:
         id_, draft = self._ids[row], self._batch.draft(row)
         chosen = Chosen(id_) if self._chooser is None else self._chooser.chosen(row, id_)
         chosen.from_draft = draft is not None and draft.proposes(id_)

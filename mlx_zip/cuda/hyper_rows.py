@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from mlx_zip.codec.entries import Installed
-from mlx_zip.cuda.devices import raise_if_no_room
-from mlx_zip.cuda.graphs import Graphs, graph_size
+from mlx_zip.cuda.devices import raise_if_memory_too_small
+from mlx_zip.cuda.graphs import CudaGraphs, graph_batch_size
 from mlx_zip.cuda.kernels.hyper_rows import install_rows
 from mlx_zip.cuda.transfers import Upload, ids_to_device
 
@@ -42,7 +42,7 @@ class RowStore:
     ) -> None:
         each = sides * width * dtype.itemsize
         self.places = max(ENTRIES_PER_PASS, limit // each)
-        raise_if_no_room("the store of hyper rows", self.places * each, device)
+        raise_if_memory_too_small("the store of hyper rows", self.places * each, device)
         self.pool = torch.empty((self.places, sides, width), dtype=dtype, device=device)
         self._place_by_entry: OrderedDict[bytes, int] = OrderedDict()  # place by entry, the least recently used first
 
@@ -115,7 +115,7 @@ class HyperRowTables:
         self, batch: int, slots: int, sides: int, width: int, dtype: torch.dtype, device: torch.device, before: int = 0
     ) -> None:
         each = sides * width * dtype.itemsize + torch.bool.itemsize + torch.int64.itemsize
-        raise_if_no_room(f"tables of hyper rows of {batch} x {slots} slots", batch * slots * each, device)
+        raise_if_memory_too_small(f"tables of hyper rows of {batch} x {slots} slots", batch * slots * each, device)
         self.outputs = torch.zeros((batch, slots, width), dtype=dtype, device=device)
         self.inputs = self.outputs if sides == 1 else torch.zeros_like(self.outputs)
         self.installed = torch.zeros((batch, slots), dtype=torch.bool, device=device)
@@ -156,10 +156,10 @@ class NewEntryRows:
     same values.
     """
 
-    def __init__(self, store: RowStore, tables: HyperRowTables, graphs: Graphs, width: int, most: int) -> None:
+    def __init__(self, store: RowStore, tables: HyperRowTables, graphs: CudaGraphs, width: int, most: int) -> None:
         self._store, self._tables, self._graphs = store, tables, graphs
         self._width, self._most = width, most
-        sizes = {graph_size(count, most) for count in range(1, most + 1)}
+        sizes = {graph_batch_size(count, most) for count in range(1, most + 1)}
         self._encode_inputs = {size: Upload(size * (width + 2), store.pool.device) for size in sizes}
         self._install_inputs = {size: Upload(size * 4, store.pool.device) for size in sizes}
 
@@ -184,28 +184,28 @@ class NewEntryRows:
 
     def _encode(self, encode: EncodeEntries, entries: np.ndarray, spans: np.ndarray, places: np.ndarray) -> None:
         """Encodes entries [N, S] of `spans` [N] base ids each, and writes the rows to `places` [N] of the store."""
-        size = graph_size(len(entries), self._most)
+        size = graph_batch_size(len(entries), self._most)
         inputs = self._encode_inputs[size]
-        inputs.send(np.concatenate([_pad_with_first(part, size).reshape(-1) for part in (entries, spans, places)]))
-        self._graphs.run(("encode", size), partial(self._encode_sent, encode, size, inputs.device))
+        inputs.send(np.concatenate([_pad_with_first_row(part, size).reshape(-1) for part in (entries, spans, places)]))
+        self._graphs.run(("encode", size), partial(self._encode_sent_entries, encode, size, inputs.device))
 
-    def _encode_sent(self, encode: EncodeEntries, size: int, sent: torch.Tensor) -> None:
+    def _encode_sent_entries(self, encode: EncodeEntries, size: int, sent: torch.Tensor) -> None:
         entries, spans, places = sent.split([size * self._width, size, size])
         self._store.pool[places] = encode(entries.view(size, self._width), spans)
 
     def _install(self, rows: np.ndarray, slots: np.ndarray, places: np.ndarray, spans: np.ndarray) -> None:
         """Copies rows from `places` [N] of the store into `slots` [N] of the sequences in `rows` [N]."""
-        size = graph_size(len(rows), self._most)
+        size = graph_batch_size(len(rows), self._most)
         inputs = self._install_inputs[size]
-        inputs.send(np.concatenate([_pad_with_first(part, size) for part in (rows, slots, places, spans)]))
-        self._graphs.run(("install", size), partial(self._install_sent, inputs.device.view(4, size)))
+        inputs.send(np.concatenate([_pad_with_first_row(part, size) for part in (rows, slots, places, spans)]))
+        self._graphs.run(("install", size), partial(self._install_sent_rows, inputs.device.view(4, size)))
 
-    def _install_sent(self, sent: torch.Tensor) -> None:
+    def _install_sent_rows(self, sent: torch.Tensor) -> None:
         tables = self._tables
         install_rows(sent, self._store.pool, tables.sides, tables.installed, tables.spans)
 
 
-def _pad_with_first(part: np.ndarray, size: int) -> np.ndarray:
+def _pad_with_first_row(part: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([part, np.repeat(part[:1], size - len(part), axis=0)])
 
 

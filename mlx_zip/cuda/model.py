@@ -17,8 +17,8 @@ from mlx_zip.cuda.hyper_rows import STORE_BYTES, RowStore
 from mlx_zip.cuda.kernels.head import HeadOutput, joint_head
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
 from mlx_zip.cuda.kernels.packed import Matrix
-from mlx_zip.cuda.network.checkpoint import Folder, folder_fingerprint, read_folder
-from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, cpu_head
+from mlx_zip.cuda.network.checkpoint import TensorFolder, folder_fingerprint, read_tensor_folder
+from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, joint_head_on_cpu
 from mlx_zip.cuda.network.decoder import Decoder
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.cuda.network.linear import HalfMatrix, Linear
@@ -50,17 +50,17 @@ def open_model(
     """Returns a converted zip2zip model or a plain model.
 
     path: a folder, a bundled model's name or a hub id. device: None for the current GPU, else the CPU. dtype: see
-    `read_folder`. hypertokens: False loads the decoder without hyper-encoders, as a plain model. pack: the pack of
+    `read_tensor_folder`. hypertokens: False loads the decoder without hyper-encoders, as a plain model. pack: that of
     requests that name none; None for the tuned pack in the folder, else the entries in config.json. A plain model takes
     only a pack whose rows were tuned for that model. codebook_size: number of slots; canonical: whether decoding is
     canonical; None for the values in config.json. store_bytes: maximum bytes of the encoded rows that all requests
-    share. kernels: see `Folder`; None for True on a GPU and False on a CPU. Raises `ModelError`, `ConfigError`,
+    share. kernels: see `TensorFolder`; None for True on a GPU and False on a CPU. Raises `ModelError`, `ConfigError`,
     `DataError` or `CodecError` if a file or the pack is invalid, the pack does not fit the model, or memory is too
     small.
     """
     where = find_device(device)
     kernels = where.type == "cuda" if kernels is None else kernels
-    folder = read_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
+    folder = read_tensor_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
     start = None if pack is None else resolve_pack(pack)
     if changes := codebook_config_changes(folder.config, codebook_size, start):
         folder.config |= changes
@@ -86,7 +86,7 @@ class CudaModel:
     store: encoded rows of entries, None without hypertokens.
     """
 
-    def __init__(self, folder: Folder, config: ZipConfig | None, store_bytes: int = STORE_BYTES) -> None:
+    def __init__(self, folder: TensorFolder, config: ZipConfig | None, store_bytes: int = STORE_BYTES) -> None:
         """Takes the tensors out of `folder`. Raises `ConfigError` if the hyper-encoder does not fit the model.
 
         Raises `ModelError`, naming file and tensor, if a tensor is missing, unexpected or of a wrong shape.
@@ -112,11 +112,11 @@ class CudaModel:
         Raises `ModelError` if a tensor is missing or has another shape.
         """
         folder, decoder = self.folder, self.folder.decoder
-        low = folder.take(EMBEDDING, decoder.rows, decoder.width)
-        high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
-        self.head_product = None if folder.kernels else Linear(high).prepared_for_cpu(folder.dtype)
-        self.embedding: Matrix = folder.as_table(low)
-        self.head_matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
+        low = folder.take_weight(EMBEDDING, decoder.rows, decoder.width)
+        high = low if decoder.tied else folder.take_weight(HEAD, decoder.rows, decoder.width)
+        self.head_product = None if folder.kernels else Linear(high).prepare_for_cpu(folder.dtype)
+        self.embedding: Matrix = folder.to_lookup_table(low)
+        self.head_matrix: Matrix = self.embedding if decoder.tied else folder.to_lookup_table(high)
 
     def _take_hyper_encoders(self, config: ZipConfig | None) -> None:
         self.sides = 2
@@ -126,7 +126,7 @@ class CudaModel:
             raise ConfigError(
                 f"the encoder makes rows of width {config.encoder.model_size}, the model's are {self.width}"
             )
-        tied, take = config.encoder.tie_encoders, self.folder.take
+        tied, take = config.encoder.tie_encoders, self.folder.take_weight
         self.sides = 1 if tied and self.folder.decoder.tied else 2
         keep = None if self.folder.kernels else self.dtype
         weights = [EncoderWeights(take, side, keep) for side in SIDES[: 2 - tied]]
@@ -135,7 +135,7 @@ class CudaModel:
 
     def _raise_if_tensors_left(self) -> None:
         """Raises `ModelError` if an unknown tensor is left; without hypertokens, hyper-encoders may be left."""
-        ignored = () if self.hypertokens else SIDES
+        ignored = () if self.has_hypertokens else SIDES
         if rest := sorted(name for name in self.folder.tensors if not name.startswith(ignored)):
             raise ModelError(f"{self.folder.path / self.folder.files[rest[0]]}: {rest[0]} is no part of this model")
 
@@ -164,7 +164,7 @@ class CudaModel:
     # ---- packs of requests
 
     @property
-    def hypertokens(self) -> bool:
+    def has_hypertokens(self) -> bool:
         """Whether the model has hypertokens."""
         return self.config is not None
 
@@ -199,7 +199,7 @@ class CudaModel:
             raise ModelError(NO_HYPERTOKENS)
         found = self._starts_by_pack.get(id(pack))
         if found is None:  # each `SequenceStart` holds its pack, so no other object can have that pack's id()
-            found = make_sequence_start(self.params, pack, lambda: self.fingerprint, self.sides, self._empty_rows)
+            found = make_sequence_start(self.params, pack, lambda: self.fingerprint, self.sides, self._empty_hyper_rows)
             if found.rows is None and self.is_plain:
                 raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
             if len(self._starts_by_pack) >= MAX_KEPT_PACKS:
@@ -208,7 +208,7 @@ class CudaModel:
         return found
 
     @property
-    def _empty_rows(self) -> torch.Tensor:
+    def _empty_hyper_rows(self) -> torch.Tensor:
         return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
 
     @property
@@ -234,7 +234,7 @@ class CudaModel:
         rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool: which slots hold an entry.
         """
         if self.head_product is not None:
-            return cpu_head(h, self.head_product, rows, installed, self.layout.vocab_size, logits)
+            return joint_head_on_cpu(h, self.head_product, rows, installed, self.layout.vocab_size, logits)
         return joint_head(h, self.head_matrix, rows, installed, self.layout.vocab_size, logits)
 
     def base_logits(self, h: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ class CudaModel:
         product = Linear(self.head_matrix) if self.head_product is None else self.head_product
         return product(h)[:, : self.layout.vocab_size].float()
 
-    def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def encode_entries(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns rows [N, sides, D] of entries [N, S] int64, which are padded with the pad id.
 
         lengths [N] int64: base ids of each entry. sides: the output row, then the input row unless one row serves for
@@ -269,7 +269,7 @@ class CudaModel:
         return frozenset(self.tokenizer.eos_token_ids)
 
 
-def _read_eos_ids(folder: Folder) -> list[int]:
+def _read_eos_ids(folder: TensorFolder) -> list[int]:
     path = folder.path / "generation_config.json"
     own = read_json_object(path, raises=ConfigError, constants=True).get("eos_token_id") if path.is_file() else None
     found = folder.config.get("eos_token_id") if own is None else own

@@ -57,7 +57,7 @@ class RequestSampler:
         if self.greedy:
             return logprobs
         kept = self.filter_logprobs(logprobs)
-        noise = torch.empty_like(kept).exponential_(generator=self._get_generator()).log_().neg_()
+        noise = torch.empty_like(kept).exponential_(generator=self._random_generator()).log_().neg_()
         return kept * (1.0 / self.options.temp) + noise
 
     def filter_logprobs(self, logprobs: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class RequestSampler:
         if options.xtc_probability > 0:
             logprobs = self._apply_xtc(logprobs)
         if options.top_k > 0:
-            logprobs = _keep_only(logprobs, logprobs.topk(options.top_k, dim=1).indices)
+            logprobs = _keep_only_ids(logprobs, logprobs.topk(options.top_k, dim=1).indices)
         return logprobs
 
     def _apply_xtc(self, logprobs: torch.Tensor) -> torch.Tensor:
@@ -82,10 +82,10 @@ class RequestSampler:
         likely = torch.where(probabilities > options.xtc_threshold, probabilities, torch.inf)
         excluded = probabilities > likely.amin(1, keepdim=True)
         excluded.index_fill_(1, to_device(self._special, logprobs.device), False)
-        drawn = torch.rand((1, 1), device=logprobs.device, generator=self._get_generator())
+        drawn = torch.rand((1, 1), device=logprobs.device, generator=self._random_generator())
         return logprobs.masked_fill(excluded & (drawn <= options.xtc_probability), -torch.inf)
 
-    def _get_generator(self) -> torch.Generator:
+    def _random_generator(self) -> torch.Generator:
         if self._generator_in_use is None:
             made, seed = torch.Generator(self._device), self.options.seed
             before = self._resumed_state
@@ -115,7 +115,7 @@ def _apply_min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tens
     return logprobs.masked_fill(removed, -torch.inf)
 
 
-def _keep_only(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _keep_only_ids(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logprobs, -torch.inf).scatter_(1, ids, logprobs.gather(1, ids))
 
 
@@ -145,10 +145,10 @@ def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequ
     """
     if not any(excluded):
         return logits
-    return logits.scatter(1, *closed_logits(logits, lse, excluded, never))
+    return logits.scatter(1, *values_of_excluded_ids(logits, lse, excluded, never))
 
 
-def closed_logits(
+def values_of_excluded_ids(
     logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes, if some row has excluded ids."""

@@ -55,7 +55,7 @@ class RowScorer:
         closed: positions, and the ids that canonical decoding forbids there. causal: False opens the row's last entries
         at every position ("legacy" in `mlx_zip.engine.mlx.scoring.score`). top: number of likeliest ids per position.
         """
-        row_entries, vocab_size, begin = self._find_entries(row), self._model.layout.vocab_size, 0
+        row_entries, vocab_size, begin = self._find_row_entries(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))
         first, last = (ids_to_device(part, row_entries.rows.device) for part in (row_entries.first, row_entries.last))
         if not causal:
@@ -78,7 +78,7 @@ class RowScorer:
         """Returns what `EvaluatedModel.score_next` returns: log-probabilities float64 [k] of ids after a whole row."""
         last = np.zeros(1, row.ids.dtype)  # a placeholder: the body does not read the last id
         longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
-        row_entries = self._find_entries(longer)
+        row_entries = self._find_row_entries(longer)
         *_, outputs = self._body_outputs(longer, row_entries)
         h = outputs[-1:]
         open_now = ids_to_device(np.flatnonzero(row_entries.last == NEVER), h.device)
@@ -86,9 +86,9 @@ class RowScorer:
         logits = _PositionLogits(self._model.base_logits(h), entries)
         return (logits.low[0, list(ids)] - logits.log_sum_exp()[0]).double().cpu().numpy()
 
-    def _find_entries(self, row: Compressed) -> RowEntries:
+    def _find_row_entries(self, row: Compressed) -> RowEntries:
         model = self._model
-        begin = model.sequence_start(row.pack) if model.hypertokens else model.default_start
+        begin = model.sequence_start(row.pack) if model.has_hypertokens else model.default_start
         book, ids = Codebook(begin.params), row.ids.astype(np.int64)
         start, start_lengths = book.padded_entries(0, begin.entry_count)
         new = book.push(row.ids[:-1])
@@ -105,9 +105,9 @@ class RowScorer:
             known = by_slot[int(ids[at]) - model.layout.vocab_size]
             of[at] = next((one for one in reversed(known) if first[one] < at), known[0])
         entries, lengths = np.concatenate([start, new.base_ids]), np.concatenate([start_lengths, new.lengths])
-        return RowEntries(first, last, of, slots, self._entry_rows(begin, entries, lengths.astype(np.int64)))
+        return RowEntries(first, last, of, slots, self._rows_of_entries(begin, entries, lengths.astype(np.int64)))
 
-    def _entry_rows(self, begin: SequenceStart, entries: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    def _rows_of_entries(self, begin: SequenceStart, entries: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """Returns the rows [E, sides, D] of `entries`, which begin with the codebook's start entries."""
         model = self._model
         if model.store is None or not len(entries):
@@ -115,7 +115,7 @@ class RowScorer:
         tuned = begin.tuned_count
         found = [] if begin.rows is None else [begin.rows]
         if tuned < len(entries):
-            found.append(model.store.find_or_encode(entries[tuned:], lengths[tuned:], model.encode))
+            found.append(model.store.find_or_encode(entries[tuned:], lengths[tuned:], model.encode_entries))
         return torch.cat(found)
 
     def _body_outputs(self, row: Compressed, row_entries: RowEntries) -> Iterator[torch.Tensor]:

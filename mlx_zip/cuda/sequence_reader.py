@@ -33,7 +33,7 @@ class SequenceReader:
         if not sequence.missing_slots or store is None:
             return
         slots, entries, lengths = sequence.missing_entries()
-        rows, at = store.find_or_encode(entries, lengths, self._model.encode), ids_to_device(slots, device)
+        rows, at = store.find_or_encode(entries, lengths, self._model.encode_entries), ids_to_device(slots, device)
         self._tables.install(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
         sequence.missing_slots.clear()
 
@@ -49,10 +49,12 @@ class SequenceReader:
             self._kv.trim_row(row, 0)
             self._kv.frequency_set[row] = frequency_set
         for begin in range(first, end, CHUNK):
-            sequence.output = self._run_spans({row: (sequence, begin, min(begin + CHUNK, end))})[row][-1]
+            sequence.output = self._run_body_over_spans({row: (sequence, begin, min(begin + CHUNK, end))})[row][-1]
         sequence.frequency_set, self._used[row] = frequency_set, used
 
-    def read_ahead(self, parts: Mapping[int, tuple[SequenceState, Sequence[int]]]) -> dict[int, torch.Tensor]:
+    def read_last_ids_and_drafts(
+        self, parts: Mapping[int, tuple[SequenceState, Sequence[int]]]
+    ) -> dict[int, torch.Tensor]:
         """Runs the body over each sequence's last id and the ids proposed after it. Returns outputs [1 + K, D] by row.
 
         parts: by row, the sequence and its K proposed ids, which are not in the sequence's log. Afterwards the store
@@ -66,7 +68,7 @@ class SequenceReader:
             self.fill_missing_rows(row, ahead)
             spans[row] = ahead, sequence.book.mark() - 1, book.mark()
         together = [spans] if self._model.decoder.takes_rows_of_any_length else [{row: spans[row]} for row in spans]
-        outputs = {row: output for some in together for row, output in self._run_spans(some).items()}
+        outputs = {row: output for some in together for row, output in self._run_body_over_spans(some).items()}
         for row, (sequence, _) in parts.items():
             self._tables.clear_slots_from(row, count := len(sequence.book))
             # slots that the draft overwrote get their former entries back
@@ -75,7 +77,7 @@ class SequenceReader:
             self._used[row] = sequence.position_count
         return outputs
 
-    def _run_spans(self, spans: Mapping[int, _Span]) -> dict[int, torch.Tensor]:
+    def _run_body_over_spans(self, spans: Mapping[int, _Span]) -> dict[int, torch.Tensor]:
         """Runs the body once over one span of ids of each sequence. spans: by row. Returns outputs [L, D] by row.
 
         Shorter spans are padded. Rows without a span stay unchanged.
@@ -93,7 +95,7 @@ class SequenceReader:
         for row, (sequence, begin, end) in spans.items():
             columns, entries, lengths = sequence.find_evicted(begin, end - begin)
             if len(columns) and model.store is not None:
-                then = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
+                then = model.store.find_or_encode(entries, lengths, model.encode_entries)[:, -1]
                 h[row - first, ids_to_device(columns, device)] = then
         places = ids_to_device(positions, device), ids_to_device(slots, device)
         end = spans[first][2] if len(spans) == 1 else None

@@ -54,7 +54,7 @@ class CudaCaches:
     @cached_property
     def identity(self) -> ModelIdentity:
         model = self._model
-        codec = codec_settings_text(model.params if model.hypertokens else None)
+        codec = codec_settings_text(model.params if model.has_hypertokens else None)
         positions = position_settings_text(model.folder.config, model.config)
         dtype = str(model.dtype).removeprefix("torch.")
         return ModelIdentity(
@@ -81,7 +81,7 @@ class CudaCaches:
     def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> RowHandle:
         """See `SessionCaches`. Raises `ModelError` if the session began with another pack than the request."""
         snapshot, begin = session.cache, self._model.sequence_start(start)
-        if _start_as_json(snapshot.start) != _start_as_json(begin):
+        if _sequence_start_as_json(snapshot.start) != _sequence_start_as_json(begin):
             raise ModelError("the session began with another pack than the request; begin a new one")
         return self._row_handles.restore(replace(snapshot, start=begin), ids)
 
@@ -94,7 +94,7 @@ class CudaCaches:
             "base_ids": ("U32", session.base_ids),
             "ends": ("U32", session.ends),
             "log": ("U32", snapshot.log),
-            "start": ("U8", np.frombuffer(_start_as_json(snapshot.start).encode(), np.uint8)),
+            "start": ("U8", np.frombuffer(_sequence_start_as_json(snapshot.start).encode(), np.uint8)),
             "keys_values": (DTYPE_NAMES[keys_values.dtype], _as_numpy(keys_values)),
         }
         if session.random_state is not None:
@@ -132,7 +132,7 @@ class CudaCaches:
         return frequency_set
 
 
-def _start_as_json(begin: SequenceStart) -> str:
+def _sequence_start_as_json(begin: SequenceStart) -> str:
     return json.dumps([begin.params.start, tuned_fingerprint(begin.pack)])
 
 

@@ -96,7 +96,7 @@ class StagingBuffers:
         """Returns a copy, on the host, of a tensor on the device."""
         host, last = torch.empty(source.shape, dtype=source.dtype), None
         for piece, target, buffer in zip(
-            _split_in_pieces(source), _split_in_pieces(host), cycle(self._buffers), strict=False
+            _split_tensor_into_pieces(source), _split_tensor_into_pieces(host), cycle(self._buffers), strict=False
         ):
             staged = buffer.view_as(piece).copy_(piece, non_blocking=True)
             buffer.record_use()
@@ -110,7 +110,7 @@ class StagingBuffers:
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies a host tensor into `target` on the device. Does not wait for the last two pieces."""
         for piece, place, buffer in zip(
-            _split_in_pieces(source), _split_in_pieces(target), cycle(self._buffers), strict=False
+            _split_tensor_into_pieces(source), _split_tensor_into_pieces(target), cycle(self._buffers), strict=False
         ):
             buffer.wait()
             place.copy_(buffer.view_as(piece).copy_(piece), non_blocking=True)
@@ -142,7 +142,7 @@ def _copy_when_arrived(buffer: _PinnedBuffer, staged: torch.Tensor, target: torc
     target.copy_(staged)
 
 
-def _split_in_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _split_tensor_into_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields views of at most `PIECE_BYTES` bytes, in the same order for all tensors of one shape and dtype."""
     if tensor.nbytes <= PIECE_BYTES or not tensor.dim():
         yield tensor
@@ -151,4 +151,4 @@ def _split_in_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from tensor.split(count)
         return
     for item in tensor:
-        yield from _split_in_pieces(item)
+        yield from _split_tensor_into_pieces(item)

@@ -37,7 +37,7 @@ from mlx_zip.models.model_folder import (
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs.pack import PackLike, as_pack, use_pack_in_folder
 from mlx_zip.text.tokenizers import find_damaged_json, silence_transformers
-from mlx_zip.vocab.adaptbpe.plain import follow_folder
+from mlx_zip.vocab.adaptbpe.tokenizer_json import make_tokenizer_exact_in_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
@@ -134,7 +134,7 @@ def _load_on_this_machine(
     except load_error_types() as error:
         raise ModelError(f"cannot load {folder}: {find_damaged_json(folder) or first_message_line(error)}") from error
     model: Any = loaded[0]
-    follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
+    make_tokenizer_exact_in_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None:
         pack.check_made_for(loaded[1], "the pack (--pack)")
     if group is None:

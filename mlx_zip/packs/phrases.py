@@ -30,7 +30,7 @@ def pack_of_phrases(
     uses = dictionary.uses[units.size :].astype(np.int64)
     rows = np.flatnonzero((ids != NO_ID) & (uses > 0) & (lengths <= merge_size))
     rows = rows[np.argsort(-uses[rows], kind="stable")]
-    runs = dictionary.expand_all(Samples(ids[rows], np.arange(1, len(rows) + 1, dtype=np.uint64))).lists()
+    runs = dictionary.expand_all(Samples(ids[rows], np.arange(1, len(rows) + 1, dtype=np.uint64))).to_lists()
     never = set(disabled)
     kept = [(tuple(run), int(uses[row])) for run, row in zip(runs, rows, strict=True) if never.isdisjoint(run)][:size]
     if not kept:

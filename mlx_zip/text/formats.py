@@ -26,7 +26,7 @@ from mlx_zip.vocab.first_stage import (
     bytes_to_spelled,
     checked_vocabulary,
     name_without_gz,
-    open_tokenizer,
+    open_tokenizer_file,
     read_uncompressed,
 )
 
@@ -90,8 +90,10 @@ def _read_by_kind(path: Path) -> Any:
         return _read_byte_pairs(path, _paired_file(path, {ids: merges for merges, ids in IDS_FILE_OF.items()}))
     if plain.endswith(tuple(IDS_FILE_OF)):
         vocabulary = _paired_file(path, IDS_FILE_OF)
-        return _read_byte_pairs(vocabulary, path) if vocabulary.is_file() else open_tokenizer(path).build_tokenizer()
-    file = open_tokenizer(path)
+        return (
+            _read_byte_pairs(vocabulary, path) if vocabulary.is_file() else open_tokenizer_file(path).build_tokenizer()
+        )
+    file = open_tokenizer_file(path)
     if file.kind != "tokenizer":
         raise DataError(f"{path}: no tokenizer.json but a list of tokens, which does not say how a text is split")
     return file.build_tokenizer()
@@ -131,7 +133,7 @@ def _read_tiktoken(path: Path) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pattern = tiktoken_split_pattern(path)
-    vocabulary = {bytes_to_spelled(token): rank for rank, token in enumerate(open_tokenizer(path).tokens())}
+    vocabulary = {bytes_to_spelled(token): rank for rank, token in enumerate(open_tokenizer_file(path).tokens())}
     merges = [
         (token[:i], token[i:])
         for token in vocabulary

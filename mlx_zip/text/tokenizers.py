@@ -24,7 +24,7 @@ from mlx_zip.text.formats import (
     read_tokenizer_file,
     well_known_special_tokens,
 )
-from mlx_zip.vocab.adaptbpe.plain import follow_folder
+from mlx_zip.vocab.adaptbpe.tokenizer_json import make_tokenizer_exact_in_folder
 
 _SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # a folder for transformers has one of these
 
@@ -44,7 +44,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
     try:
         with silence_transformers(), bare_exceptions_as_value_errors():
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-            follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
+            make_tokenizer_exact_in_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
             return Tokenizer(tokenizer)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError) as error:
         reason = find_damaged_json(folder) or _missing_file_reason(folder) or first_message_line(error)[:300]

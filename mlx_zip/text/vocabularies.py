@@ -10,7 +10,7 @@ from typing import Any
 from mlx_zip.named import resolve_model_name
 from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file, short_tokenizer_name
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.vocab.adaptbpe.plain import follow_folder
+from mlx_zip.vocab.adaptbpe.tokenizer_json import make_tokenizer_exact_in_folder
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
     if not (file.is_file() or is_tokenizer_file(file)):
         return _read_with_transformers(str(name))
     tokenizer = read_tokenizer_file(file)
-    follow_folder(tokenizer, file.parent)
+    make_tokenizer_exact_in_folder(tokenizer, file.parent)
     is_sentencepiece = file.name.removesuffix(".gz").endswith(".model")
     tokenizer.encode_special_tokens = is_sentencepiece  # as in SentencePiece, "<s>" in a text is text
     decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -48,10 +48,10 @@ from mlx_zip.vocab.hbpe.measures import (
     bits_per_byte,
     fertility,
     hierarchical_flops,
-    words_of,
+    word_count,
 )
 from mlx_zip.vocab.hbpe.patch_merges import MARK
-from mlx_zip.vocab.hbpe.patch_table import PatchText, learn_tokenizer, read_tokenizer
+from mlx_zip.vocab.hbpe.patch_text import PatchText, learn_tokenizer, read_hf_tokenizer
 
 Uint32s = NDArray[np.uint32]
 
@@ -350,7 +350,7 @@ def evaluate_patch_texts(saved: SavedPatchModel, texts: Sequence[str], batch_siz
     n_bytes, lengths = sum(one["bytes"] for one in found), saved.text.table.lengths[ids]
     if not n_bytes:
         raise DataError("the texts have no bytes: there is nothing to measure")
-    words, config, window = sum(map(words_of, texts)), saved.model.config, saved.context * n_bytes / len(ids)
+    words, config, window = sum(map(word_count, texts)), saved.model.config, saved.context * n_bytes / len(ids)
     symbols, spelled = float(lengths.mean()), saved.text.table.tokens
     flops = hierarchical_flops(window, n_bytes / len(ids), config.latent, config.local, config.symbols, symbols)
     return {
@@ -371,7 +371,7 @@ def _make_patch_text(texts: Sequence[str], options: PatchFitOptions) -> PatchTex
     if options.tokenizer is None:
         tokenizer = learn_tokenizer(texts, options.vocab_size)
     else:
-        tokenizer = read_tokenizer(options.tokenizer)
+        tokenizer = read_hf_tokenizer(options.tokenizer)
     return PatchText.learn(tokenizer, options.patch_size, options.mode)
 
 

@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model
 
 from mlx_zip.config import SIDES
 from mlx_zip.cuda.kernels.packed import Packed, unpack
-from mlx_zip.cuda.network.checkpoint import packed_matrix, read_packing
+from mlx_zip.cuda.network.checkpoint import make_packed_matrix, read_packing
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.vllm.config import Zip2ZipConfig
@@ -128,7 +128,9 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
     def _packed(self, module: str, parts: dict[str, torch.Tensor]) -> Packed:
         name = f"{module}.weight"
         settings = read_packing(self.hf_config.packing, name, self._folder)
-        return packed_matrix([parts.get(one) for one in ("weight", "scales", "biases")], *settings, name, self._folder)
+        return make_packed_matrix(
+            [parts.get(one) for one in ("weight", "scales", "biases")], *settings, name, self._folder
+        )
 
     def _make_encoders(self) -> None:
         tied, keep = self.config.encoder.tie_encoders, self.dtype if self.device.type == "cpu" else None

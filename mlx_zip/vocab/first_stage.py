@@ -173,16 +173,16 @@ class TokenizerFile:
         A merge list gets GPT-2's ids, even if a file with other ids lies next to it.
         """
         found = {
-            "tokenizer": self._tokens_of_tokenizer,
-            "merges": self._tokens_of_merges,
-            "ranks": self._tokens_of_ranks,
+            "tokenizer": self._tokens_of_tokenizer_json,
+            "merges": self._tokens_of_merge_list,
+            "ranks": self._tokens_of_tiktoken,
             "hex": self._tokens_of_hex,
         }[self.kind]()
         if not any(found):
             raise DataError(f"{self.path}: has no token that stands for a byte")
         return found
 
-    def _tokens_of_tokenizer(self) -> list[bytes]:
+    def _tokens_of_tokenizer_json(self) -> list[bytes]:
         if not _is_byte_level(self.json):
             raise DataError(f"{self.path} is no byte-level tokenizer.json: give its tokens as a .json list in hex")
         vocabulary, added = self.vocabulary(), {token.content: token for token in self.added()}
@@ -202,11 +202,11 @@ class TokenizerFile:
                 ) from error
         return tokens
 
-    def _tokens_of_merges(self) -> list[bytes]:
+    def _tokens_of_merge_list(self) -> list[bytes]:
         """Returns `tokens` of a merge list: bytes in GPT-2's order, then the results of the merges."""
         return [*(bytes([byte]) for byte in BYTE_OF.values()), *(left + right for left, right in self.pairs())]
 
-    def _tokens_of_ranks(self) -> list[bytes]:
+    def _tokens_of_tiktoken(self) -> list[bytes]:
         ranks = self.ranks()
         if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
             raise DataError(f"{self.path}: the ranks are not 0, 1, 2 and so on")
@@ -247,7 +247,7 @@ class TokenizerFile:
         return tokenizer
 
 
-def open_tokenizer(name: str | Path) -> TokenizerFile:
+def open_tokenizer_file(name: str | Path) -> TokenizerFile:
     """Reads the tokenizer in a file, a folder or a bundled model; the file's name decides its kind.
 
     Raises `DataError` naming the file if it cannot be read or its kind is unknown.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mlx_zip.cuda.model import open_model
-from mlx_zip.cuda.network.linear import multiplies_bfloat16
+from mlx_zip.cuda.network.linear import has_bfloat16_units
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file
 
@@ -316,7 +316,7 @@ def sample_conversations(
     if kept >= wanted:
         return
     on_card = torch.cuda.is_available()
-    low = (on_card or multiplies_bfloat16()) and not talk.exact
+    low = (on_card or has_bfloat16_units()) and not talk.exact
     # limits the rows: with too many, only short conversations would end before enough ids are kept
     most = max(1, wanted // (2 * talk.total))
     rows, device = (min(talk.card_rows, most), "cuda") if on_card else (talk.rows, "cpu")

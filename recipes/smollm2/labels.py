@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.cuda.evaluation_model import load_evaluated
+from mlx_zip.cuda.evaluation_model import load_evaluated_model
 from mlx_zip.engine.mlx.scoring import compress_row
 from mlx_zip.errors import DataError
 from mlx_zip.text.prompts import render_chat
@@ -101,7 +101,7 @@ def measure_labels(models: Mapping[str, Path], control: str, folder: Path, most:
     examples = {task.name: read_examples(task, folder, most) for task in LABEL_TASKS}
     right: dict[str, dict[str, np.ndarray]] = {}
     for name, path in models.items():
-        model, tokenizer = load_evaluated(path, device=torch.device("cpu"))
+        model, tokenizer = load_evaluated_model(path, device=torch.device("cpu"))
         right[name] = {
             task.name: check_answers(model, tokenizer, task, examples[task.name], most_ids) for task in LABEL_TASKS
         }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mlx_zip.cuda.network.linear import multiplies_bfloat16
+from mlx_zip.cuda.network.linear import has_bfloat16_units
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoints import list_checkpoints
 from recipes.stories.commands import RunModule, run_command
@@ -144,7 +144,7 @@ def is_finished(run: Path, leg: Leg) -> bool:
 def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg) -> Words:
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
-        *("--dtype", "bfloat16" if torch.cuda.is_available() or multiplies_bfloat16() else "float32"),
+        *("--dtype", "bfloat16" if torch.cuda.is_available() or has_bfloat16_units() else "float32"),
         *("--model", model, "--data", *data, "--valid-share", leg.valid_share, "--out", out),
         *("--iters", leg.iters, "--batch-size", leg.batch_size, "--warmup", leg.warmup, "--seed", leg.seed),
         *("--learning-rate", leg.learning_rate, "--min-learning-rate", leg.min_learning_rate),

@@ -10,12 +10,12 @@ import pytest
 from mlx_zip import ConversionError, DataError, cli, compress, convert, generate, load
 from mlx_zip.converters.adapt import adapt
 from mlx_zip.converters.export import export
-from mlx_zip.converters.tensors import load_lazily as load_tensors
-from mlx_zip.converters.tensors import read_model_files
+from mlx_zip.converters.tensors import load_tensors_lazily as load_tensors
+from mlx_zip.converters.tensors import read_folder_headers
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted_vocabulary
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
 from support import tiny_text
 from support.adaptbpe_cases import ADAPTBPE
 from support.adapting import logits_of, quantized
@@ -28,8 +28,8 @@ PLAIN = GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"
 
 def vocabulary_of(folder, file, n=90, **options):
     """An adapted tokenizer of the model in a folder, saved."""
-    base = read_base(folder)
-    words = count_words(base.front, [ADAPTBPE["gpt2"]["train_text"][:8000]])
+    base = read_base_vocabulary(folder)
+    words = count_words(base.splitter, [ADAPTBPE["gpt2"]["train_text"][:8000]])
     kept = adapt_vocabulary(base, words, n, **options)
     kept.save(file)
     return kept
@@ -68,7 +68,7 @@ def test_logits_of_kept_ids_are_those_of_the_full_model(made, tmp_path, bits, ti
 def test_rows_are_selected_bit_for_bit_also_packed_ones(made, tmp_path):
     folder = quantized(PLAIN, tmp_path / "quantized")
     smaller, kept = made(folder)
-    before, after = (load_tensors(read_model_files(path)) for path in (folder, smaller))
+    before, after = (load_tensors(read_folder_headers(path)) for path in (folder, smaller))
     assert before.keys() == after.keys()
     rows = [name for name in before if "embed_tokens" in name or "lm_head" in name]
     assert len(rows) == 6
@@ -106,7 +106,7 @@ def test_what_names_ids_is_renumbered(made):
     assert codec["disabled_ids"] == [new[i] for i in old_codec["disabled_ids"] if i in new]
     assert after["zip2zip"]["pad_token_id"] == new[before["zip2zip"]["pad_token_id"]]
     assert after["zip2zip"]["fingerprint"] != before["zip2zip"]["fingerprint"]
-    assert read_adapted(smaller / "adapted.json").ids.tolist() == kept.ids.tolist()
+    assert read_adapted_vocabulary(smaller / "adapted.json").ids.tolist() == kept.ids.tolist()
 
 
 def test_the_smaller_model_generates_and_chats(made):
@@ -198,7 +198,7 @@ def specials_last(tmp_path):
         ),
     )
     change("added_tokens.json", lambda _: {"<|eos|>": 474, "<|end|>": 479})
-    weights = load_tensors(read_model_files(folder))
+    weights = load_tensors(read_folder_headers(folder))
     order = mx.array(np.argsort([moved(i) for i in range(512)]))
     rows = {name: mx.take(array, order, axis=0) for name, array in weights.items() if array.shape[0] == 512}
     assert rows
@@ -294,7 +294,7 @@ def test_ids_that_are_lost_are_refused_and_nothing_is_written(tmp_path, file, ch
 def test_a_tensor_as_high_as_the_embedding_that_is_not_known_is_refused_by_name(tmp_path):
     vocabulary_of(PLAIN, tmp_path / "adapted.json")
     folder = shutil.copytree(PLAIN, tmp_path / "more")
-    weights = load_tensors(read_model_files(folder)) | {"model.per_token.weight": mx.zeros((512, 2))}
+    weights = load_tensors(read_folder_headers(folder)) | {"model.per_token.weight": mx.zeros((512, 2))}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     with pytest.raises(ConversionError, match=r"model\.per_token\.weight: 512 rows, as the embedding has"):
         adapt(folder, tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
@@ -305,7 +305,7 @@ def test_a_model_that_was_adapted_is_not_adapted_again(made, tmp_path):
     smaller, kept = made(PLAIN)
     assert kept.virtual
     with pytest.raises(DataError, match=r"the folder has an adapted\.json\): adapt the base of this model instead"):
-        read_base(smaller)
+        read_base_vocabulary(smaller)
 
 
 def test_the_vocabulary_of_another_tokenizer_is_refused(tmp_path):

@@ -181,11 +181,11 @@ def test_a_mixed_file_gives_the_same_logits_packed_and_dequantized(tmp_path):
 def test_the_torch_engine_opens_a_folder_with_packings_of_four_and_eight_bits(tmp_path):
     pytest.importorskip("torch", reason="the engine needs torch")
     from mlx_zip.cuda.kernels.packed import unpack
-    from mlx_zip.cuda.network.checkpoint import read_folder
+    from mlx_zip.cuda.network.checkpoint import read_tensor_folder
 
     mixed(tmp_path / "model.gguf")
     out = convert(tmp_path / "model.gguf", tmp_path / "out", dtype="float32")
-    folder, expected = read_folder(out, "cpu"), unpacked(out)
+    folder, expected = read_tensor_folder(out, "cpu"), unpacked(out)
     for name, tensor in folder.tensors.items():
         values = unpack(tensor, folder.dtype) if hasattr(tensor, "bits") else tensor
         np.testing.assert_allclose(values.numpy(), expected[name], atol=1e-6, err_msg=name)
@@ -382,7 +382,7 @@ def repository(tmp_path, monkeypatch) -> dict[str, Any]:
         return folder
 
     monkeypatch.setattr(source.hub, "download_files", download)
-    monkeypatch.setattr(source, "list_files", lambda place: state["files"])
+    monkeypatch.setattr(source, "list_hub_files", lambda place: state["files"])
     return state
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.converters import meta_pt
-from mlx_zip.converters.meta_pt import Opaque, encoder_overrides, read_meta
+from mlx_zip.converters.meta_pt import Opaque, read_encoder_overrides, read_meta_pt
 from mlx_zip.errors import ConversionError
 from support.checkpoints import pickled_args, write_checkpoint, write_meta
 from support.converting import config_of, convert
@@ -39,11 +39,11 @@ def test_plain_values_are_read_in_every_pickle_protocol(protocol: int, tmp_path:
     else:
         expected[7] = [3, 4]
     source = {k: set(v) if k == 7 else v for k, v in expected.items()}
-    assert read_meta(meta(tmp_path, source, protocol)) == expected
+    assert read_meta_pt(meta(tmp_path, source, protocol)) == expected
 
 
 def test_objects_become_inert_with_their_state(tmp_path: Path) -> None:
-    found = read_meta(meta(tmp_path, {"args": argparse.Namespace(encoder_causal=True, lr=0.1)}))
+    found = read_meta_pt(meta(tmp_path, {"args": argparse.Namespace(encoder_causal=True, lr=0.1)}))
     assert isinstance(found["args"], Opaque)
     assert found["args"].state == {"encoder_causal": True, "lr": 0.1}
 
@@ -63,12 +63,12 @@ def test_objects_become_inert_with_their_state(tmp_path: Path) -> None:
 def test_training_args_override_the_encoders_options_as_upstream(
     args: dict[str, Any], expected: dict[str, bool], wrap: Any, tmp_path: Path
 ) -> None:
-    assert encoder_overrides(meta(tmp_path, {"args": wrap(args)})) == expected
+    assert read_encoder_overrides(meta(tmp_path, {"args": wrap(args)})) == expected
 
 
 @pytest.mark.parametrize("value", [{"step": 3}, {"args": None}, [1, 2], 7], ids=str)
 def test_a_meta_without_args_overrides_nothing(value: Any, tmp_path: Path) -> None:
-    assert encoder_overrides(meta(tmp_path, value)) == {}
+    assert read_encoder_overrides(meta(tmp_path, value)) == {}
 
 
 class Calls:
@@ -86,7 +86,7 @@ def test_a_malicious_pickle_does_not_run(protocol: int, tmp_path: Path) -> None:
     trap = tmp_path / "ran"
     value = {"args": {"encoder_causal": True, "x": Calls(os.mkdir, str(trap))}, "y": Calls(eval, "1/0")}
     path = meta(tmp_path, value, protocol)
-    assert encoder_overrides(path) == {"causal": True, "residual": True}
+    assert read_encoder_overrides(path) == {"causal": True, "residual": True}
     assert not trap.exists()
     pickle.loads(pickle.dumps({"x": value["args"]["x"]}, protocol=protocol))  # the trap does work
     assert trap.exists()
@@ -100,19 +100,19 @@ def test_a_malicious_pickle_does_not_run(protocol: int, tmp_path: Path) -> None:
 def test_old_ways_to_call_a_function_do_not_run(code: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_meta(tmp_path / "meta.pt", code)
-    assert isinstance(read_meta(tmp_path / "meta.pt"), Opaque)
+    assert isinstance(read_meta_pt(tmp_path / "meta.pt"), Opaque)
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_flag_that_is_not_plain_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="encoder_causal is not a plain value"):
-        encoder_overrides(meta(tmp_path, {"args": {"encoder_causal": Calls(bool, 1)}}))
+        read_encoder_overrides(meta(tmp_path, {"args": {"encoder_causal": Calls(bool, 1)}}))
 
 
 def test_files_of_torch_before_1_6_are_read(tmp_path: Path) -> None:
     parts = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {"args": {"encoder_causal": True}}, ["0"]]
     (tmp_path / "meta.pt").write_bytes(b"".join(pickle.dumps(part, protocol=2) for part in parts) + b"storages")
-    assert encoder_overrides(tmp_path / "meta.pt") == {"causal": True, "residual": True}
+    assert read_encoder_overrides(tmp_path / "meta.pt") == {"causal": True, "residual": True}
 
 
 GOOD = pickled_args(encoder_causal=True)
@@ -152,7 +152,7 @@ GOOD = pickled_args(encoder_causal=True)
 def test_a_malformed_pickle_is_an_error(code: bytes, tmp_path: Path) -> None:
     write_meta(tmp_path / "meta.pt", code)
     with pytest.raises(ConversionError, match=r"meta\.pt is malformed"):
-        read_meta(tmp_path / "meta.pt")
+        read_meta_pt(tmp_path / "meta.pt")
 
 
 FOUR_PICKLES = b"".join(pickle.dumps(part, protocol=2) for part in (1, 1001, {}, {"args": {}}))
@@ -162,14 +162,14 @@ FOUR_PICKLES = b"".join(pickle.dumps(part, protocol=2) for part in (1, 1001, {},
 def test_a_file_that_torch_did_not_write_is_an_error(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "meta.pt").write_bytes(data)
     with pytest.raises(ConversionError, match=r"meta\.pt"):
-        read_meta(tmp_path / "meta.pt")
+        read_meta_pt(tmp_path / "meta.pt")
 
 
 def test_an_archive_without_a_pickle_is_an_error(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "meta.pt", "w") as archive:
         archive.writestr("meta/version", "3")
     with pytest.raises(ConversionError, match=r"0 data\.pkl"):
-        read_meta(tmp_path / "meta.pt")
+        read_meta_pt(tmp_path / "meta.pt")
 
 
 def test_a_pickle_that_unpacks_to_too_much_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,17 +177,17 @@ def test_a_pickle_that_unpacks_to_too_much_is_an_error(tmp_path: Path, monkeypat
     with zipfile.ZipFile(tmp_path / "meta.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("meta/data.pkl", b"N0" * 100_000 + b"N.")
     with pytest.raises(ConversionError, match="larger than 1000 bytes"):
-        read_meta(tmp_path / "meta.pt")
+        read_meta_pt(tmp_path / "meta.pt")
 
 
 @pytest.mark.slow
 def test_deep_nesting_neither_crashes_nor_recurses(tmp_path: Path) -> None:
     depth = 200_000
     write_meta(tmp_path / "meta.pt", b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".")
-    assert isinstance(read_meta(tmp_path / "meta.pt"), list)
+    assert isinstance(read_meta_pt(tmp_path / "meta.pt"), list)
     tuples = b"\x80\x02}" + b"K\x01" + b"\x85" * depth + b"K\x01s."  # a dict with a deeply nested tuple as its key
     write_meta(tmp_path / "meta.pt", tuples)
-    assert isinstance(read_meta(tmp_path / "meta.pt"), dict)
+    assert isinstance(read_meta_pt(tmp_path / "meta.pt"), dict)
 
 
 @given(st.binary(max_size=60), st.integers(0, len(GOOD)), st.integers(0, 3))
@@ -236,7 +236,7 @@ def test_a_pickle_of_very_many_operations_is_refused_soon(tmp_path: Path, monkey
     monkeypatch.setattr(meta_pt, "MAX_OPERATIONS", 1000)
     write_meta(tmp_path / "meta.pt", b"\x80\x02" + b"}" * 2000 + b".")
     with pytest.raises(ConversionError, match=r"meta\.pt is malformed: it has more than 1000 operations"):
-        read_meta(tmp_path / "meta.pt")
+        read_meta_pt(tmp_path / "meta.pt")
 
 
 def test_damaged_compressed_data_is_refused(tmp_path: Path) -> None:
@@ -248,4 +248,4 @@ def test_damaged_compressed_data_is_refused(tmp_path: Path) -> None:
     data[at : at + 4] = b"\xff\xff\xff\xff"
     path.write_bytes(data)
     with pytest.raises(ConversionError, match=r"cannot read meta\.pt"):
-        read_meta(path)
+        read_meta_pt(path)

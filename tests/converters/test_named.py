@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from mlx_zip import named
 from mlx_zip.converters import named as making
-from mlx_zip.converters.named import make_named
+from mlx_zip.converters.named import make_named_model
 from mlx_zip.errors import ConversionError, ModelError
 from mlx_zip.files import try_lock_folder
 from mlx_zip.models.loading import load
@@ -116,7 +116,7 @@ def test_the_second_time_nothing_is_converted(name: str, installed: Path, no_wor
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / file).write_text('{"model_type": "llama"}')
     assert find_model_folder(name) == folder
-    assert make_named(name) == folder
+    assert make_named_model(name) == folder
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -174,7 +174,7 @@ def test_what_ends_halfway_leaves_nothing(
 
     monkeypatch.setattr("mlx_zip.files.flush_folder_to_disk", ended)
     with pytest.raises((KeyboardInterrupt, ConversionError)):
-        make_named(name)
+        make_named_model(name)
     assert [*kept.iterdir()] == []
 
 
@@ -183,7 +183,7 @@ def test_what_a_killed_process_left_goes_when_the_next_model_is_made(installed: 
     left.mkdir(parents=True)
     kept.chmod(0o700)
     (left / "model.safetensors").write_bytes(b"half")
-    made = make_named("smollm2-base")
+    made = make_named_model("smollm2-base")
     assert [*kept.iterdir()] == [made]
 
 
@@ -193,7 +193,7 @@ def test_a_second_process_waits_and_takes_what_the_first_one_made(
     monkeypatch.setattr(making, "_WAIT_S", 0.01)
     kept.mkdir(parents=True, mode=0o700)
     found: list[Path] = []
-    waiting = threading.Thread(target=lambda: found.append(make_named("smollm2")))
+    waiting = threading.Thread(target=lambda: found.append(make_named_model("smollm2")))
     with try_lock_folder(kept) as alone:
         assert alone
         waiting.start()
@@ -212,7 +212,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(installed: Path, kept: Pa
     kept.mkdir(parents=True)
     kept.chmod(0o777)
     with pytest.raises(ModelError, match=r"other users can write to it.*MLX_ZIP_MODELS"):
-        make_named("smollm2-base")
+        make_named_model("smollm2-base")
 
 
 def test_the_hub_is_asked_where_the_package_is_not_installed(
@@ -239,7 +239,7 @@ def test_another_model_on_the_hub_is_refused(
         tokenizer["model"]["vocab"]["new"] = len(TOKENS)
         (plain / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConversionError, match=said):
-        make_named("smollm2-base")
+        make_named_model("smollm2-base")
     assert [*kept.iterdir()] == []
 
 

@@ -50,7 +50,7 @@ def one_of_the_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         from mlx_zip.cuda.kernels.triton import tuning
 
         name = zlib.crc32(request.node.nodeid.encode())
-        monkeypatch.setattr(tuning, "can_measure", lambda: False)
+        monkeypatch.setattr(tuning, "can_time_launches", lambda: False)
         monkeypatch.setattr(tuning, "default_sizes", lambda choices: choices[name % len(choices)])
 
 

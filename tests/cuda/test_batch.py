@@ -20,7 +20,7 @@ from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.errors import CodecError, ModelError  # noqa: E402
 from mlx_zip.packs.pack import Pack  # noqa: E402
@@ -256,19 +256,19 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
     for prompt in PROMPTS[:2]:
         join(batch, prompt)
     model.store.clear()
-    encode, failed = model.encode, {}
+    encode, failed = model.encode_entries, {}
 
     def fails(*arguments):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(model, "encode", fails)
+    monkeypatch.setattr(model, "encode_entries", fails)
     made: list[list[int]] = []
     while not failed:
         batch.choose_ids()
         batch.start_body()
         made.append(batch.wait_for_ids())
         failed = batch.update_codebooks(made[-1])
-    monkeypatch.setattr(model, "encode", encode)
+    monkeypatch.setattr(model, "encode_entries", encode)
     assert all("out of memory" in str(error) for error in failed.values())
     assert len(model.store) == 0  # it has no places of rows that were not written
     for row in failed:
@@ -309,7 +309,7 @@ def test_of_two_new_entries_the_one_that_is_not_in_the_store_is_made(model):
         assert batch.update_codebooks(batch.wait_for_ids()) == {}
     for row, one in enumerate([6, 10]):
         entry = torch.tensor([[5, one] + [model.config.pad_id] * (model.config.merge_size - 2)])
-        wanted = model.encode(entry, torch.tensor([2]))[0]
+        wanted = model.encode_entries(entry, torch.tensor([2]))[0]
         slot = len(batch.book(row)) - 1
         for side, table in enumerate(batch.tables.sides):
             torch.testing.assert_close(table[row, slot], wanted[side], rtol=1e-5, atol=1e-6)
@@ -338,7 +338,7 @@ def test_ids_whose_rows_cannot_be_made_are_not_read(model, alone, monkeypatch):
     made, log = [step(batch)[0] for _ in range(4)], batch.book(0).ids.tolist()
     model.store.clear()
     with monkeypatch.context() as broken:
-        broken.setattr(model, "encode", refuses)
+        broken.setattr(model, "encode_entries", refuses)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.read(0, [20, 21, 22, 23])
     assert batch.book(0).ids.tolist() == log
@@ -371,7 +371,7 @@ def test_a_snapshot_that_cannot_be_restored_takes_no_row(model, alone, monkeypat
     kept = batch.snapshot(0)
     model.store.clear()
     with monkeypatch.context() as broken:
-        broken.setattr(model, "encode", refuses)
+        broken.setattr(model, "encode_entries", refuses)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.restore(kept)
     with pytest.raises(ModelError, match="room for 4"):
@@ -444,7 +444,7 @@ def test_the_body_does_not_wait_as_long_as_no_entry_can_reach_the_long_positions
 # ---- what a CUDA graph would hold
 
 
-class Recorder(Graphs):
+class Recorder(CudaGraphs):
     """Runs each piece twice before it counts, as a capture's warm-up does."""
 
     def __init__(self) -> None:
@@ -486,7 +486,7 @@ def refuse(*arguments):
     raise AssertionError("a tensor is read on the host")
 
 
-class Watched(Graphs):
+class Watched(CudaGraphs):
     """Collects the operations of each piece, those inside of kernels aside; raises where a tensor is read."""
 
     def __init__(self) -> None:

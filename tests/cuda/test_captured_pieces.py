@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
 
@@ -51,7 +51,7 @@ def test_a_captured_piece_has_no_operation_that_waits_for_the_device(position_mo
         pieces.setdefault(key[0], set()).update(found.names)
         return result
 
-    monkeypatch.setattr(Graphs, "run", note)
+    monkeypatch.setattr(CudaGraphs, "run", note)
     for _ in range(3):
         batch.choose_ids()
         batch.start_body()

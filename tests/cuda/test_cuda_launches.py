@@ -43,8 +43,8 @@ def triton_everywhere():
     stack = ExitStack()
     for info in pkgutil.iter_modules(kernels.__path__):
         module = import_module(f"{kernels.__name__}.{info.name}")
-        if hasattr(module, "use_triton"):
-            stack.enter_context(patch.object(module, "use_triton", counting))
+        if hasattr(module, "should_use_triton"):
+            stack.enter_context(patch.object(module, "should_use_triton", counting))
     return stack
 
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 
 from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
-from mlx_zip.cuda.network.checkpoint import Folder, read_folder  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import TensorFolder, read_tensor_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 
@@ -54,7 +54,7 @@ IDS = random_ids(44)
 class Reader:
     """One sequence in the PyTorch decoder: ids in, base logits out."""
 
-    def __init__(self, folder: Folder, capacity: int = 64) -> None:
+    def __init__(self, folder: TensorFolder, capacity: int = 64) -> None:
         self.decoder = (Decoder if folder.kernels else CpuDecoder)(folder)
         self.table = dense(folder.tensors["model.embed_tokens.weight"]).to(folder.dtype)
         self.head = self.table if folder.decoder.tied else dense(folder.tensors["lm_head.weight"]).to(folder.dtype)
@@ -111,7 +111,7 @@ WAYS = [whole, in_chunks, then_steps]
 
 
 def check(model: Any, folder: Path, way: Callable[[Sequence[int]], list[Sequence[int]]], kernels: bool) -> None:
-    reader = Reader(read_folder(folder, "cpu", kernels=kernels))
+    reader = Reader(read_tensor_folder(folder, "cpu", kernels=kernels))
     found = np.concatenate([reader(chunk) for chunk in way(IDS)])
     np.testing.assert_allclose(found, expected(model, way(IDS)), atol=2e-4, rtol=2e-4)
 
@@ -157,7 +157,7 @@ BUNDLED = [(name, way) for name in ("stories", "stories-base") for way in WAYS]
 def test_a_bundled_model_agrees_with_mlx(name, way):
     model = bundled(name)
     ids = random_ids(len(IDS), below=2048)
-    reader = Reader(read_folder(name, "cpu"))
+    reader = Reader(read_tensor_folder(name, "cpu"))
     found = np.concatenate([reader(chunk) for chunk in way(ids)])
     np.testing.assert_allclose(found, of_bundled(model, way(ids)), atol=2e-4, rtol=2e-4)
 
@@ -178,7 +178,7 @@ HALVES = [("bfloat16", True), ("float16", True), ("bfloat16", False)]
 def test_a_bundled_model_in_half_the_precision_is_near_mlx_s_float32(dtype, kernels):
     ids = random_ids(len(IDS), below=2048)
     exact = of_bundled(bundled("stories"), then_steps(ids))
-    reader = Reader(read_folder("stories", "cpu", dtype, kernels=kernels))
+    reader = Reader(read_tensor_folder("stories", "cpu", dtype, kernels=kernels))
     found = np.concatenate([reader(chunk) for chunk in then_steps(ids)])
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     assert error < 1e-2

@@ -14,7 +14,7 @@ pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
-from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import read_tensor_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.network.frequencies import LONG, SHORT  # noqa: E402
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references
 
 
 def open_decoder(folder: Path, family: str = "llama", kernels: bool = True) -> Decoder:
-    read = read_folder(save(make_model(family), folder / family), "cpu", kernels=kernels)
+    read = read_tensor_folder(save(make_model(family), folder / family), "cpu", kernels=kernels)
     return Decoder(read) if kernels else CpuDecoder(read)
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from mlx_zip.cuda import devices  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize, unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
-from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import read_tensor_folder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.network.decoder_config import DecoderConfig  # noqa: E402
 from mlx_zip.cuda.network.kv_cache import kv_cache_bytes, make_kv_cache  # noqa: E402
@@ -56,7 +56,7 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 def error_of(folder: Path, kind: type[Exception] = ModelError, **options: Any) -> str:
     """Returns the one line that opening the folder ends with."""
     with pytest.raises(kind) as caught:
-        Decoder(read_folder(folder, "cpu", **options))
+        Decoder(read_tensor_folder(folder, "cpu", **options))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -66,18 +66,18 @@ def error_of(folder: Path, kind: type[Exception] = ModelError, **options: Any) -
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_folder_keeps_its_own_dtype_and_its_decoder_runs_in_it(name, tmp_path):
-    folder = read_folder(save(make_model("qwen3"), tmp_path / "model", dtype=DTYPES[name]), "cpu")
+    folder = read_tensor_folder(save(make_model("qwen3"), tmp_path / "model", dtype=DTYPES[name]), "cpu")
     assert str(folder.dtype) == f"torch.{name}"
     assert run(Decoder(folder)).dtype == folder.dtype
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_folder_is_read_in_the_dtype_that_is_asked_for(name, packed_folder):
-    folder = read_folder(packed_folder, "cpu", dtype=name)
+    folder = read_tensor_folder(packed_folder, "cpu", dtype=name)
     weight = folder.tensors["model.embed_tokens.weight"]
     assert isinstance(weight, Packed)
     assert str(weight.scales.dtype) == f"torch.{name}"
-    exact = run(Decoder(read_folder(packed_folder, "cpu", dtype=torch.float32)))
+    exact = run(Decoder(read_tensor_folder(packed_folder, "cpu", dtype=torch.float32)))
     found = run(Decoder(folder))
     assert found.dtype == folder.dtype
     torch.testing.assert_close(found.float(), exact, atol=0.1, rtol=0.1)
@@ -98,13 +98,13 @@ def test_a_plain_model_s_folder_is_read(tmp_path, folder):
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = config.pop("zip2zip")["base_model_type"]
     (folder / "config.json").write_text(json.dumps(config))
-    read = read_folder(folder, "cpu")
+    read = read_tensor_folder(folder, "cpu")
     assert read.zip is None
     run(Decoder(read))
 
 
 def test_a_converted_model_s_folder_keeps_embedding_head_and_encoders(tmp_path):
-    folder = read_folder(save(make_model("llama", encoder="attention"), tmp_path / "model"), "cpu")
+    folder = read_tensor_folder(save(make_model("llama", encoder="attention"), tmp_path / "model"), "cpu")
     assert folder.zip is not None
     Decoder(folder)
     assert {name.split(".")[0] for name in folder.tensors} == {"model", "lm_head", "input_encoder", "output_encoder"}
@@ -113,14 +113,14 @@ def test_a_converted_model_s_folder_keeps_embedding_head_and_encoders(tmp_path):
 
 def test_tensors_can_be_left_out(tmp_path):
     path = save(make_model("llama", encoder="attention"), tmp_path / "model")
-    folder = read_folder(path, "cpu", skipped_prefixes=("input_encoder.", "output_encoder."))
+    folder = read_tensor_folder(path, "cpu", skipped_prefixes=("input_encoder.", "output_encoder."))
     assert not any("encoder" in name for name in folder.tensors)
 
 
 def test_a_tied_head_s_second_copy_is_not_read(tmp_path):
     path = save(make_model("llama", tie_word_embeddings=True), tmp_path / "model")
     edit_tensors(path, lm_head__weight=torch.zeros(3))
-    assert "lm_head.weight" not in read_folder(path, "cpu").tensors
+    assert "lm_head.weight" not in read_tensor_folder(path, "cpu").tensors
 
 
 # ---- packed matrices
@@ -220,8 +220,8 @@ def test_a_tensor_that_no_part_of_the_model_has_is_named(folder, name):
 
 
 def test_encoders_are_ignored_where_a_model_is_used_without_hypertokens(tmp_path):
-    read = read_folder(save(make_model("llama", encoder="attention"), tmp_path / "model"), "cpu")
-    assert not CudaModel(read, None).hypertokens
+    read = read_tensor_folder(save(make_model("llama", encoder="attention"), tmp_path / "model"), "cpu")
+    assert not CudaModel(read, None).has_hypertokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
@@ -367,7 +367,7 @@ def test_a_device_that_is_not_supported_is_named(name):
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
-    monkeypatch.setattr(devices, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(devices, "free_gpu_bytes", lambda device: 1000)
     monkeypatch.setattr("mlx_zip.cuda.network.checkpoint._read_tensors", lambda *_: pytest.fail("tensors were read"))
     whole = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
     layers = sum(v.numel() for n, v in load_file(folder / "model.safetensors").items() if ".layers." in n)
@@ -377,7 +377,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypa
 
 
 def test_packed_weights_are_counted_as_they_are_stored(packed_folder, monkeypatch):
-    monkeypatch.setattr(devices, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(devices, "free_gpu_bytes", lambda device: 1000)
     tensors = load_file(packed_folder / "model.safetensors")
     bytes_of = {name: value.numel() * (4 if value.dtype == torch.uint32 else 2) for name, value in tensors.items()}
     needed = sum(bytes_of.values()) + sum(n for name, n in bytes_of.items() if "model.layers." in name) // 2
@@ -388,9 +388,9 @@ def test_caches_that_do_not_fit_are_refused(folder, monkeypatch):
     config, device = DecoderConfig.from_dict(json.loads((folder / "config.json").read_text())), torch.device("cpu")
     needed = 2 * 2 * 3 * 2 * 100 * 16 * 2  # keys and values, layers, sequences, heads, ids, columns, bytes
     assert kv_cache_bytes(config, 3, 100, torch.bfloat16) == needed
-    monkeypatch.setattr(devices, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(devices, "free_gpu_bytes", lambda device: needed - 1)
     expected = f"KV caches of 3 x 100 ids: {needed} bytes needed on cpu, {needed - 1} bytes are free"
     with pytest.raises(ModelError, match=expected):
         make_kv_cache(config, 3, 100, torch.bfloat16, device)
-    monkeypatch.setattr(devices, "free_bytes", lambda device: needed)
+    monkeypatch.setattr(devices, "free_gpu_bytes", lambda device: needed)
     assert make_kv_cache(config, 3, 100, torch.bfloat16, device).capacity == 100

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mlx_zip.cuda.graphs import WARM_UPS, Graphs  # noqa: E402
+from mlx_zip.cuda.graphs import WARM_UPS, CudaGraphs  # noqa: E402
 
 
 class Cuda:
-    """Takes the place of what `Graphs` uses of torch.cuda. calls: in order. keeps: tensors that capturing restores."""
+    """Stands in for what `CudaGraphs` uses of torch.cuda. calls: in order. keeps: tensors that capturing restores."""
 
     def __init__(self, *keeps: torch.Tensor) -> None:
         self.calls: list[str] = []
@@ -79,7 +79,7 @@ def cuda(counter, monkeypatch):
 
 
 def test_a_piece_is_warmed_up_on_a_side_stream_captured_once_and_replayed(cuda, counter):
-    graphs, runs = Graphs(torch.device("cuda")), []
+    graphs, runs = CudaGraphs(torch.device("cuda")), []
 
     def work():
         runs.append(counter.tolist())
@@ -103,7 +103,7 @@ def test_a_piece_is_warmed_up_on_a_side_stream_captured_once_and_replayed(cuda, 
 
 
 def test_pieces_of_other_keys_are_captured_too(cuda, counter):
-    graphs = Graphs(torch.device("cuda"))
+    graphs = CudaGraphs(torch.device("cuda"))
     assert [graphs.run(("head", size), lambda size=size: size) for size in (1, 2, 1)] == [1, 2, 1]
     assert cuda.calls.count("capture") == 2
     assert cuda.calls.count("replay") == 3
@@ -114,7 +114,7 @@ def test_counters_have_their_values_after_a_piece_that_fails(cuda, counter):
         counter.add_(1)
         raise RuntimeError("out of memory")
 
-    graphs = Graphs(torch.device("cuda"))
+    graphs = CudaGraphs(torch.device("cuda"))
     with pytest.raises(RuntimeError):
         graphs.run("body", fails, (counter,))
     assert counter.tolist() == [0, 0]
@@ -122,5 +122,5 @@ def test_counters_have_their_values_after_a_piece_that_fails(cuda, counter):
 
 
 def test_on_a_cpu_a_piece_just_runs(counter):
-    graphs = Graphs(torch.device("cpu"))
+    graphs = CudaGraphs(torch.device("cpu"))
     assert [graphs.run("body", lambda: int(counter.add_(1)[0]), (counter,)) for _ in range(2)] == [1, 2]

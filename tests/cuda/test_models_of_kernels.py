@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
@@ -113,7 +113,7 @@ class Replayed:
     """A decoder's step, captured in a CUDA graph at the first call and then replayed."""
 
     def __init__(self, decoder: Decoder, x: torch.Tensor, at: torch.Tensor, kv: KVCache) -> None:
-        self.work, self.graphs, self.kv = (lambda: decoder.step(x, at, kv)), Graphs(DEVICE), kv
+        self.work, self.graphs, self.kv = (lambda: decoder.step(x, at, kv)), CudaGraphs(DEVICE), kv
 
     def __call__(self) -> torch.Tensor:
         return self.graphs.run("step", self.work, (self.kv.lengths,))

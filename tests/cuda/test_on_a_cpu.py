@@ -11,18 +11,18 @@ torch = pytest.importorskip("torch")
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
 from mlx_zip.cuda.network import linear  # noqa: E402
-from mlx_zip.cuda.network.cpu_decoder import cpu_head  # noqa: E402
+from mlx_zip.cuda.network.cpu_decoder import joint_head_on_cpu  # noqa: E402
 from mlx_zip.cuda.network.linear import (  # noqa: E402
     HALF_LARGEST,
     HalfMatrix,
     Linear,
-    cpu_weight,
-    has_half_products,
+    has_bfloat16_units,
+    has_float16_products,
     join_by_rows,
-    multiplies_bfloat16,
+    prepare_cpu_weight,
 )
 
-with_half = pytest.mark.skipif(not has_half_products(), reason="PyTorch has no FBGEMM here")
+with_half = pytest.mark.skipif(not has_float16_products(), reason="PyTorch has no FBGEMM here")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_a_matrix_in_float16_is_multiplied_in_float32(count, biased):
 @with_half
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_matrix_that_its_folder_has_in_16_bits_is_kept_in_16(dtype):
-    weight, bias = cpu_weight(random(8, 64).to(dtype), random(8), torch.float32)
+    weight, bias = prepare_cpu_weight(random(8, 64).to(dtype), random(8), torch.float32)
     assert isinstance(weight, HalfMatrix)
     assert bias is None
 
@@ -55,35 +55,35 @@ def test_a_matrix_that_its_folder_has_in_16_bits_is_kept_in_16(dtype):
 @with_half
 def test_a_matrix_in_float32_is_kept_in_16_bits_if_it_loses_nothing():
     exact = random(8, 64)
-    weight, _ = cpu_weight(exact, None, torch.float32)
+    weight, _ = prepare_cpu_weight(exact, None, torch.float32)
     assert isinstance(weight, torch.Tensor)
     assert torch.equal(weight, exact)
-    assert isinstance(cpu_weight(exact.bfloat16().float(), None, torch.float32)[0], HalfMatrix)
+    assert isinstance(prepare_cpu_weight(exact.bfloat16().float(), None, torch.float32)[0], HalfMatrix)
     tiny = torch.full((8, 64), 1.01 * 2.0**-20)  # below float16's normal range
-    assert isinstance(cpu_weight(tiny, None, torch.float32)[0], HalfMatrix)
+    assert isinstance(prepare_cpu_weight(tiny, None, torch.float32)[0], HalfMatrix)
 
 
 @with_half
 def test_a_packed_matrix_is_unpacked_in_as_many_bits_as_its_scales_have():
-    assert isinstance(cpu_weight(packed(torch.float16), None, torch.float32)[0], HalfMatrix)
-    weight, _ = cpu_weight(packed(torch.float32), None, torch.float32)
+    assert isinstance(prepare_cpu_weight(packed(torch.float16), None, torch.float32)[0], HalfMatrix)
+    weight, _ = prepare_cpu_weight(packed(torch.float32), None, torch.float32)
     torch.testing.assert_close(weight, dequantize(packed(torch.float32)), atol=4e-6, rtol=0)  # float16 is 1e-3 off
 
 
 def test_numbers_beyond_float16_stay_as_they_are():
     large = torch.full((2, 32), 2 * HALF_LARGEST).bfloat16()
-    weight, _ = cpu_weight(large, None, torch.float32)
+    weight, _ = prepare_cpu_weight(large, None, torch.float32)
     assert torch.equal(weight, large.float())
-    assert cpu_weight(torch.zeros((0, 32)), None, torch.float32)[0].shape == (0, 32)
+    assert prepare_cpu_weight(torch.zeros((0, 32)), None, torch.float32)[0].shape == (0, 32)
 
 
 def test_where_pytorch_cannot_multiply_float16_or_bfloat16_is_asked_for_a_matrix_is_dense(monkeypatch):
     bias = random(8)
-    assert cpu_weight(random(8, 64).bfloat16(), bias, torch.bfloat16)[0].dtype == torch.bfloat16
-    monkeypatch.setattr(linear, "has_half_products", lambda: False)
-    weight, rest = cpu_weight(random(8, 64).bfloat16(), bias, torch.float32)
+    assert prepare_cpu_weight(random(8, 64).bfloat16(), bias, torch.bfloat16)[0].dtype == torch.bfloat16
+    monkeypatch.setattr(linear, "has_float16_products", lambda: False)
+    weight, rest = prepare_cpu_weight(random(8, 64).bfloat16(), bias, torch.float32)
     assert (weight.dtype, rest) == (torch.float32, bias)
-    whole = join_by_rows([Linear(random(8, 64)), Linear(random(4, 64))]).prepared_for_cpu(torch.float32)
+    whole = join_by_rows([Linear(random(8, 64)), Linear(random(4, 64))]).prepare_for_cpu(torch.float32)
     assert whole(random(1, 64)).shape == (1, 12)
 
 
@@ -98,12 +98,12 @@ def test_where_pytorch_cannot_multiply_float16_or_bfloat16_is_asked_for_a_matrix
 )
 def test_pytorch_says_what_the_processor_multiplies(found, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
-    assert multiplies_bfloat16.__wrapped__() is expected
+    assert has_bfloat16_units.__wrapped__() is expected
 
 
 def test_a_pytorch_that_does_not_say_what_the_processor_multiplies_is_not_asked(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert multiplies_bfloat16.__wrapped__() is False
+    assert has_bfloat16_units.__wrapped__() is False
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -115,13 +115,13 @@ def test_the_head_gives_what_the_reference_gives(count, slots):
         installed[row, : max(0, slots - row)] = True
     rows[~installed] = torch.nan
     expected = joint_head(h, matrix, rows, installed, boundary, True)
-    scores = Linear(matrix).prepared_for_cpu(torch.float32)
-    found = cpu_head(h, scores, rows, installed, boundary, True)
+    scores = Linear(matrix).prepare_for_cpu(torch.float32)
+    found = joint_head_on_cpu(h, scores, rows, installed, boundary, True)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert torch.equal(cpu_head(h, scores, rows, installed, boundary, False).best, expected.best)
+    assert torch.equal(joint_head_on_cpu(h, scores, rows, installed, boundary, False).best, expected.best)
 
 
 # ---- folders

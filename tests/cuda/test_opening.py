@@ -118,7 +118,7 @@ def test_a_model_and_its_store_say_what_they_are(folder):
     model = open_model(folder, "cpu")
     assert repr(model) == "<CudaModel m: llama in torch.float32 on cpu>"
     assert model.store is not None
-    model.store.find_or_encode(np.array([[5, 6, 2, 2]]), np.array([2]), model.encode)
+    model.store.find_or_encode(np.array([[5, 6, 2, 2]]), np.array([2]), model.encode_entries)
     assert repr(model.store) == f"<RowStore: 1 of {model.store.places} rows>"
 
 

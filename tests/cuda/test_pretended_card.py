@@ -23,9 +23,9 @@ from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.devices import PRODUCTS, measure_read_speed  # noqa: E402
+from mlx_zip.cuda.devices import PRODUCTS, measure_matvec_bandwidth  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_session_store  # noqa: E402
-from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
 from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.transfers import Download, Upload  # noqa: E402
@@ -138,7 +138,7 @@ def test_a_graph_uses_memory_in_the_stream_that_it_is_replayed_on(card):
 
 
 def test_a_graph_works_on_its_addresses_each_time_and_computes_nothing_before(card):
-    counter, graphs = torch.zeros(1, device=CARD), Graphs(CARD)
+    counter, graphs = torch.zeros(1, device=CARD), CudaGraphs(CARD)
 
     def work() -> Any:
         counter.add_(1)
@@ -178,17 +178,17 @@ def test_graphs_of_two_threads_are_captured_one_after_the_other(card):
             wait.wait(0.3)
         return one + 1
 
-    other = Thread(target=lambda: Graphs(CARD).run("slow", slow))
+    other = Thread(target=lambda: CudaGraphs(CARD).run("slow", slow))
     other.start()
     assert is_inside.wait(10)
-    assert Graphs(CARD).run("fast", lambda: 7) == 7
+    assert CudaGraphs(CARD).run("fast", lambda: 7) == 7
     other.join()
     assert card.replays == 2
 
 
 def test_the_speed_of_reading_is_measured_by_the_cards_clock(card):
     seconds = 1e-6 * (1 + PRODUCTS)  # the pieces of work between the events
-    assert measure_read_speed(CARD, 50) == pytest.approx(PRODUCTS * 4 * 50**2 / seconds)
+    assert measure_matvec_bandwidth(CARD, 50) == pytest.approx(PRODUCTS * 4 * 50**2 / seconds)
 
 
 # ---- copies
@@ -294,13 +294,13 @@ def test_sequences_come_back_in_many_small_pieces_too(card, tmp_path, monkeypatc
 @pytest.mark.slow
 def test_a_batch_is_used_again_with_the_graphs_that_it_has(card, tmp_path, monkeypatch):
     folder, prompts = save(tiny_model(encoder=ENCODER), tmp_path / "m"), [base_ids(20, seed) for seed in range(3)]
-    model, captured, capture = opened(folder, CARD), [], Graphs._capture
+    model, captured, capture = opened(folder, CARD), [], CudaGraphs._capture
 
-    def noted(graphs: Graphs, work: Any) -> Any:
+    def noted(graphs: CudaGraphs, work: Any) -> Any:
         captured.append(work)
         return capture(graphs, work)
 
-    monkeypatch.setattr(Graphs, "_capture", noted)
+    monkeypatch.setattr(CudaGraphs, "_capture", noted)
     batch = Batch(model, 1, 200)
     expected = [emitted(opened(folder, "cpu"), prompt, 16) for prompt in prompts]
     assert emitted(model, prompts[0], 16, batch=batch) == expected[0]

@@ -33,7 +33,7 @@ def test_a_model_of_random_weights_runs(family, bits):
 def test_packed_random_matrices_are_spread_as_dense_ones_are():
     found = []
     for bits in (None, 4, 8):
-        weight = random_folder(tiny_config(), "cpu", torch.float32, bits, group=64).take("x.weight", 400, 256)
+        weight = random_folder(tiny_config(), "cpu", torch.float32, bits, group=64).take_weight("x.weight", 400, 256)
         assert isinstance(weight, Packed) == (bits is not None)
         dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight
         assert abs(dense.mean()) < 0.001
@@ -44,7 +44,7 @@ def test_packed_random_matrices_are_spread_as_dense_ones_are():
 def test_weights_that_do_not_fit_are_refused_before_any_is_made(monkeypatch):
     needed = decoder_matrix_bytes(DecoderConfig.from_dict(SHAPES["phi-3.5-mini"]), torch.bfloat16, None, 64)
     assert needed == pytest.approx(2 * 3_821_079_552, rel=1e-3)
-    monkeypatch.setattr(devices, "free_bytes", lambda device: 7_000_000_000)
+    monkeypatch.setattr(devices, "free_gpu_bytes", lambda device: 7_000_000_000)
     with pytest.raises(ModelError, match=rf"random weights of the decoder: {needed} bytes needed .* 7000000000 bytes"):
         random_folder(SHAPES["phi-3.5-mini"], "cpu")
     random_folder(SHAPES["phi-3.5-mini"], "cpu", bits=4)

@@ -199,7 +199,7 @@ def test_a_draft_saves_passes_of_the_body(opened, oracle, monkeypatch):
 
 @pytest.mark.parametrize("case", slow_but(["longrope", "longrope base positions"], "longrope"))
 def test_no_draft_is_read_across_the_position_where_longropes_factors_change(case, opened, oracle, monkeypatch):
-    model, ends, real = opened(case), [], SequenceReader.read_ahead
+    model, ends, real = opened(case), [], SequenceReader.read_last_ids_and_drafts
     border, by_base = model.decoder.rope.long_from, model.config.position_mode == "base_token_end"
 
     def noted(self, parts):
@@ -210,7 +210,7 @@ def test_no_draft_is_read_across_the_position_where_longropes_factors_change(cas
             ends.append((sequence.position_count, end))
         return real(self, parts)
 
-    monkeypatch.setattr(SequenceReader, "read_ahead", noted)
+    monkeypatch.setattr(SequenceReader, "read_last_ids_and_drafts", noted)
     for before in (3, 9, 20):
         prompt = tiny.base_ids(border - before, seed=before)
         with engine(model) as made:

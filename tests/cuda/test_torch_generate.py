@@ -20,7 +20,7 @@ pytest.importorskip("mlx.core")
 import mlx_zip  # noqa: E402
 from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.errors import ConfigError, GenerationError, ModelError  # noqa: E402
 from mlx_zip.packs.pack import Pack  # noqa: E402
@@ -53,7 +53,7 @@ def captures(monkeypatch):
             captured.append(key)
         return work()
 
-    monkeypatch.setattr(Graphs, "run", run)
+    monkeypatch.setattr(CudaGraphs, "run", run)
     return captured
 
 

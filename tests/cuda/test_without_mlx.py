@@ -35,9 +35,9 @@ for name in names:
 
 import torch
 from mlx_zip.cuda.network.decoder import Decoder
-from mlx_zip.cuda.network.checkpoint import read_folder
+from mlx_zip.cuda.network.checkpoint import read_tensor_folder
 
-decoder = Decoder(read_folder("stories", "cpu"))
+decoder = Decoder(read_tensor_folder("stories", "cpu"))
 kv, at = decoder.make_kv_cache(1, 8), torch.arange(3)[None]
 decoder.prefill(torch.ones((1, 3, decoder.config.width)), at, at, kv)
 assert decoder.step(torch.ones((1, decoder.config.width)), torch.tensor([3]), kv).isfinite().all()

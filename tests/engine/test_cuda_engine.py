@@ -309,7 +309,7 @@ def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch)
 
     calls = []
     monkeypatch.setattr(devices, "_measured", {})
-    monkeypatch.setattr(devices, "measure_read_speed", lambda *facts: calls.append(facts) or 1e9)
+    monkeypatch.setattr(devices, "measure_matvec_bandwidth", lambda *facts: calls.append(facts) or 1e9)
     with engine() as made, made.without_hypertokens("plain") as plain:
         found = made.ceiling()
         assert found == made.ceiling() == plain.ceiling()
@@ -324,14 +324,14 @@ def test_the_bandwidth_is_measured_by_reading_and_not_where_memory_is_short(monk
 
     from mlx_zip.cuda import devices
 
-    assert devices.measure_read_speed(torch.device("cpu"), 128) > 0
-    calls, products_s = [], devices._time_products
-    monkeypatch.setattr(devices, "_time_products", lambda *both: calls.append(both) or products_s(*both))
-    assert devices.measure_read_speed(torch.device("cpu"), 128, 0.0) > 0
+    assert devices.measure_matvec_bandwidth(torch.device("cpu"), 128) > 0
+    calls, products_s = [], devices._time_matrix_products
+    monkeypatch.setattr(devices, "_time_matrix_products", lambda *both: calls.append(both) or products_s(*both))
+    assert devices.measure_matvec_bandwidth(torch.device("cpu"), 128, 0.0) > 0
     assert len(calls) == 2  # there is no time, but one product is needed after the one that warms up
     monkeypatch.setattr(devices, "_measured", {})
     with engine() as made:
-        monkeypatch.setattr(devices, "free_bytes", lambda device: 4 * devices.BANDWIDTH_SIDE**2 - 1)
+        monkeypatch.setattr(devices, "free_gpu_bytes", lambda device: 4 * devices.BANDWIDTH_SIDE**2 - 1)
         assert made.ceiling() is None
 
 
@@ -361,7 +361,7 @@ def kept_on_disk(folder, prompt, family="llama", **options):
 def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_being_read_again(tmp_path, monkeypatch):
     from mlx_zip.cuda.sequence_reader import SequenceReader
 
-    whole, begins = SequenceReader._run_spans, []
+    whole, begins = SequenceReader._run_body_over_spans, []
     text = kept_on_disk(tmp_path, tiny.base_ids(80), "phi3")
 
     def noting(self, spans):
@@ -369,7 +369,7 @@ def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_bein
         return whole(self, spans)
 
     with engine("phi3", sessions=SessionOptions(folder=tmp_path)) as made:
-        monkeypatch.setattr(SequenceReader, "_run_spans", noting)
+        monkeypatch.setattr(SequenceReader, "_run_body_over_spans", noting)
         watch = ask(made, [*text, 9, 8, 7], max_tokens=10)[1].wait()
     assert watch.end.counts.cached_tokens > 60
     assert begins[0] > 32

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from mlx_zip import cli  # noqa: E402
 from mlx_zip.cuda import scorer  # noqa: E402
-from mlx_zip.cuda.evaluation_model import EvaluatedModel, load_evaluated  # noqa: E402
+from mlx_zip.cuda.evaluation_model import EvaluatedModel, load_evaluated_model  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.engine.mlx.scoring import compress_row, score_rows  # noqa: E402
 from mlx_zip.errors import DataError  # noqa: E402
@@ -167,7 +167,7 @@ def test_the_command_measures_on_pytorch_what_it_measures_on_mlx(tmp_path, capsy
 def test_on_a_cpu_a_model_is_evaluated_in_float32(tmp_path):
     folder = save(tiny.tiny_model(), tmp_path / "m", dtype=mx.bfloat16)
     tiny_text.byte_level().save_pretrained(folder)
-    model, tokenizer = load_evaluated(folder, device=torch.device("cpu"), trust_remote_code=False)
+    model, tokenizer = load_evaluated_model(folder, device=torch.device("cpu"), trust_remote_code=False)
     assert model._model.dtype == torch.float32
     assert model._model.folder.kernels is False
     assert tokenizer.eos_token_ids

@@ -17,7 +17,7 @@ from mlx_zip.models.patches.patch_model import (
     patch_lengths,
 )
 from mlx_zip.vocab.hbpe.measures import Tower
-from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges
+from mlx_zip.vocab.hbpe.patch_merges import MARK, PatchMerges
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
 WORDS = [b"banana", b" ban", b"nana nana", b"a", b"xy", b" is", b"and", b""]
@@ -166,7 +166,7 @@ def test_sampling_follows_its_seed(model):
 
 
 def test_a_generated_patch_is_read_back_as_the_canonical_patch_of_its_bytes():
-    merges = Merges(4, ((97, 98), (257, 99)))  # ab, abc
+    merges = PatchMerges(4, ((97, 98), (257, 99)))  # ab, abc
     assert canonical_patch(merges, [258, 97, 98, MARK]) == merges.encode(b"abcab") == [257, 99, 257, MARK]
     assert canonical_patch(merges, [97, MARK]) == [97, MARK]
     assert canonical_patch(merges, [120, 121, 122, 120]) == [120, 121, 122, 120]  # its bytes and a mark would not fit
@@ -176,8 +176,8 @@ def test_a_generated_patch_is_read_back_as_the_canonical_patch_of_its_bytes():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"merges": Merges(4, ())}, "these merges make patches of 4 out of 257"),
-        ({"merges": Merges(5, TABLE.merges.pairs)}, "of 5 out of"),
+        ({"merges": PatchMerges(4, ())}, "these merges make patches of 4 out of 257"),
+        ({"merges": PatchMerges(5, TABLE.merges.pairs)}, "of 5 out of"),
         ({"prompt": [[97] * 5]}, "1 to 4 symbols"),
         ({"prompt": [[]]}, "1 to 4 symbols"),
         ({"prompt": [[97, 999]]}, "symbol 999"),

@@ -79,26 +79,26 @@ def test_units_are_berts_word_pieces_where_asked(data, capsys):
 
 def test_phrases_change_ids_but_no_text():
     train, test = ([text.split() for text, _ in part] for part in (TEXTS, TEXTS[:2]))
-    units = Words.in_order(train)
+    units = Words.from_samples(train)
     encoded = labelled.encode_texts(EncodingSetting.parse("100,2-2,>=2"), units, train, test)
     assert encoded.train.ids.min() == 1
     assert encoded.train.ids.max() == encoded.trained < encoded.used <= encoded.rows
     assert len(encoded.train) == 4
     plain = labelled.encode_texts(EncodingSetting.parse("plain"), units, train, test)
-    assert [[units.words[i - 1] for i in ids] for ids in plain.train.lists()] == train
+    assert [[units.words[i - 1] for i in ids] for ids in plain.train.to_lists()] == train
 
 
 def test_rows_that_only_the_judged_texts_hold_come_last():
     train, test = [["b", "c"]], [["a", "c", "d"]]
     encoded = labelled.encode_texts(EncodingSetting.parse("plain"), Words(("a", "b", "c", "d")), train, test)
-    assert (encoded.train.lists(), encoded.test.lists()) == ([[1, 2]], [[3, 2, 4]])
+    assert (encoded.train.to_lists(), encoded.test.to_lists()) == ([[1, 2]], [[3, 2, 4]])
     assert (encoded.trained, encoded.used, encoded.rows) == (2, 5, 5)
 
 
 def test_rows_without_a_gradient_may_as_well_not_be_trained():
     args = argparse.Namespace(epochs=3, batch_size=2, learning_rate=0.01)
-    ids = Samples.of([[1, 2], [2, 1, 1], [1], [2, 2]])
-    judged, answers = Samples.of([[1, 3], [4, 2]]), [np.array([0, 1, 0, 1]), np.array([0, 1])]
+    ids = Samples.from_sequences([[1, 2], [2, 1, 1], [1], [2, 2]])
+    judged, answers = Samples.from_sequences([[1, 3], [4, 2]]), [np.array([0, 1, 0, 1]), np.array([0, 1])]
     told = [
         classifier.train_classifier(labelled.EncodedTexts(ids, judged, trained, 5, 5, 1.0), answers, 2, 0, args)
         for trained in (2, 4)

@@ -54,7 +54,7 @@ def test_speed_is_reported_next_to_plain_python_with_all_samples(records):
 def test_ratios_are_those_of_the_library(records):
     words = {word: None for sample in [*SAMPLES, "the zebra and the dog"] for word in sample.split()}
     numbers = {word: number for number, word in enumerate(words)}
-    samples = Samples.of([[numbers[word] for word in sample.split()] for sample in SAMPLES])
+    samples = Samples.from_sequences([[numbers[word] for word in sample.split()] for sample in SAMPLES])
     other = [numbers[word] for word in ["the", "zebra", "and", "the", "dog"]]
     ratios = [line for line in records if line["what"] == "ratio"]
     assert ratios
@@ -85,7 +85,7 @@ def test_the_plain_encoder_gives_the_librarys_ids():
     for window in (0, 1, 2, 3):
         known, ids = phrase_rates.learn_phrases_in_plain_python(samples, 3, window)
         dictionary = Dictionary(Settings(Tokens(3), window))
-        assert dictionary.train(Samples.of([list(sample) for sample in samples])).lists() == ids
+        assert dictionary.train(Samples.from_sequences([list(sample) for sample in samples])).to_lists() == ids
         assert dictionary.phrases == [(id, run) for run, id in known.items() if len(run) > 1]
         for sample in samples:
             assert phrase_rates.encode_in_plain_python(known, sample) == dictionary.encode(list(sample)).tolist()

@@ -12,7 +12,7 @@ from mlx_zip.bench.papers.hbpe import hbpe_model as bench
 from mlx_zip.bench.papers.hbpe.hbpe_data import PatchTrainingData, read_documents
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, count_parameters
 from mlx_zip.vocab.hbpe.measures import Tower
-from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
 from support.tiny_vocabularies import write_folder
 
 STORY = "Once there was a small cat who sat on a mat. The cat saw a dog.\n\nThe dog said hello, and they sat down."
@@ -83,9 +83,9 @@ def test_the_entropies_that_give_the_threshold_are_those_that_cut(texts, monkeyp
 def test_a_first_stage_that_is_named_makes_the_ids(texts, tmp_path):
     path = write_folder(tmp_path / "mini")
     data = data_of(parse(texts, "--tokenizer", path))
-    tokens = read_tokens(path)
+    tokens = read_token_bytes(path)
     assert data.tokens == [*tokens, b""]
-    assert data.ids[0].reshape(-1)[:9].tolist() == list(text_encoder(path)(data.train[0].decode()))[:9]
+    assert data.ids[0].reshape(-1)[:9].tolist() == list(read_text_encoder(path)(data.train[0].decode()))[:9]
 
 
 @pytest.mark.parametrize("vocabulary", [300, 2000])

@@ -54,7 +54,7 @@ def symbols(word):
 @cache
 def golden_merges(name):
     (case,) = [case for case in ADAPTBPE["cases"] if case["name"] == name]
-    return MergeList.of_bytes([tuple(map(symbols, pair)) for pair in case["merges"]])
+    return MergeList.from_byte_pairs([tuple(map(symbols, pair)) for pair in case["merges"]])
 
 
 def keeping(n_merges, kept):
@@ -78,7 +78,7 @@ def random_list(random):
             pairs.append((left, right))
     used = random.choices(tokens, k=random.randint(1, 6))
     words = [b"".join(random.choices(used, k=random.randint(1, 6))) for _ in range(random.randint(1, 10))]
-    return MergeList.of_bytes(pairs), words
+    return MergeList.from_byte_pairs(pairs), words
 
 
 def random_corpus(random):

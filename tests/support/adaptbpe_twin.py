@@ -85,7 +85,7 @@ def adapt(
 ) -> list[tuple[int, int, int, int, int]]:
     """Returns for each swap (p, its count, q, its count, number of tokens in the texts after the swap).
 
-    Arguments are those of `learn.adapt`, but words are (piece, count) pairs. Counts are made anew for every swap.
+    Arguments are those of `adapt_merges`, but words are (piece, count) pairs. Counts are made anew for every swap.
     """
     corpus = [(encode(merges, word, range(n)), count) for word, count in words]
     for rank in merges.unfinished:

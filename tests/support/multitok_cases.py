@@ -24,7 +24,7 @@ def corpora(draw, unknown=False):
 
 def trained(made, samples):
     dictionary = Dictionary(made)
-    return dictionary, dictionary.train(Samples.of(samples))
+    return dictionary, dictionary.train(Samples.from_sequences(samples))
 
 
 def state(dictionary):

@@ -409,7 +409,7 @@ def _patch_dispatchers(monkeypatch: Any, card: Card) -> None:
     names = [one.name for one in iter_modules(kernels.__path__) if not one.ispkg and one.name != "dispatch"]
     for name in names:
         module = import_module(f"mlx_zip.cuda.kernels.{name}")
-        monkeypatch.setattr(module, "use_triton", lambda impl, *tensors: False, raising=False)
+        monkeypatch.setattr(module, "should_use_triton", lambda impl, *tensors: False, raising=False)
         for function in [one for one in vars(module) if one.startswith("reference")]:
             run = getattr(module, function)
             monkeypatch.setattr(module, function, partial(card.launch, f"{name}.{function}", run))

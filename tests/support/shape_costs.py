@@ -16,7 +16,7 @@ from mlx_zip.cuda.network.checkpoint import Weight
 class ZeroWeightsFolder(RandomFolder):
     """Gives zeros for each name: memory that the system hands out but need not hold, as long as it is only read."""
 
-    def take(self, name: str, *shape: int) -> Weight:
+    def take_weight(self, name: str, *shape: int) -> Weight:
         """Returns zeros of this shape, packed where the weights of a quantized model are."""
         if self.bits is None or len(shape) == 1 or shape[1] % self.group or "pos_embed" in name:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -13,7 +13,7 @@ from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
 from support.adaptbpe_cases import ADAPTBPE
 from support.places import GOLDEN_MODELS
 
@@ -25,8 +25,8 @@ PLAIN = GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"
 def smaller(tmp_path_factory):
     """(folder of an adapted model, the ids of `TEXT` by its vocabulary)."""
     folder = tmp_path_factory.mktemp("adapted")
-    base = read_base(PLAIN)
-    kept = adapt_vocabulary(base, count_words(base.front, [ADAPTBPE["gpt2"]["train_text"][:8000]]), 90)
+    base = read_base_vocabulary(PLAIN)
+    kept = adapt_vocabulary(base, count_words(base.splitter, [ADAPTBPE["gpt2"]["train_text"][:8000]]), 90)
     kept.save(folder / "adapted.json")
     return adapt(PLAIN, folder / "adapted.json", folder / "smaller", progress=False), kept.encode(TEXT).tolist()
 

@@ -13,7 +13,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.text.formats import read_tokenizer_file, tiktoken_split_pattern
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.first_stage import open_tokenizer
+from mlx_zip.vocab.first_stage import open_tokenizer_file
 from support.places import SHARED
 from support.tiny_vocabularies import SIZE, TEXT, tokens, write_folder, write_pair, write_ranks
 
@@ -159,7 +159,7 @@ def test_the_loader_of_prompts_gives_the_same_ids_and_bytes(tmp_path, write):
     assert list(loaded.encode(TEXT)) == list(read_vocabulary(path).encode(TEXT))
     assert loaded.decode(loaded.encode(TEXT)) == TEXT
     if write is write_ranks:
-        assert open_tokenizer(path).tokens() == tokens()
+        assert open_tokenizer_file(path).tokens() == tokens()
 
 
 def test_a_merge_list_names_its_pair_as_the_vocabulary_does(tmp_path):
@@ -177,7 +177,7 @@ def test_gpt2s_end_of_text_ends_a_text(tmp_path):
 
 def test_a_list_of_tokens_in_hex_has_bytes_and_no_way_to_split_a_text(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps([token.hex() for token in tokens()]))
-    assert open_tokenizer(tmp_path / "tokenizer.json").tokens() == tokens()
+    assert open_tokenizer_file(tmp_path / "tokenizer.json").tokens() == tokens()
     with pytest.raises(DataError, match="does not say how a text is split"):
         read_vocabulary(tmp_path / "tokenizer.json")
 
@@ -208,7 +208,7 @@ def test_sentencepieces_ids_are_those_of_its_library(tmp_path, algorithm, bytes_
 def test_published_ranks_have_the_ids_of_tiktoken(name):
     tiktoken = pytest.importorskip("tiktoken")
     path = PUBLISHED / f"{name}.tiktoken.gz"
-    ranks = {token: rank for rank, token in enumerate(open_tokenizer(path).tokens())}
+    ranks = {token: rank for rank, token in enumerate(open_tokenizer_file(path).tokens())}
     encoding = tiktoken.Encoding(name, pat_str=tiktoken_split_pattern(path), mergeable_ranks=ranks, special_tokens={})
     library = read_tokenizer_file(path)
     for text in (*TEXTS, Path(__file__).read_text()):

@@ -29,7 +29,14 @@ from mlx_zip.training.patch_training import (
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
-from mlx_zip.vocab.hbpe.patch_table import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_by_id
+from mlx_zip.vocab.hbpe.patch_text import (
+    END,
+    PatchText,
+    learn_tokenizer,
+    read_hf_tokenizer,
+    read_text_encoder,
+    token_bytes_by_id,
+)
 from support.tiny_vocabularies import write_folder, write_pair
 
 TEXTS = ["the cat and the dog: ¿qué?", "the dog and 12 cats", "a cat, a dog, 😀 and 123"] * 4
@@ -55,7 +62,7 @@ def folder(run, tmp_path):
 
 def test_a_learned_first_stage_spells_every_text():
     tokenizer = learn_tokenizer(TEXTS, 270)
-    tokens = tokens_by_id(tokenizer)
+    tokens = token_bytes_by_id(tokenizer)
     assert 256 < len(tokens) <= 270
     for text in TEXTS:
         assert b"".join(tokens[i] for i in tokenizer.encode(text).ids) == text.encode()
@@ -64,16 +71,16 @@ def test_a_learned_first_stage_spells_every_text():
 
 
 def test_no_memory_is_taken_for_tokens_that_a_text_cannot_give():
-    assert tokens_by_id(learn_tokenizer(TEXTS, 1 << 60)) == tokens_by_id(learn_tokenizer(TEXTS, 4096))
+    assert token_bytes_by_id(learn_tokenizer(TEXTS, 1 << 60)) == token_bytes_by_id(learn_tokenizer(TEXTS, 4096))
 
 
 def test_a_first_stage_without_a_token_for_the_end_gets_one_that_texts_do_not_use(tmp_path):
     write_pair(tmp_path)
-    text = PatchText.learn(read_tokenizer(tmp_path / "vocab.bpe"), 4)
+    text = PatchText.learn(read_hf_tokenizer(tmp_path / "vocab.bpe"), 4)
     assert text.tokenizer.token_to_id(END) == text.end == len(text.table) - 1
     assert text.unit_bytes[text.end] == 0
-    assert list(text.ids("the cat")) == list(text_encoder(tmp_path / "vocab.bpe")("the cat"))
-    own = PatchText.learn(read_tokenizer(write_folder(tmp_path / "mini")), 4)
+    assert list(text.ids("the cat")) == list(read_text_encoder(tmp_path / "vocab.bpe")("the cat"))
+    own = PatchText.learn(read_hf_tokenizer(write_folder(tmp_path / "mini")), 4)
     assert own.tokenizer.token_to_id("<end>") == own.end
     assert own.tokenizer.token_to_id(END) is None
 
@@ -352,7 +359,7 @@ def test_a_named_first_stage_is_saved_with_the_model(command, tmp_path, data):
     assert status == 0
     assert json.loads(out)["step"] == 4
     saved = load_patch_model(tmp_path / "run" / "model")
-    assert list(saved.text.ids("the 123")) == list(text_encoder(tmp_path / "vocab.bpe")("the 123"))
+    assert list(saved.text.ids("the 123")) == list(read_text_encoder(tmp_path / "vocab.bpe")("the 123"))
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from mlx_zip import generate, load
 from mlx_zip.converters.adapt import adapt as convert
 from mlx_zip.errors import DataError
 from mlx_zip.named import bundled_model_folder
-from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
-from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule
-from mlx_zip.vocab.adaptbpe.plain import lawful_json, make_exact, tokenizer_json
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted_vocabulary
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
+from mlx_zip.vocab.adaptbpe.learn import adapt_merges, most_frequent_merges
+from mlx_zip.vocab.adaptbpe.merge_list import BpeEncoder, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json, kept_ids_tokenizer_json, make_tokenizer_exact
 from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import seeds
 from support.slow_cases import slow_but
@@ -31,13 +31,13 @@ METHODS = ["adapt", "top-k"]
 
 @pytest.fixture(scope="module")
 def base():
-    return read_base(FILE)
+    return read_base_vocabulary(FILE)
 
 
 @pytest.fixture(scope="module")
 def words(base):
     texts = ["The cat and the dog ran to the café. " * 20, "“Oh,” said the cat — and ran away. " * 9]
-    return count_words(base.front, texts)
+    return count_words(base.splitter, texts)
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -54,7 +54,7 @@ def first(base, words):
 @pytest.fixture(scope="module")
 def plain(base, first):
     """The library's tokenizer of the first merges, as its tokenizer.json says."""
-    return Tokenizer.from_str(json.dumps(tokenizer_json(first, base.source)))
+    return Tokenizer.from_str(json.dumps(exact_tokenizer_json(first, base.source)))
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def library():
 @pytest.fixture(scope="module")
 def exact(base, vocabulary):
     """The library's tokenizer of the adapted vocabulary, made exact."""
-    made = Tokenizer.from_str(json.dumps(lawful_json(vocabulary, base.source)))
-    make_exact(made, vocabulary)
+    made = Tokenizer.from_str(json.dumps(kept_ids_tokenizer_json(vocabulary, base.source)))
+    make_tokenizer_exact(made, vocabulary)
     return made
 
 
@@ -82,7 +82,7 @@ def test_characters_of_several_bytes_stay_and_come_on_top_of_the_merges(base, vo
     assert vocabulary.actual_merges == MERGES
     letters = sum(len(name) == 1 and ord(name) > 127 for name in names)
     assert vocabulary.letters == letters > 5
-    assert len(vocabulary) == 256 + letters + MERGES + len(vocabulary.front.added)
+    assert len(vocabulary) == 256 + letters + MERGES + len(vocabulary.splitter.added)
     assert base.unreachable == len(names) - len(base.ids) - 6 + len(base.merges.unfinished)
 
 
@@ -93,7 +93,7 @@ def test_text_comes_back_with_its_blanks(vocabulary, text):
 
 @given(data=st.binary(max_size=40) | st.text("日月早é—–“", max_size=12).map(str.encode))
 def test_any_bytes_come_back(vocabulary, data):
-    ids = vocabulary.ids_of(vocabulary.token_ids[vocabulary.encoder.encode_pieces([data])[0]])
+    ids = vocabulary.adapted_ids_of(vocabulary.token_ids[vocabulary.encoder.encode_pieces([data])[0]])
     assert vocabulary.decode(ids) == data.replace("▁".encode(), b" ")
 
 
@@ -115,7 +115,7 @@ def test_it_compresses_its_own_text_better_than_the_first_merges(base, first, vo
 
 def test_a_saved_one_reads_to_an_equal_one(vocabulary, base, tmp_path):
     vocabulary.save(tmp_path / "adapted.json")
-    read = read_adapted(tmp_path / "adapted.json")
+    read = read_adapted_vocabulary(tmp_path / "adapted.json")
     read.check_base(base)
     assert read.merges == vocabulary.merges
     assert read.merges.letters == vocabulary.merges.letters > 0
@@ -145,7 +145,7 @@ def test_the_bundled_hypertokens_go_on_after_the_new_ids(vocabulary, tmp_path):
 
 def test_without_the_bases_tokenizer_json_none_can_be_written(vocabulary):
     with pytest.raises(DataError, match=r"the base's tokenizer\.json is needed"):
-        lawful_json(vocabulary)
+        kept_ids_tokenizer_json(vocabulary)
 
 
 # ---- letters
@@ -166,7 +166,7 @@ def random_letters(random):
     used = [*random.choices(tokens, k=random.randint(1, 6)), "早".encode()]
     words = {b"".join(random.choices(used, k=random.randint(1, 6))) for _ in range(random.randint(1, 8))}
     corpus = {word: random.randint(1, 6) for word in sorted(words)}
-    return MergeList.of_bytes([*letters.values(), *pairs], len(letters)), corpus
+    return MergeList.from_byte_pairs([*letters.values(), *pairs], len(letters)), corpus
 
 
 with_letters = seeds.map(random_letters)
@@ -176,20 +176,20 @@ with_letters = seeds.map(random_letters)
 def test_letters_never_leave_and_swaps_are_the_twins(case, share):
     merges, corpus = case
     n = merges.letters + round(share * (len(merges) - merges.letters))
-    found = adapt(merges, corpus, n)
+    found = adapt_merges(merges, corpus, n)
     expected = twin.adapt(merges, list(corpus.items()), n)
     assert [(s.p, s.p_count, s.q, s.q_count, s.n_tokens) for s in found.swaps] == expected
     assert all(p >= merges.letters for p in found.virtual)
-    assert set(range(merges.letters)) <= set(top_k(merges, corpus, n))
+    assert set(range(merges.letters)) <= set(most_frequent_merges(merges, corpus, n))
 
 
 @given(with_letters, st.floats(0, 1))
 def test_unfinished_characters_are_bytes_in_the_end(case, share):
     merges, corpus = case
     n = merges.letters + round(share * (len(merges) - merges.letters))
-    found = adapt(merges, corpus, n)
+    found = adapt_merges(merges, corpus, n)
     for form in (Schedule.replay, Schedule.final):
-        encoder = Encoder(merges, form(len(merges), n, found.virtual, found.promoted), "whole")
+        encoder = BpeEncoder(merges, form(len(merges), n, found.virtual, found.promoted), "whole")
         for word in [*corpus, "早日éa".encode()]:
             tokens = encoder.encode(word)
             assert encoder.decode(tokens) == word
@@ -199,11 +199,11 @@ def test_unfinished_characters_are_bytes_in_the_end(case, share):
 @pytest.mark.parametrize("letters", [-1, 2])
 def test_there_are_no_more_letters_than_merges(letters):
     with pytest.raises(DataError, match=r"letters are not 0\.\.1"):
-        MergeList.of_bytes([(b"a", b"b")], letters)
+        MergeList.from_byte_pairs([(b"a", b"b")], letters)
 
 
 def test_what_is_unfinished_is_known():
-    merges = MergeList.of_bytes([(b"\xc3", b"\xa9"), (b"\xe6", b"\x97"), (b"\xe6\x97", b"\xa5")], 3)
+    merges = MergeList.from_byte_pairs([(b"\xc3", b"\xa9"), (b"\xe6", b"\x97"), (b"\xe6\x97", b"\xa5")], 3)
     assert merges.unfinished == [1]
     assert all(a != b for a, b in combinations([merges, MergeList(merges.parts)], 2))
 
@@ -241,6 +241,6 @@ def test_what_cannot_be_read_is_said_in_a_line(data, told, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(data))
     with pytest.raises(DataError, match=told) as error:
-        read_base(path)
+        read_base_vocabulary(path)
     assert str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)

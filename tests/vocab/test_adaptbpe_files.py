@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
-from mlx_zip.vocab.adaptbpe.pieces import Front
-from mlx_zip.vocab.adaptbpe.plain import lawful_json, tokenizer_json
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted_vocabulary
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
+from mlx_zip.vocab.adaptbpe.pieces import PieceSplitter
+from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json, kept_ids_tokenizer_json
 from mlx_zip.vocab.first_stage import AddedToken, spelled_to_bytes
 from support.adaptbpe_cases import (
     ADAPTBPE,
@@ -24,7 +24,7 @@ from support.adaptbpe_cases import (
 
 
 def cut_down(base, n=300, **options):
-    words = count_words(base.front, [ADAPTBPE["gpt2"]["train_text"][:12000]])
+    words = count_words(base.splitter, [ADAPTBPE["gpt2"]["train_text"][:12000]])
     return adapt_vocabulary(base, words, n, **options)
 
 
@@ -33,11 +33,11 @@ WAYS = [("adapt", "replay"), ("adapt", "final"), ("first-k", "replay"), ("top-k"
 
 @pytest.fixture(scope="module", params=WAYS, ids="-".join)
 def vocabulary(request, head):
-    return cut_down(read_base(head), method=request.param[0], rule=request.param[1])
+    return cut_down(read_base_vocabulary(head), method=request.param[0], rule=request.param[1])
 
 
 def test_it_keeps_the_bytes_and_n_merges_under_rising_ids(vocabulary, head):
-    base = read_base(head)
+    base = read_base_vocabulary(head)
     assert len(vocabulary) == 256 + 300
     assert np.all(np.diff(vocabulary.ids.astype(np.int64)) > 0)
     assert set(base.ids[:256].tolist()) < set(vocabulary.ids.tolist()) < set(base.ids.tolist())
@@ -46,12 +46,12 @@ def test_it_keeps_the_bytes_and_n_merges_under_rising_ids(vocabulary, head):
 @given(data=st.binary(max_size=200) | st.text(max_size=80).map(str.encode))
 def test_any_bytes_come_back(vocabulary, data):
     tokens = vocabulary.encoder.encode(data)
-    assert vocabulary.decode(vocabulary.ids_of(vocabulary.token_ids[tokens])) == data
+    assert vocabulary.decode(vocabulary.adapted_ids_of(vocabulary.token_ids[tokens])) == data
 
 
 def test_a_saved_one_reads_to_an_equal_one(vocabulary, tmp_path, head):
     vocabulary.save(tmp_path / "adapted.json")
-    read, text = read_adapted(tmp_path / "adapted.json"), ADAPTBPE["gpt2"]["test_text"]
+    read, text = read_adapted_vocabulary(tmp_path / "adapted.json"), ADAPTBPE["gpt2"]["test_text"]
     assert read.encode(text).tolist() == vocabulary.encode(text).tolist()
     assert (read.rule, read.method, read.settings, read.virtual) == (
         vocabulary.rule,
@@ -61,31 +61,31 @@ def test_a_saved_one_reads_to_an_equal_one(vocabulary, tmp_path, head):
     )
     read.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "adapted.json").read_bytes()
-    read.check_base(read_base(head))
+    read.check_base(read_base_vocabulary(head))
     with pytest.raises(DataError, match="whose merges differ"):
-        read.check_base(read_base(FIXTURE))
+        read.check_base(read_base_vocabulary(FIXTURE))
 
 
 def test_base_ids_translate_there_and_back(vocabulary):
     ids = vocabulary.encode(ADAPTBPE["gpt2"]["test_text"])
-    assert vocabulary.ids_of(vocabulary.ids[ids]).tolist() == ids.tolist()
+    assert vocabulary.adapted_ids_of(vocabulary.ids[ids]).tolist() == ids.tolist()
     lost = int(np.setdiff1d(np.arange(vocabulary.base_ids), vocabulary.ids)[0])
     with pytest.raises(DataError, match=f"base id {lost} is not in the adapted vocabulary"):
-        vocabulary.ids_of([lost])
+        vocabulary.adapted_ids_of([lost])
     with pytest.raises(DataError, match=f"id {len(vocabulary)} is not below {len(vocabulary)}"):
         vocabulary.decode([len(vocabulary)])
 
 
 def test_an_adapted_file_next_to_its_own_base_does_not_matter(source, write, tmp_path):
-    base = read_base(write(source))
+    base = read_base_vocabulary(write(source))
     kept = cut_down(base, 90)
     assert kept.virtual
     kept.save(tmp_path / "adapted.json")
-    assert read_base(tmp_path).merges == base.merges
+    assert read_base_vocabulary(tmp_path).merges == base.merges
 
 
 def test_added_tokens_stay_and_are_found():
-    kept = cut_down(read_base(FIXTURE), 100)
+    kept = cut_down(read_base_vocabulary(FIXTURE), 100)
     assert len(kept) == 256 + 100 + 7
     ids = kept.encode(TEXT)
     assert kept.ids[ids[0]] == 3
@@ -100,9 +100,9 @@ def test_a_lone_surrogate_is_refused(vocabulary):
 
 @pytest.mark.parametrize("file", [FIXTURE, None])
 def test_a_tokenizer_json_without_virtual_merges_gives_the_same_ids(file, head):
-    base = read_base(file or head)
+    base = read_base_vocabulary(file or head)
     kept = cut_down(base, 90, method="first-k")
-    plain = library(tokenizer_json(kept, base.source))
+    plain = library(exact_tokenizer_json(kept, base.source))
     for text in (TEXT, ADAPTBPE["gpt2"]["test_text"], "", "\n"):
         ids = plain.encode(text, add_special_tokens=False).ids
         assert ids == kept.encode(text).tolist()
@@ -121,35 +121,37 @@ def test_the_special_tokens_that_a_tokenizer_json_adds_have_their_new_ids(source
     source["added_tokens"][2]["id"] = 511
     merged = next(token for token, i in source["model"]["vocab"].items() if i == 511)
     source["model"]["vocab"] |= {"<|pad|>": 511, merged: 2}
-    base = read_base(write(source))
+    base = read_base_vocabulary(write(source))
     kept = cut_down(base, 50, method="first-k")
-    assert library(tokenizer_json(kept, base.source)).encode("a").ids[0] == int(kept.ids_of([511])[0]) < 511
+    assert (
+        library(exact_tokenizer_json(kept, base.source)).encode("a").ids[0] == int(kept.adapted_ids_of([511])[0]) < 511
+    )
 
 
 def test_padding_has_its_new_id_and_ids_that_are_lost_are_refused(source):
-    kept = cut_down(read_base(FIXTURE), 50)
+    kept = cut_down(read_base_vocabulary(FIXTURE), 50)
     lost = next(i for i in range(512) if i not in kept.ids.tolist())
     last = int(kept.ids[-1])
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_type_id": 0}
-    made = lawful_json(kept, source | {"padding": padding | {"pad_id": last, "pad_token": "<|pad|>"}})
+    made = kept_ids_tokenizer_json(kept, source | {"padding": padding | {"pad_id": last, "pad_token": "<|pad|>"}})
     assert made["padding"]["pad_id"] == len(kept) - 1 < last
     with pytest.raises(DataError, match=rf"tokenizer\.json: padding names id {lost}, which the vocabulary"):
-        lawful_json(kept, source | {"padding": padding | {"pad_id": lost}})
+        kept_ids_tokenizer_json(kept, source | {"padding": padding | {"pad_id": lost}})
     steps = {"type": "Sequence", "processors": [{"type": "RobertaProcessing", "sep": ["x", lost], "cls": ["y", 0]}]}
     with pytest.raises(DataError, match=rf"tokenizer\.json: post_processor names id {lost}"):
-        lawful_json(kept, source | {"post_processor": steps})
+        kept_ids_tokenizer_json(kept, source | {"post_processor": steps})
 
 
 def test_a_tokenizer_json_need_not_have_added_tokens(source, write):
     del source["added_tokens"]
-    base = read_base(write(source))
+    base = read_base_vocabulary(write(source))
     kept = cut_down(base, 50, method="first-k")
-    assert library_ids(tokenizer_json(kept, base.source), "the cat") == kept.encode("the cat").tolist()
+    assert library_ids(exact_tokenizer_json(kept, base.source), "the cat") == kept.encode("the cat").tolist()
 
 
 def test_virtual_merges_cannot_be_said_in_a_tokenizer_json(head):
     with pytest.raises(DataError, match=r"merges are virtual, which a tokenizer\.json cannot express"):
-        tokenizer_json(cut_down(read_base(head)))
+        exact_tokenizer_json(cut_down(read_base_vocabulary(head)))
 
 
 def signed(record):
@@ -160,17 +162,17 @@ def signed(record):
 
 def test_a_file_that_was_changed_after_writing_is_refused(head, tmp_path):
     path = tmp_path / "adapted.json"
-    cut_down(read_base(head)).save(path)
+    cut_down(read_base_vocabulary(head)).save(path)
     record = json.loads(path.read_text())
     assert signed(record) == record
     for changed in (record | {"rule": "final"}, record | {"settings": {}}, record | {"sha256": "0" * 64}):
         path.write_text(json.dumps(changed))
         with pytest.raises(DataError, match=r"adapted\.json: is damaged, its checksum does not match"):
-            read_adapted(path)
+            read_adapted_vocabulary(path)
     del record["sha256"]
     path.write_text(json.dumps(record))
     with pytest.raises(DataError, match="'sha256' is missing"):
-        read_adapted(path)
+        read_adapted_vocabulary(path)
 
 
 TOKEN = {"content": "x", "id": 9, "special": True, "lstrip": False, "rstrip": False, "normalized": False}
@@ -210,31 +212,31 @@ BASE = {"name": "x", "fingerprint": "x", "merges": 1, "ids": 1}
 )
 def test_a_damaged_file_is_refused_by_name(change, told, head, tmp_path):
     path = tmp_path / "adapted.json"
-    cut_down(read_base(head)).save(path)
+    cut_down(read_base_vocabulary(head)).save(path)
     path.write_text(json.dumps(signed(json.loads(path.read_text()) | change)))
     with pytest.raises(DataError, match=told) as error:
-        read_adapted(path)
+        read_adapted_vocabulary(path)
     assert str(error.value).startswith(str(path))
 
 
 def test_a_swap_before_its_merge_is_there_is_refused(head, tmp_path):
     path = tmp_path / "adapted.json"
-    cut_down(read_base(head)).save(path)
+    cut_down(read_base_vocabulary(head)).save(path)
     record = json.loads(path.read_text())
     record["virtual"][0] = record["first"]
     path.write_text(json.dumps(signed(record)))
     with pytest.raises(DataError, match="virtual 0 is merge 300, which does not exist yet at that swap"):
-        read_adapted(path)
+        read_adapted_vocabulary(path)
 
 
 def test_unknown_methods_and_fronts_are_refused(head):
     with pytest.raises(DataError, match="method 'x' is none of adapt, first-k, top-k"):
-        cut_down(read_base(head), method="x")
+        cut_down(read_base_vocabulary(head), method="x")
     with pytest.raises(DataError, match="pieces 'x' is none of"):
-        Front("x")
+        PieceSplitter("x")
 
 
 def test_of_added_tokens_the_longest_is_found():
-    front = Front("gpt2", (AddedToken("<a>", 1), AddedToken("<a><b>", 2), AddedToken("<b>", 3)))
-    assert list(front.parts("x<a><b><b><a>y")) == [b"x", 2, 3, 1, b"y"]
+    splitter = PieceSplitter("gpt2", (AddedToken("<a>", 1), AddedToken("<a><b>", 2), AddedToken("<b>", 3)))
+    assert list(splitter.normalized_parts("x<a><b><b><a>y")) == [b"x", 2, 3, 1, b"y"]
     assert spelled_to_bytes("Ġx") == b" x"

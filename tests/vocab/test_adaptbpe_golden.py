@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
-from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule, cut_into_pieces
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
+from mlx_zip.vocab.adaptbpe.learn import adapt_merges, most_frequent_merges
+from mlx_zip.vocab.adaptbpe.merge_list import BpeEncoder, MergeList, Schedule, cut_into_pieces
 from mlx_zip.vocab.first_stage import spelled_to_bytes
 from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import ADAPTBPE, GPT2, HEAD, corpus_of, golden_merges, keeping, needs_gpt2, symbols
@@ -20,16 +20,16 @@ ROWS = ADAPTBPE["gpt2"]["rows"]
 
 def adapted(case):
     settings = {name: case[name] for name in ("margin", "max_swaps", "tie")}
-    return adapt(golden_merges(case["name"]), corpus_of(case), case["N"], **settings)
+    return adapt_merges(golden_merges(case["name"]), corpus_of(case), case["N"], **settings)
 
 
 def encoders(merges, n, virtual, promoted):
     """By the names of the golden file."""
     arguments = len(merges), n, virtual, promoted
     return {
-        "replay": Encoder(merges, Schedule.replay(*arguments), "whole"),
-        "final_rule": Encoder(merges, Schedule.final(*arguments), "whole"),
-        "first_k": Encoder(merges, Schedule.plain(len(merges), n), "whole"),
+        "replay": BpeEncoder(merges, Schedule.replay(*arguments), "whole"),
+        "final_rule": BpeEncoder(merges, Schedule.final(*arguments), "whole"),
+        "first_k": BpeEncoder(merges, Schedule.plain(len(merges), n), "whole"),
     }
 
 
@@ -116,22 +116,24 @@ def test_the_corpus_has_the_recorded_tokens_and_utility(case):
 @cases
 def test_top_k_keeps_and_encodes_what_is_recorded(case):
     merges, expected = golden_merges(case["name"]), case["expected"]["top_k"]
-    kept = top_k(merges, corpus_of(case), case["N"])
-    encoder = Encoder(merges, keeping(len(merges), kept), "whole")
+    kept = most_frequent_merges(merges, corpus_of(case), case["N"])
+    encoder = BpeEncoder(merges, keeping(len(merges), kept), "whole")
     assert kept == expected["kept"]
     assert size(encoder, corpus_of(case)) == expected["size"]
     assert [spelled(encoder, test["word"]) for test in expected["tests"]] == [t["tokens"] for t in expected["tests"]]
 
 
 def test_the_head_of_gpt2s_list_is_adapted_as_by_the_reference():
-    merges = MergeList.of_bytes([tuple(map(spelled_to_bytes, line.split(" "))) for line in HEAD["merges"]])
+    merges = MergeList.from_byte_pairs([tuple(map(spelled_to_bytes, line.split(" "))) for line in HEAD["merges"]])
     train, test = (
         Counter(cut_into_pieces(ADAPTBPE["gpt2"][name].encode()[: HEAD["bytes"]], "gpt2"))
         for name in ("train_text", "test_text")
     )
-    found = adapt(merges, train, HEAD["n"])
+    found = adapt_merges(merges, train, HEAD["n"])
     assert (found.virtual, found.promoted) == (HEAD["virtual"], HEAD["promoted"])
-    rules = encoders(merges, HEAD["n"], found.virtual, found.promoted) | {"whole_list": Encoder(merges, None, "whole")}
+    rules = encoders(merges, HEAD["n"], found.virtual, found.promoted) | {
+        "whole_list": BpeEncoder(merges, None, "whole")
+    }
     for name, corpus in (("train", train), ("test", test)):
         assert {rule: size(encoder, corpus) for rule, encoder in rules.items()} == HEAD[name]
 
@@ -140,11 +142,11 @@ def test_the_head_of_gpt2s_list_is_adapted_as_by_the_reference():
 @pytest.mark.parametrize("row", slow_but(ROWS, ROWS[0], ROWS[2]), ids=lambda row: f"{row['N']}-{row['tie']}")
 def test_gpt2s_list_is_adapted_to_python_source_as_recorded(row):
     assert hashlib.sha256(GPT2.read_bytes()).hexdigest() == ADAPTBPE["gpt2"]["vocab_bpe_sha256"]
-    merges = read_base(GPT2).merges
+    merges = read_base_vocabulary(GPT2).merges
     train, test = (
         Counter(cut_into_pieces(ADAPTBPE["gpt2"][name].encode(), "gpt2")) for name in ("train_text", "test_text")
     )
-    found = adapt(merges, train, row["N"], tie=row["tie"])
+    found = adapt_merges(merges, train, row["N"], tie=row["tie"])
     assert len(found.swaps) == row["swaps"]
     assert (digest(found.promoted), digest(found.virtual)) == (row["promoted_sha256"], row["virtual_sha256"])
     head = [[rank, merges.tokens[256 + rank].decode("latin-1")] for rank in found.promoted]
@@ -153,8 +155,8 @@ def test_gpt2s_list_is_adapted_to_python_source_as_recorded(row):
         ("adapt_" + name if name != "first_k" else name): encoder
         for name, encoder in encoders(merges, row["N"], found.virtual, found.promoted).items()
     }
-    kept = keeping(len(merges), top_k(merges, train, row["N"]))
-    rules |= {"top_k": Encoder(merges, kept, "whole"), "full_vocabulary": Encoder(merges, None, "whole")}
+    kept = keeping(len(merges), most_frequent_merges(merges, train, row["N"]))
+    rules |= {"top_k": BpeEncoder(merges, kept, "whole"), "full_vocabulary": BpeEncoder(merges, None, "whole")}
     for name, corpus in (("train", train), ("test", test)):
         expected = {key: count for key, count in row[name].items() if key != "bytes"}
         assert {rule: size(encoder, corpus) for rule, encoder in rules.items()} == expected

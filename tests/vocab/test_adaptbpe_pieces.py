@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from mlx_zip.vocab.adaptbpe.merge_list import cut_into_pieces
-from mlx_zip.vocab.adaptbpe.pieces import PATTERNS, pieces_of
+from mlx_zip.vocab.adaptbpe.pieces import PATTERNS, piece_rule_of
 from mlx_zip.vocab.first_stage import BYTE_OF, CHAR_OF, bytes_to_spelled, spelled_to_bytes
 
 SPLITTERS = {name: pre_tokenizers.Split(Regex(pattern), "isolated") for name, pattern in PATTERNS.items()}
@@ -73,4 +73,4 @@ def split(pattern, **other):
     ],
 )
 def test_what_is_known_is_cut_in_c_and_the_rest_by_the_library(pre_tokenizer, kind):
-    assert pieces_of(pre_tokenizer) == kind
+    assert piece_rule_of(pre_tokenizer) == kind

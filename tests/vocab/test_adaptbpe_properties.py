@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import NEVER, PIECES, Encoder, MergeList, Schedule, cut_into_pieces
+from mlx_zip.vocab.adaptbpe.learn import adapt_merges, most_frequent_merges
+from mlx_zip.vocab.adaptbpe.merge_list import NEVER, PIECES, BpeEncoder, MergeList, Schedule, cut_into_pieces
 from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import keeping, lists_and_corpora, lists_and_swaps, merge_lists, words
 
@@ -32,7 +32,7 @@ def part_of(merges, fraction):
 def test_swaps_are_those_of_the_twin_that_counts_everything_anew(case, fraction, chosen):
     merges, corpus = case
     n = part_of(merges, fraction)
-    found = adapt(merges, corpus, n, **chosen)
+    found = adapt_merges(merges, corpus, n, **chosen)
     expected = twin.adapt(merges, list(corpus.items()), n, **chosen)
     assert [(s.p, s.p_count, s.q, s.q_count, s.n_tokens) for s in found.swaps] == expected
 
@@ -41,8 +41,8 @@ def test_swaps_are_those_of_the_twin_that_counts_everything_anew(case, fraction,
 def test_every_rule_encodes_new_words_as_its_twin(case, fraction, chosen, new):
     merges, corpus = case
     n = part_of(merges, fraction)
-    found = adapt(merges, corpus, n, **chosen)
-    kept = top_k(merges, corpus, n)
+    found = adapt_merges(merges, corpus, n, **chosen)
+    kept = most_frequent_merges(merges, corpus, n)
     swaps, count = (n, found.virtual, found.promoted), len(merges)
     rules = [
         (Schedule.plain(count), lambda word: twin.encode(merges, word, range(count))),
@@ -52,7 +52,7 @@ def test_every_rule_encodes_new_words_as_its_twin(case, fraction, chosen, new):
         (keeping(count, kept), lambda word: twin.kept(merges, word, kept)),
     ]
     for schedule, expected in rules:
-        encoder = Encoder(merges, schedule, "whole")
+        encoder = BpeEncoder(merges, schedule, "whole")
         for word in [*new, *new, *corpus]:  # twice: the second time it has been seen
             assert encoder.encode(word).tolist() == expected(word)
 
@@ -62,7 +62,7 @@ def test_any_lawful_swaps_are_replayed_as_by_the_twin(case):
     merges, *swaps, words = case
     rules = {twin.replay: Schedule.replay, twin.final: Schedule.final}
     for expected, form in rules.items():
-        encoder = Encoder(merges, form(len(merges), *swaps), "whole")
+        encoder = BpeEncoder(merges, form(len(merges), *swaps), "whole")
         assert [encoder.encode(word).tolist() for word in words] == [expected(merges, w, *swaps) for w in words]
 
 
@@ -70,8 +70,8 @@ def test_any_lawful_swaps_are_replayed_as_by_the_twin(case):
 def test_replaying_the_swaps_gives_the_corpus_as_adapting_left_it(case, fraction):
     merges, corpus = case
     n = part_of(merges, fraction)
-    found = adapt(merges, corpus, n)
-    encoder = Encoder(merges, Schedule.replay(len(merges), n, found.virtual, found.promoted), "whole")
+    found = adapt_merges(merges, corpus, n)
+    encoder = BpeEncoder(merges, Schedule.replay(len(merges), n, found.virtual, found.promoted), "whole")
     if found.swaps:
         assert sum(len(encoder.encode(w)) * c for w, c in corpus.items()) == found.swaps[-1].n_tokens
 
@@ -80,9 +80,9 @@ def test_replaying_the_swaps_gives_the_corpus_as_adapting_left_it(case, fraction
 def test_no_virtual_token_is_ever_emitted(case, fraction, new):
     merges, corpus = case
     n = part_of(merges, fraction)
-    found = adapt(merges, corpus, n)
+    found = adapt_merges(merges, corpus, n)
     for form in (Schedule.replay, Schedule.final):
-        encoder = Encoder(merges, form(len(merges), n, found.virtual, found.promoted), "whole")
+        encoder = BpeEncoder(merges, form(len(merges), n, found.virtual, found.promoted), "whole")
         emitted = {int(token) - 256 for word in [*new, *corpus] for token in encoder.encode(word)}
         assert emitted.isdisjoint(found.virtual)
 
@@ -91,17 +91,17 @@ def test_no_virtual_token_is_ever_emitted(case, fraction, new):
 def test_any_bytes_come_back_however_they_are_cut(case, fraction, data):
     merges, corpus = case
     n = part_of(merges, fraction)
-    found = adapt(merges, corpus, n)
+    found = adapt_merges(merges, corpus, n)
     schedule = Schedule.replay(len(merges), n, found.virtual, found.promoted)
     for pieces in PIECES:
-        encoder = Encoder(merges, schedule, pieces)
+        encoder = BpeEncoder(merges, schedule, pieces)
         assert encoder.decode(encoder.encode(data)) == data
         assert b"".join(cut_into_pieces(data, pieces)) == data
 
 
 @given(merge_lists, st.lists(words, max_size=8))
 def test_pieces_cut_before_are_encoded_as_one_by_one(merges, cut_words):
-    encoder = Encoder(merges, None, "whole")
+    encoder = BpeEncoder(merges, None, "whole")
     tokens, ends = encoder.encode_pieces(cut_words)
     each = [encoder.encode(word).tolist() for word in cut_words]
     assert tokens.tolist() == [token for word in each for token in word]
@@ -109,23 +109,23 @@ def test_pieces_cut_before_are_encoded_as_one_by_one(merges, cut_words):
 
 
 def test_a_long_piece_is_encoded_as_its_parts():
-    merges = MergeList.of_bytes([(b"a", b"a"), (b"aa", b"aa"), (b"aaaa", b"b")])
-    encoder = Encoder(merges, None, "whole")
+    merges = MergeList.from_byte_pairs([(b"a", b"a"), (b"aa", b"aa"), (b"aaaa", b"b")])
+    encoder = BpeEncoder(merges, None, "whole")
     assert encoder.encode(b"aaaab" * 40_000).tolist() == [258] * 40_000
 
 
 def test_more_pieces_than_are_remembered_are_encoded_all_the_same():
-    merges = MergeList.of_bytes([(b"1", b"2"), (b"12", b"3")])
+    merges = MergeList.from_byte_pairs([(b"1", b"2"), (b"12", b"3")])
     text = b" ".join(b"%d" % number for number in range(100_000, 300_000))
-    kept, fresh = Encoder(merges), Encoder(merges)
+    kept, fresh = BpeEncoder(merges), BpeEncoder(merges)
     kept.encode(text)
     assert np.array_equal(kept.encode(text[-5000:]), fresh.encode(text[-5000:]))
     assert kept.decode(kept.encode(text)) == text
 
 
 def test_threads_may_share_an_encoder():
-    merges = MergeList.of_bytes([(b"a", b"b"), (b"ab", b"c")])
-    encoder, text, found = Encoder(merges), b"abc ab c abc" * 2000, []
+    merges = MergeList.from_byte_pairs([(b"a", b"b"), (b"ab", b"c")])
+    encoder, text, found = BpeEncoder(merges), b"abc ab c abc" * 2000, []
     expected = encoder.encode(text).tolist()
     threads = [threading.Thread(target=lambda: found.append(encoder.encode(text).tolist())) for _ in range(4)]
     for thread in threads:
@@ -145,7 +145,7 @@ def test_threads_may_share_an_encoder():
 )
 def test_improper_lists_are_refused_with_the_merge_named(pairs, told):
     with pytest.raises(DataError) as error:
-        MergeList.of_bytes(pairs)
+        MergeList.from_byte_pairs(pairs)
     assert str(error.value).startswith(told)
 
 
@@ -161,14 +161,14 @@ def test_improper_lists_of_tokens_are_refused_with_the_merge_named(parts, told):
 def test_a_token_that_is_too_long_is_refused():
     doubled = [(b"a" * 2**i, b"a" * 2**i) for i in range(11)]
     with pytest.raises(DataError, match="merge 10 makes a token of more than 1024 bytes"):
-        MergeList.of_bytes(doubled)
+        MergeList.from_byte_pairs(doubled)
 
 
 @pytest.mark.parametrize(("apply_at", "split_at"), [([0, 0], [NEVER, NEVER]), ([0, 1], [1, NEVER]), ([9, 1], [4, 4])])
 def test_times_that_contradict_each_other_are_refused(apply_at, split_at):
-    merges = MergeList.of_bytes([(b"a", b"b"), (b"b", b"c")])
+    merges = MergeList.from_byte_pairs([(b"a", b"b"), (b"b", b"c")])
     with pytest.raises(DataError, match="times of merges"):
-        Encoder(merges, Schedule(np.array(apply_at, np.uint32), np.array(split_at, np.uint32)))
+        BpeEncoder(merges, Schedule(np.array(apply_at, np.uint32), np.array(split_at, np.uint32)))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,6 @@ def test_times_that_contradict_each_other_are_refused(apply_at, split_at):
     ],
 )
 def test_settings_out_of_range_are_refused(n, chosen, told):
-    merges = MergeList.of_bytes([(b"a", b"b"), (b"b", b"c")])
+    merges = MergeList.from_byte_pairs([(b"a", b"b"), (b"b", b"c")])
     with pytest.raises(DataError, match=told):
-        adapt(merges, {b"ab": 1}, n, **chosen)
+        adapt_merges(merges, {b"ab": 1}, n, **chosen)

@@ -11,9 +11,9 @@ from mlx_zip import named
 from mlx_zip.errors import DataError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
-from mlx_zip.vocab.first_stage import open_tokenizer, tokenizer_fingerprint, tokens_fingerprint
-from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
+from mlx_zip.vocab.first_stage import open_tokenizer_file, tokenizer_fingerprint, tokens_fingerprint
+from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
 from support.prepared import tokenizer_folder
 from support.tiny_vocabularies import SIZE, TEXT, tokens, write_folder, write_pair, write_ranks
 
@@ -44,28 +44,28 @@ def files(tmp_path, folder):
 
 
 def test_each_kind_of_file_is_told_by_its_name_compressed_or_not(files):
-    assert [open_tokenizer(path).kind for _, path in files] == [kind for kind, _ in files]
+    assert [open_tokenizer_file(path).kind for _, path in files] == [kind for kind, _ in files]
 
 
 def test_a_file_gives_its_name_or_its_folders(tmp_path, folder, files):
-    assert open_tokenizer(folder).name == "mini"
-    assert open_tokenizer(write_ranks(tmp_path, "mine.tiktoken.gz")).name == "mine"
+    assert open_tokenizer_file(folder).name == "mini"
+    assert open_tokenizer_file(write_ranks(tmp_path, "mine.tiktoken.gz")).name == "mine"
     (tmp_path / "gpt2-vocab.bpe").write_text("t h\n")
-    assert open_tokenizer(tmp_path / "gpt2-vocab.bpe").name == "gpt2"
+    assert open_tokenizer_file(tmp_path / "gpt2-vocab.bpe").name == "gpt2"
 
 
 @given(st.text(max_size=50) | st.just(TEXT))
 def test_all_methods_read_the_same_ids_and_bytes_from_a_tokenizer_json(folder, text):
-    base, spelled = read_base(folder), read_tokens(folder)
+    base, spelled = read_base_vocabulary(folder), read_token_bytes(folder)
     ids = base.encode(text).tolist()
-    assert ids == list(text_encoder(folder)(text)) == list(read_vocabulary(str(folder)).encode(text))
+    assert ids == list(read_text_encoder(folder)(text)) == list(read_vocabulary(str(folder)).encode(text))
     assert b"".join(spelled[i] for i in ids) == text.encode()
     assert [spelled[i] for i in base.ids] == base.merges.tokens
 
 
 def test_all_methods_read_the_same_ids_and_bytes_from_ranks(tmp_path):
     path = write_ranks(tmp_path)
-    base, spelled = read_base(path), read_tokens(path)
+    base, spelled = read_base_vocabulary(path), read_token_bytes(path)
     assert [spelled[i] for i in base.ids] == base.merges.tokens
     assert len(base.ids) == len(spelled) == SIZE
 
@@ -75,8 +75,8 @@ def test_a_bundled_models_name_stands_for_its_folder(tmp_path, folder, monkeypat
     (tmp_path / "stories" / "config.json").write_text("{}")
     (tmp_path / "stories" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     monkeypatch.setattr(named, "FOLDER", tmp_path)
-    assert read_tokens("stories") == read_tokens(folder)
-    assert read_base("stories").ids.tolist() == read_base(folder).ids.tolist()
+    assert read_token_bytes("stories") == read_token_bytes(folder)
+    assert read_base_vocabulary("stories").ids.tolist() == read_base_vocabulary(folder).ids.tolist()
     assert read_vocabulary("stories").size == SIZE + 1
 
 
@@ -84,14 +84,14 @@ def test_an_id_of_several_tokens_is_refused_by_all(tmp_path, folder):
     state = json.loads((folder / "tokenizer.json").read_text())
     state["model"]["vocab"]["123"] = 0
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
-    for read in (read_base, read_tokens):
+    for read in (read_base_vocabulary, read_token_bytes):
         with pytest.raises(DataError, match=r"tokenizer\.json: the vocabulary gives one id to several tokens"):
             read(tmp_path)
 
 
 def test_merges_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "merges.txt").write_bytes(b"a b\n\xff\n")
-    for read in (read_base, read_tokens):
+    for read in (read_base_vocabulary, read_token_bytes):
         with pytest.raises(DataError, match=r"merges\.txt: is no list of merges: not valid UTF-8 at byte 4"):
             read(tmp_path / "merges.txt")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.vocab.hbpe import patch_merges as hbpe
-from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn_merges, tokens_too_long
-from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_PATCH, PatchMerges, learn_merges, tokens_too_long
+from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
 from support import hbpe_twin as twin
 from support.places import GOLDEN, SHARED
 from support.slow_cases import slow_but
@@ -74,7 +74,7 @@ def test_the_recorded_merges_are_learned(case, learned_by):
 @pytest.mark.parametrize("mode", hbpe.MODES)
 def test_tokens_are_encoded_as_recorded(case, mode):
     tokens, size, expected = case
-    merges = Merges(size, tuple(map(tuple, expected["merges"])))
+    merges = PatchMerges(size, tuple(map(tuple, expected["merges"])))
     by_twin = [twin.encode(merges.pairs, token, size if mode == "stop" else None) for token in tokens]
     for patches in ([patch.tolist() for patch in merges.encode_all(tokens, mode)], by_twin):
         assert digest(patches) == expected.get(f"{mode}_sha256", digest(expected.get(mode)))
@@ -83,7 +83,7 @@ def test_tokens_are_encoded_as_recorded(case, mode):
 @pytest.mark.parametrize("mode", hbpe.MODES)
 def test_other_tokens_are_encoded_as_recorded_and_need_not_fit(case, mode):
     _, size, expected = case
-    merges = Merges(size, tuple(map(tuple, expected["merges"])))
+    merges = PatchMerges(size, tuple(map(tuple, expected["merges"])))
     for other in expected["other_tokens"]:
         token = bytes.fromhex(other["hex"])
         assert merges.encode(token, mode) == other[mode]
@@ -97,7 +97,7 @@ def test_other_tokens_are_encoded_as_recorded_and_need_not_fit(case, mode):
 @pytest.fixture(scope="module")
 def gpt2():
     assert sha256(MERGE_LIST.read_bytes()).hexdigest() == GPT2["vocab_bpe_sha256"]
-    return read_tokens(MERGE_LIST)
+    return read_token_bytes(MERGE_LIST)
 
 
 @needs_gpt2
@@ -139,7 +139,7 @@ def test_gpt2s_merges_are_the_twins(gpt2, size):
 
 @needs_gpt2
 def test_a_text_takes_as_many_symbols_as_recorded(gpt2):
-    ids = text_encoder(MERGE_LIST)(GPT2["text"])
+    ids = read_text_encoder(MERGE_LIST)(GPT2["text"])
     assert (len(ids), len(GPT2["text"].encode())) == (GPT2["text_tokens"], GPT2["text_bytes"])
     for row in GPT2["rows"]:
         merges = learn_merges(gpt2, row["S"]).merges
@@ -220,7 +220,7 @@ def test_a_size_outside_its_range_is_refused(size):
 )
 def test_merges_that_cannot_stand_where_they_do_are_refused(pairs, message):
     with pytest.raises(CodecError, match=message):
-        Merges(4, tuple(pairs))
+        PatchMerges(4, tuple(pairs))
 
 
 @pytest.mark.parametrize("pairs", [[(97, MARK)], [(97, 98), (257, 258)], [(97, 98), (98, 99), (97, 98)]])

@@ -6,7 +6,8 @@ import pytest
 
 from mlx_zip.bench.__main__ import main as bench
 from mlx_zip.vocab.hbpe.patch_merges import learn_merges
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
+from mlx_zip.vocab.hbpe.patch_text import read_token_bytes
 from support.command_line import outcome
 from support.tiny_vocabularies import SIZE, TEXT, write_folder, write_pair, write_ranks
 
@@ -43,7 +44,7 @@ def test_a_table_is_learned_shown_and_used(run, tmp_path, tokenizer, text):
 
 
 def test_json_holds_what_the_library_gives(run, tmp_path, tokenizer, text):
-    path, tokens = tmp_path / "t.npz", read_tokens(tokenizer)
+    path, tokens = tmp_path / "t.npz", read_token_bytes(tokenizer)
     _, out, _ = run("learn", "--out", path, "--tokenizer", tokenizer, "--patch-size", 3, "--mode", "full", "--json")
     trained, table = json.loads(out), PatchTable.load(path)
     learned = learn_merges(tokens, 3)
@@ -114,7 +115,7 @@ def test_the_bench_tells_merges_lengths_and_times(capsys, tmp_path, text):
     flags = ["--tokenizer", path, "--text", text, "--sizes", 3, 4, "--trials", 2]
     assert bench(["hbpe", *map(str, flags)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    tokens = read_tokens(path)
+    tokens = read_token_bytes(path)
     assert [line["merges"] for line in lines] == [len(learn_merges(tokens, size).merges.pairs) for size in (3, 4)]
     assert all(len(line["learn_ms"]["samples"]) == 2 for line in lines)
     assert all(line["symbols_per_patch_full"] <= line["symbols_per_patch_stop"] <= line["patch_size"] for line in lines)

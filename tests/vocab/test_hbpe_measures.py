@@ -5,7 +5,14 @@ import json
 import pytest
 
 from mlx_zip.bench.papers.hbpe.patches import LOCAL, SMALL, plain_flops
-from mlx_zip.vocab.hbpe.measures import Tower, bits_per_byte, fertility, hierarchical_flops, transformer_flops, words_of
+from mlx_zip.vocab.hbpe.measures import (
+    Tower,
+    bits_per_byte,
+    fertility,
+    hierarchical_flops,
+    transformer_flops,
+    word_count,
+)
 from support.places import GOLDEN
 
 NUMBERS = json.loads((GOLDEN / "hbpe.json").read_text())["numbers"]
@@ -46,4 +53,4 @@ def test_bits_per_byte_are_those_recorded(case):
 
 
 def test_fertility_is_tokens_per_word():
-    assert fertility(6, words_of("one  two\nthree,four")) == 2
+    assert fertility(6, word_count("one  two\nthree,four")) == 2

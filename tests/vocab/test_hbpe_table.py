@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.vocab.first_stage import BYTE_OF
-from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, learn_merges
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, text_encoder, tokens_fingerprint
+from mlx_zip.vocab.hbpe.patch_merges import MARK, PatchMerges, learn_merges
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, tokens_fingerprint
+from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
 from support.tiny_vocabularies import SIZE, TEXT, letters, tokens, write_folder, write_pair, write_ranks
 
 BYTE_LEVEL = b'"decoder": {"type": "ByteLevel"}'
@@ -78,7 +79,7 @@ def test_a_token_that_does_not_fit_is_named():
 )
 def test_rows_that_are_no_patches_are_refused(rows, message):
     with pytest.raises(CodecError, match=message):
-        PatchTable(Merges(4, ()), rows)
+        PatchTable(PatchMerges(4, ()), rows)
 
 
 def test_full_mode_makes_patches_of_short_tokens_shorter():
@@ -149,7 +150,7 @@ def test_a_file_that_is_cut_off_or_missing_is_refused(tmp_path, table):
 
 
 def test_a_right_checksum_over_wrong_content_does_not_help(tmp_path, table):
-    from mlx_zip.vocab.hbpe.patch_table import _checksum
+    from mlx_zip.vocab.hbpe.patch_table import _table_checksum
 
     path = tmp_path / "t.npz"
     for change, message in (
@@ -163,7 +164,7 @@ def test_a_right_checksum_over_wrong_content_does_not_help(tmp_path, table):
         with np.load(path) as archive:
             fields = {name: archive[name] for name in archive.files if name != "checksum"} | change
         with pytest.raises(DataError, match=message):
-            PatchTable.load(altered(path, **change, checksum=np.array(_checksum(fields))))
+            PatchTable.load(altered(path, **change, checksum=np.array(_table_checksum(fields))))
 
 
 def test_another_suffix_is_refused_before_anything_is_written(tmp_path, table):
@@ -192,17 +193,19 @@ def test_tokens_are_read_from_every_kind_of_file(tmp_path):
     folder, merges = write_folder(tmp_path / "mini"), write_pair(tmp_path).with_name("vocab.bpe")
     zipped = tmp_path / "merges.txt.gz"
     zipped.write_bytes(gzip.compress(merges.read_bytes()))
-    assert read_tokens(write_ranks(tmp_path)) == tokens()
-    assert read_tokens(write_ranks(tmp_path, "mini.tiktoken.gz")) == tokens()
-    assert read_tokens(listed) == tokens()
-    assert read_tokens(merges) == read_tokens(zipped) == in_gpt2s_order()
-    assert read_tokens(folder) == read_tokens(folder / "tokenizer.json") == [*tokens(), b""]  # <end> is no text
+    assert read_token_bytes(write_ranks(tmp_path)) == tokens()
+    assert read_token_bytes(write_ranks(tmp_path, "mini.tiktoken.gz")) == tokens()
+    assert read_token_bytes(listed) == tokens()
+    assert read_token_bytes(merges) == read_token_bytes(zipped) == in_gpt2s_order()
+    assert (
+        read_token_bytes(folder) == read_token_bytes(folder / "tokenizer.json") == [*tokens(), b""]
+    )  # <end> is no text
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "vocab.bpe"])
 def test_ids_of_a_text_are_those_whose_tokens_spell_it(tmp_path, kind):
     path = write_folder(tmp_path / "mini") if kind == "tokenizer.json" else write_pair(tmp_path).with_name(kind)
-    table, ids = PatchTable.learn(read_tokens(path), 4), list(text_encoder(path)(TEXT))
+    table, ids = PatchTable.learn(read_token_bytes(path), 4), list(read_text_encoder(path)(TEXT))
     assert table.decode(table.encode(ids)) == TEXT.encode()
     assert len(ids) < len(TEXT)
 
@@ -212,7 +215,7 @@ def test_added_tokens_that_are_not_special_are_text(tmp_path):
     state = json.loads((folder / "tokenizer.json").read_text())
     state["added_tokens"].append({"id": SIZE + 3, "content": "né", "special": False})
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    assert read_tokens(folder)[SIZE:] == [b"", b"", b"", "né".encode()]
+    assert read_token_bytes(folder)[SIZE:] == [b"", b"", b"", "né".encode()]
 
 
 @pytest.mark.parametrize(
@@ -239,18 +242,18 @@ def test_added_tokens_that_are_not_special_are_text(tmp_path):
 def test_a_file_that_is_none_is_refused_by_name(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}.*{message}"):
-        read_tokens(tmp_path / name)
+        read_token_bytes(tmp_path / name)
 
 
 def test_byte_level_files_with_other_letters_are_refused(tmp_path):
     state = {"model": {"vocab": {"a▁b": 0}}, "decoder": {"type": "ByteLevel"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match="a▁b"):
-        read_tokens(tmp_path)
+        read_token_bytes(tmp_path)
 
 
 def test_what_does_not_say_how_text_is_split_encodes_none(tmp_path):
     with pytest.raises(DataError, match="how a text is split"):
-        text_encoder(write_ranks(tmp_path))
+        read_text_encoder(write_ranks(tmp_path))
     with pytest.raises(DataError, match=r"none\.json cannot be read: No such file"):
-        text_encoder(tmp_path / "none.json")
+        read_text_encoder(tmp_path / "none.json")

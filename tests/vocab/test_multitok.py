@@ -36,7 +36,7 @@ def as_the_twin(made, samples):
 def test_training_agrees_with_the_twin(corpus):
     dictionary, ids = trained(*corpus)
     expected, phrases = as_the_twin(*corpus)
-    assert ids.lists() == expected
+    assert ids.to_lists() == expected
     assert dictionary.phrases == [(id, run) for run, id in phrases.items()]
 
 
@@ -44,7 +44,7 @@ def test_training_agrees_with_the_twin(corpus):
 def test_training_around_unknown_units_agrees_with_the_twin(corpus):
     dictionary, ids = trained(*corpus)
     expected, phrases = as_the_twin(*corpus)
-    assert ids.lists() == expected
+    assert ids.to_lists() == expected
     assert dictionary.phrases == [(id, run) for run, id in phrases.items()]
 
 
@@ -57,8 +57,8 @@ def test_encoding_by_a_pruned_dictionary_agrees_with_the_twin(corpus, draws, win
     n = made.units.size
     more = [[x % n for x in sample] for sample in draws]
     pruned = prune(dictionary, at_most, mode)
-    got = pruned.encode_all(Samples.of(more), window, "longest" if longest else "walk")
-    assert got.lists() == [twin.encode(left, sample, n, window, made.first_id, longest) for sample in more]
+    got = pruned.encode_all(Samples.from_sequences(more), window, "longest" if longest else "walk")
+    assert got.to_lists() == [twin.encode(left, sample, n, window, made.first_id, longest) for sample in more]
     assert pruned.phrases == [(id, run) for run, id in left.items()]
 
 
@@ -69,7 +69,7 @@ def test_rewriting_agrees_with_the_twin(corpus, mode, at_most):
     expected, phrases = as_the_twin(made, samples)
     left = twin.kept(phrases, expected, at_most, mode)
     got = rewrite_ids(dictionary, prune(dictionary, at_most, mode), ids)
-    assert got.lists() == twin.rewrite(phrases, left, expected, made.units.size, made.first_id, mode)
+    assert got.to_lists() == twin.rewrite(phrases, left, expected, made.units.size, made.first_id, mode)
 
 
 # ---- properties
@@ -80,7 +80,7 @@ def test_rewriting_agrees_with_the_twin(corpus, mode, at_most):
 def test_a_samples_ids_do_not_depend_on_those_next_to_it(corpus, draws, window):
     dictionary, _ = trained(*corpus)
     many = [[x % dictionary.settings.units.size for x in sample] for sample in draws]
-    together = dictionary.encode_all(Samples.of(many), window).lists()
+    together = dictionary.encode_all(Samples.from_sequences(many), window).to_lists()
     assert together == [dictionary.encode(sample, window).tolist() for sample in many]
 
 
@@ -88,8 +88,8 @@ def test_a_samples_ids_do_not_depend_on_those_next_to_it(corpus, draws, window):
 def test_what_is_encoded_expands_to_itself(corpus):
     made, samples = corpus
     dictionary, ids = trained(made, samples)
-    assert dictionary.expand_all(ids).lists() == samples
-    assert dictionary.expand_all(dictionary.encode_all(Samples.of(samples))).lists() == samples
+    assert dictionary.expand_all(ids).to_lists() == samples
+    assert dictionary.expand_all(dictionary.encode_all(Samples.from_sequences(samples))).to_lists() == samples
 
 
 @given(corpora(), st.sampled_from(PRUNINGS), st.integers(0, 3))
@@ -97,7 +97,7 @@ def test_what_is_rewritten_expands_to_the_same_units(corpus, mode, at_most):
     made, samples = corpus
     dictionary, ids = trained(made, samples)
     pruned = prune(dictionary, at_most, mode)
-    assert pruned.expand_all(rewrite_ids(dictionary, pruned, ids)).lists() == samples
+    assert pruned.expand_all(rewrite_ids(dictionary, pruned, ids)).to_lists() == samples
 
 
 @given(corpora(unknown=True), st.sampled_from(PRUNINGS))
@@ -106,17 +106,17 @@ def test_unknown_units_stay_what_they_are_when_samples_are_rewritten(corpus, mod
     dictionary, ids = trained(made, samples)
     pruned = prune(dictionary, 1, mode)
     again = rewrite_ids(dictionary, pruned, ids)
-    assert pruned.expand_all(again).lists() == dictionary.expand_all(ids).lists()
+    assert pruned.expand_all(again).to_lists() == dictionary.expand_all(ids).to_lists()
     unknown = made.units.size if made.unk_id < made.first_id else made.unk_id - made.first_id
     shown = [[min(x, made.units.size) if x < made.units.size else unknown for x in sample] for sample in samples]
-    assert dictionary.expand_all(ids).lists() == shown
+    assert dictionary.expand_all(ids).to_lists() == shown
 
 
 @given(corpora(), DRAWS, WINDOWS)
 def test_walk_and_longest_are_one_before_pruning(corpus, draws, window):
     dictionary, _ = trained(*corpus)
-    more = Samples.of([[x % corpus[0].units.size for x in sample] for sample in draws])
-    walk, longest = (dictionary.encode_all(more, window, how).lists() for how in ("walk", "longest"))
+    more = Samples.from_sequences([[x % corpus[0].units.size for x in sample] for sample in draws])
+    walk, longest = (dictionary.encode_all(more, window, how).to_lists() for how in ("walk", "longest"))
     assert walk == longest
 
 
@@ -132,7 +132,9 @@ def test_walk_and_longest_differ_after_pruning():
 def test_encoding_teaches_nothing(corpus, draws, window):
     dictionary, _ = trained(*corpus)
     before = state(dictionary), dictionary.totals
-    dictionary.encode_all(Samples.of([[x % corpus[0].units.size for x in sample] for sample in draws]), window)
+    dictionary.encode_all(
+        Samples.from_sequences([[x % corpus[0].units.size for x in sample] for sample in draws]), window
+    )
     assert (state(dictionary), dictionary.totals) == before
 
 
@@ -140,7 +142,7 @@ def test_encoding_teaches_nothing(corpus, draws, window):
 def test_however_a_corpus_is_cut_into_calls_it_teaches_the_same(corpus, cuts):
     made, samples = corpus
     whole, ids = trained(made, samples)
-    corpus = Samples.of(samples)
+    corpus = Samples.from_sequences(samples)
     places = sorted({0, len(corpus.ids), *(cut % (len(corpus.ids) + 1) for cut in cuts)})
     pieces, ends = Dictionary(made), corpus.ends.astype(np.int64)
     parts = []
@@ -148,7 +150,7 @@ def test_however_a_corpus_is_cut_into_calls_it_teaches_the_same(corpus, cuts):
         last = stop is None
         own = ends[(ends >= start) & (last | (ends < (stop or 0)))] - start
         parts.append(pieces.train(Samples(corpus.ids[start:stop], own.astype(np.uint64)), over=last))
-    assert Samples.join(parts).lists() == ids.lists()
+    assert Samples.join(parts).to_lists() == ids.to_lists()
     assert state(pieces) == state(whole)
     assert pieces.totals == whole.totals
 
@@ -157,17 +159,17 @@ def test_a_sample_that_goes_on_is_ended_by_a_call_without_units(tmp_path):
     whole, ids = trained(Settings(Tokens(2)), [[0, 1, 0, 1], [1]])
     pieces = Dictionary(Settings(Tokens(2)))
     begun = Samples(np.array([1], np.uint32), np.array([], np.uint64))
-    parts = [pieces.train(Samples.of([[0, 1, 0, 1]])), pieces.train(begun, over=False)]
+    parts = [pieces.train(Samples.from_sequences([[0, 1, 0, 1]])), pieces.train(begun, over=False)]
     with pytest.raises(CodecError, match="still open"):
         pieces.save(tmp_path / "a.mtok")
-    parts += [pieces.train(Samples.of([])), pieces.train(Samples.of([]))]
-    assert Samples.join(parts).lists() == ids.lists()
+    parts += [pieces.train(Samples.from_sequences([])), pieces.train(Samples.from_sequences([]))]
+    assert Samples.join(parts).to_lists() == ids.to_lists()
     assert (state(pieces), pieces.totals) == (state(whole), whole.totals)
 
 
 def test_sequences_to_number_may_come_one_by_one():
     dictionary = Dictionary(Settings(Words(("a", "b"))))
-    assert dictionary.number(word.split() for word in ("a b", "b")).lists() == [[0, 1], [1]]
+    assert dictionary.number_units(word.split() for word in ("a b", "b")).to_lists() == [[0, 1], [1]]
 
 
 @given(corpora())
@@ -223,14 +225,14 @@ def test_many_phrases_are_found_again_after_the_table_has_grown():
     dictionary, ids = trained(Settings(Tokens(300)), [sample])
     expected, phrases = as_the_twin(dictionary.settings, [sample.tolist()])
     assert len(dictionary) == len(phrases) > 20_000
-    assert ids.lists() == expected
+    assert ids.to_lists() == expected
     assert (dictionary.nbytes - 4 * 300) / len(dictionary) < 40
 
 
 def test_a_long_run_of_one_unit_makes_a_long_phrase_and_comes_back():
     dictionary, ids = trained(Settings(Tokens(1)), [[0] * 10_000])
     assert dictionary.lengths.max() > 130
-    assert dictionary.expand_all(ids).lists() == [[0] * 10_000]
+    assert dictionary.expand_all(ids).to_lists() == [[0] * 10_000]
 
 
 def test_threads_may_encode_with_one_dictionary_at_once():
@@ -253,20 +255,20 @@ def test_ids_that_are_no_phrase_are_hidden():
 
 
 def test_words_are_numbered_in_the_order_of_their_first_appearance():
-    words = Words.in_order([["b", "a"], ["a", "c"]])
+    words = Words.from_samples([["b", "a"], ["a", "c"]])
     assert words.words == ("b", "a", "c")
     assert words.numbers(["c", "b", "x"]).tolist() == [2, 0, 3]
-    assert words.shown([1, 0, 3]) == "a b �"
+    assert words.show_units([1, 0, 3]) == "a b �"
 
 
 def test_an_unknown_word_is_named():
     dictionary = Dictionary(Settings(Words(("a", "b"))))
     with pytest.raises(CodecError, match=r"word 'zebra' is not among the dictionary's 2 words, at index 1: .*--unk-id"):
-        dictionary.number([["a", "b"], ["b", "zebra"]])
+        dictionary.number_units([["a", "b"], ["b", "zebra"]])
 
 
 def test_an_unknown_word_takes_the_id_that_was_given_for_it():
     dictionary = Dictionary(Settings(Words(("a", "b")), first_id=1, unk_id=0))
-    ids = dictionary.train(dictionary.number([["a", "b", "zebra", "a", "b"]]))
-    assert ids.lists() == [[1, 2, 0, 3]]
-    assert dictionary.settings.units.shown(dictionary.expand(ids.ids)) == "a b � a b"
+    ids = dictionary.train(dictionary.number_units([["a", "b", "zebra", "a", "b"]]))
+    assert ids.to_lists() == [[1, 2, 0, 3]]
+    assert dictionary.settings.units.show_units(dictionary.expand(ids.ids)) == "a b � a b"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import CodecError
-from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, leading_samples, prune, rewrite_ids
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, count_leading_samples, prune, rewrite_ids
 from support.multitok_cases import state, trained
 
 
@@ -28,7 +28,7 @@ def test_a_unit_that_is_none_is_named_and_nothing_is_learnt():
     dictionary, _ = trained(Settings(Tokens(3)), [[0, 1, 0, 1]])
     before = state(dictionary), str(dictionary.totals)
     with pytest.raises(CodecError, match="unit 3 at index 2 is not below 3"):
-        dictionary.train(Samples.of([[0, 1], [3]]))
+        dictionary.train(Samples.from_sequences([[0, 1], [3]]))
     with pytest.raises(CodecError, match="unit 7 at index 1"):
         dictionary.encode([0, 7])
     assert (state(dictionary), str(dictionary.totals)) == before
@@ -61,7 +61,7 @@ def test_what_cannot_be_asked_is_refused():
     with pytest.raises(CodecError, match="pruned one"):
         rewrite_ids(dictionary, dictionary, ids)
     with pytest.raises(CodecError, match=r"0\.\.100"):
-        leading_samples(5, 101)
+        count_leading_samples(5, 101)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_what_cannot_be_asked_is_refused():
 def test_rows_that_are_no_phrases_are_refused(rows, ids):
     ids = None if ids is None else np.array(ids, np.uint32)
     with pytest.raises(CodecError, match="phrase"):
-        Dictionary.of(Settings(Tokens(5), first_id=0), np.array(rows, np.uint32), ids)
+        Dictionary.from_arrays(Settings(Tokens(5), first_id=0), np.array(rows, np.uint32), ids)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("rows", (2, 3)), ("ids", (1,)), ("uses", (2,)), ("uses", (7, 1))])
 def test_arrays_that_are_not_of_the_phrases_shapes_are_refused(name, shape):
     arrays = {"rows": np.array([[0, 1], [0, 2]], np.uint32), name: np.zeros(shape, np.uint32)}
     with pytest.raises(CodecError, match=f"^{name} of 2 phrases must be"):
-        Dictionary.of(Settings(Tokens(5)), **arrays)
+        Dictionary.from_arrays(Settings(Tokens(5)), **arrays)

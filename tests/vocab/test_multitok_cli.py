@@ -30,8 +30,8 @@ def encoded(tmp_path):
 
 
 def by_hand(window=0, **fields):
-    dictionary = Dictionary(Settings(Words.in_order(TRAINED), window, **fields))
-    return dictionary, dictionary.train(dictionary.number(TRAINED))
+    dictionary = Dictionary(Settings(Words.from_samples(TRAINED), window, **fields))
+    return dictionary, dictionary.train(dictionary.number_units(TRAINED))
 
 
 @pytest.mark.parametrize("window", [0, 2])
@@ -42,7 +42,7 @@ def test_train_learns_what_the_library_does(run, encoded, window):
     dictionary, ids = by_hand(window)
     assert (status, err) == (0, "")
     assert Dictionary.load("a.mtok").phrases == dictionary.phrases
-    assert encoded("ids.jsonl") == ids.lists()
+    assert encoded("ids.jsonl") == ids.to_lists()
     assert f"4 samples: 23 units -> {len(ids.ids)} tokens" in out
 
 
@@ -55,7 +55,7 @@ def test_train_prunes_and_rewrites_as_the_library_does(run, encoded, mode):
     again = rewrite_ids(dictionary, pruned, ids)
     record = json.loads(out)
     assert status == 0
-    assert encoded("ids.jsonl") == again.lists()
+    assert encoded("ids.jsonl") == again.to_lists()
     assert Dictionary.load("a.mtok").phrases == pruned.phrases
     assert record["trained"]["corpus_tokens"] == len(ids.ids)
     assert record["pruned"]["corpus_tokens"] == Dictionary.load("a.mtok").totals.tokens == len(again.ids)
@@ -73,9 +73,9 @@ def test_batches_change_nothing(run, encoded, monkeypatch):
 
 def test_a_fraction_learns_from_the_first_samples_alone(run, encoded):
     run("train", "--data", "some.jsonl", "--out", "a.mtok", "--fraction", 50, "--encoded", "ids.jsonl")
-    dictionary = Dictionary(Settings(Words.in_order(TRAINED)))
-    learned = dictionary.train(dictionary.number(TRAINED[:2])).lists()
-    singles = [(1 + words).tolist() for words in dictionary.number(TRAINED[2:])]
+    dictionary = Dictionary(Settings(Words.from_samples(TRAINED)))
+    learned = dictionary.train(dictionary.number_units(TRAINED[:2])).to_lists()
+    singles = [(1 + words).tolist() for words in dictionary.number_units(TRAINED[2:])]
     assert encoded("ids.jsonl") == learned + singles
     assert Dictionary.load("a.mtok").phrases == dictionary.phrases
 
@@ -84,10 +84,10 @@ def test_a_fraction_learns_from_the_first_samples_alone(run, encoded):
 def test_what_a_fraction_leaves_out_stays_in_units_when_phrases_are_pruned(run, encoded, mode):
     flags = ("--fraction", 50, "--prune", 1, "--prune-mode", mode, "--encoded", "ids.jsonl", "--json")
     record = json.loads(run("train", "--data", "some.jsonl", "--out", "a.mtok", *flags)[1])
-    dictionary = Dictionary(Settings(Words.in_order(TRAINED)))
-    ids = dictionary.train(dictionary.number(TRAINED[:2]))
-    learned = rewrite_ids(dictionary, prune(dictionary, 1, mode), ids).lists()
-    singles = [(1 + words).tolist() for words in dictionary.number(TRAINED[2:])]
+    dictionary = Dictionary(Settings(Words.from_samples(TRAINED)))
+    ids = dictionary.train(dictionary.number_units(TRAINED[:2]))
+    learned = rewrite_ids(dictionary, prune(dictionary, 1, mode), ids).to_lists()
+    singles = [(1 + words).tolist() for words in dictionary.number_units(TRAINED[2:])]
     assert encoded("ids.jsonl") == learned + singles
     assert record["pruned"]["corpus_tokens"] == sum(map(len, learned + singles))
 
@@ -96,7 +96,7 @@ def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
     run("train", "--data", "some.jsonl", "--out", "a.mtok")
     status, out, err = run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2)
     dictionary, _ = by_hand()
-    expected = [dictionary.encode(sample, 2).tolist() for sample in dictionary.number(TRAINED)]
+    expected = [dictionary.encode(sample, 2).tolist() for sample in dictionary.number_units(TRAINED)]
     assert (status, err) == (0, "")
     assert [json.loads(line) for line in out.splitlines()] == expected
     record = json.loads(run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2, "--json")[1])
@@ -129,7 +129,7 @@ def test_stats_lists_the_phrases_that_saved_most(run):
     dictionary, _ = by_hand()
     record = json.loads(run("stats", "a.mtok", "--show", 3, "--json")[1])
     assert record["phrases"] == len(dictionary)
-    assert [line["id"] for line in record["shown"]] == [id for id, _ in dictionary.saving(3)]
+    assert [line["id"] for line in record["shown"]] == [id for id, _ in dictionary.most_saving_phrases(3)]
     assert record["shown"][0]["text"] in " ".join(TRAINED[0])
     table = run("stats", "a.mtok", "--show", 3)[1]
     assert repr(record["shown"][0]["text"]) in table

@@ -32,15 +32,15 @@ def test_a_loaded_dictionary_learns_on_as_the_saved_one(tmp_path_factory, corpus
     path = tmp_path_factory.mktemp("saved") / "a.mtok"
     dictionary, _ = trained(*corpus)
     dictionary.save(path)
-    loaded, more = Dictionary.load(path), Samples.of([[x % corpus[0].units.size for x in s] for s in draws])
-    assert loaded.train(more).lists() == dictionary.train(more).lists()
+    loaded, more = Dictionary.load(path), Samples.from_sequences([[x % corpus[0].units.size for x in s] for s in draws])
+    assert loaded.train(more).to_lists() == dictionary.train(more).to_lists()
     assert state(loaded) == state(dictionary)
 
 
 @pytest.fixture
 def saved(tmp_path):
     dictionary = Dictionary(Settings(Words(("a", "b", "ü\ud800")), window=3, first_id=0, limit=50))
-    dictionary.train(dictionary.number([list("ababab"), ["b", "a"]]))
+    dictionary.train(dictionary.number_units([list("ababab"), ["b", "a"]]))
     dictionary.save(tmp_path / "some.mtok")
     return tmp_path / "some.mtok"
 
@@ -74,7 +74,7 @@ def test_a_torn_missing_foreign_or_newer_file_is_refused(saved, tmp_path):
 
 
 def test_a_file_whose_checksum_is_right_but_whose_content_is_not_is_refused(saved):
-    from mlx_zip.vocab.multitok.dictionary import _digest
+    from mlx_zip.vocab.multitok.dictionary import _dictionary_sha256
 
     line, _, body = saved.read_bytes().partition(b"\n")
     changes = [
@@ -94,7 +94,7 @@ def test_a_file_whose_checksum_is_right_but_whose_content_is_not_is_refused(save
     for change, reason in wrong:
         header = {**json.loads(line), **change}
         header.pop("sha256")
-        header["sha256"] = _digest(header, body)
+        header["sha256"] = _dictionary_sha256(header, body)
         saved.write_bytes(json.dumps(header).encode() + b"\n" + body)
         with pytest.raises(DataError, match=reason):
             Dictionary.load(saved)

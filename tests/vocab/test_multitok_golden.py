@@ -18,7 +18,7 @@ from mlx_zip.vocab.multitok import (
     Settings,
     Tokens,
     Words,
-    leading_samples,
+    count_leading_samples,
     prune,
     renumber_ids,
     rewrite_ids,
@@ -70,7 +70,7 @@ class Trained:
         self.numbers = {unit: number for number, unit in enumerate(self.base)}
         words = isinstance(self.base[0], str)
         units = Words(tuple(self.base)) if words else Tokens(len(self.base))
-        self.samples = Samples.of([[self.numbers[unit] for unit in sample] for sample in sequences(case)])
+        self.samples = Samples.from_sequences([[self.numbers[unit] for unit in sample] for sample in sequences(case)])
         self.dictionary = Dictionary(Settings(units, case["window"], self.first_id))
         self.ids = self.dictionary.train(self.samples)
 
@@ -85,7 +85,7 @@ def test_training_gives_the_recorded_ids_and_phrases(name, whole):
     totals = got.dictionary.totals
     assert (totals.tokens, totals.units) == (expected["tokens"], expected["units"])
     assert len(got.base) + len(got.dictionary) == expected["dictionary_size"]
-    assert agrees(expected, "encoded", got.ids.lists())
+    assert agrees(expected, "encoded", got.ids.to_lists())
     phrases = [[id, [got.base[unit] for unit in run]] for id, run in got.dictionary.phrases]
     assert agrees(expected, "new_entries", phrases)
 
@@ -94,7 +94,7 @@ def test_training_gives_the_recorded_ids_and_phrases(name, whole):
 def test_the_twin_gives_the_recorded_ids_and_phrases(name, whole):
     case = case_of(name, whole)
     got, expected = Trained(case), case["expected"]
-    ids, phrases = twin.train(got.samples.lists(), len(got.base), case["window"], got.first_id)
+    ids, phrases = twin.train(got.samples.to_lists(), len(got.base), case["window"], got.first_id)
     assert agrees(expected, "encoded", ids)
     assert agrees(expected, "new_entries", [[id, [got.base[u] for u in run]] for run, id in phrases.items()])
 
@@ -103,7 +103,7 @@ def test_the_twin_gives_the_recorded_ids_and_phrases(name, whole):
 def test_a_dictionary_that_stays_as_it_is_encodes_as_recorded(name, whole):
     case = case_of(name, whole)
     got = Trained(case)
-    _, phrases = twin.train(got.samples.lists(), len(got.base), case["window"], got.first_id)
+    _, phrases = twin.train(got.samples.to_lists(), len(got.base), case["window"], got.first_id)
     for frozen in case["frozen"]:
         units = got.units_of(frozen["units"])
         for matching in MATCHINGS:
@@ -123,7 +123,7 @@ def test_pruning_keeps_and_rewrites_as_recorded(name, whole):
         assert agrees(row, "kept_multi_ids", pruned.ids[pruned.ids != NO_ID].tolist())
         assert len(got.base) + len(pruned) == row["dictionary_size"]
         assert len(again.ids) == row["tokens"]
-        assert agrees(row, "encoded", again.lists())
+        assert agrees(row, "encoded", again.to_lists())
         for frozen in row["frozen"]:
             for matching in MATCHINGS:
                 ids = pruned.encode(got.units_of(frozen["units"]), frozen["window"], matching)
@@ -135,7 +135,7 @@ def test_the_twin_prunes_and_rewrites_as_recorded(name, whole):
     case = case_of(name, whole)
     got = Trained(case)
     n_units, first = len(got.base), got.first_id
-    ids, phrases = twin.train(got.samples.lists(), n_units, case["window"], first)
+    ids, phrases = twin.train(got.samples.to_lists(), n_units, case["window"], first)
     for row in case["pruned"]:
         left = twin.kept(phrases, ids, row["K"], row["how"])
         assert agrees(row, "kept_multi_ids", list(left.values()))
@@ -191,12 +191,12 @@ def test_lemma_1_as_printed_fails_also_when_single_words_are_counted():
 def test_only_the_first_samples_learn_and_use_what_is_learnt(row):
     part = CASES["fractions"]
     texts = sequences(part)
-    dictionary = Dictionary(Settings(Words.in_order(texts), row["window"], part["first_id"]))
-    first, rest = dictionary.number(texts).cut(leading_samples(len(texts), row["percent"]))
-    ids = Samples.join([dictionary.train(first), dictionary.pass_by(rest)])
-    assert len(first) == row["leading_samples"]
+    dictionary = Dictionary(Settings(Words.from_samples(texts), row["window"], part["first_id"]))
+    first, rest = dictionary.number_units(texts).split_at(count_leading_samples(len(texts), row["percent"]))
+    ids = Samples.join([dictionary.train(first), dictionary.encode_as_single_units(rest)])
+    assert len(first) == row["count_leading_samples"]
     assert (dictionary.totals.tokens, dictionary.totals.units) == (row["tokens"], row["units"])
-    assert digest(ids.lists()) == row["encoded_sha256"]
+    assert digest(ids.to_lists()) == row["encoded_sha256"]
 
 
 # ---- figure 1 of the paper, by hand
@@ -207,9 +207,9 @@ NUMBERED = ("goes", "Alice", "Bob", "Wonderland", "to", "and", "the", "Zoo")
 
 def test_figure_1_of_the_paper():
     dictionary = Dictionary(Settings(Words(NUMBERED), window=0, first_id=1))
-    ids = dictionary.train(dictionary.number([FIGURE_1]))
-    assert ids.lists() == [[2, 1, 5, 7, 4, 6, 3, 10, 12, 8]]
-    assert [(id, dictionary.settings.units.shown(run)) for id, run in dictionary.phrases] == [
+    ids = dictionary.train(dictionary.number_units([FIGURE_1]))
+    assert ids.to_lists() == [[2, 1, 5, 7, 4, 6, 3, 10, 12, 8]]
+    assert [(id, dictionary.settings.units.show_units(run)) for id, run in dictionary.phrases] == [
         (9, "Alice goes"),
         (10, "goes to"),
         (11, "to the"),
@@ -224,6 +224,6 @@ def test_figure_1_of_the_paper():
 
 def test_figure_1_needs_phrases_of_three_words():
     dictionary = Dictionary(Settings(Words(NUMBERED), window=2))
-    dictionary.train(dictionary.number([FIGURE_1]))
+    dictionary.train(dictionary.number_units([FIGURE_1]))
     assert len(dictionary) == 7
     assert dictionary.lengths.max() == 2

@@ -14,9 +14,9 @@ from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import read_entries
 from mlx_zip.packs.learner import learn_pack
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
-from mlx_zip.vocab.adaptbpe.adapted import _digest, adapt_vocabulary, count_words, read_adapted
-from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
-from mlx_zip.vocab.first_stage import open_tokenizer
+from mlx_zip.vocab.adaptbpe.adapted import _record_sha256, adapt_vocabulary, count_words, read_adapted_vocabulary
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
+from mlx_zip.vocab.first_stage import open_tokenizer_file
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 from mlx_zip.vocab.multitok import Dictionary
 from support.command_line import runner
@@ -115,7 +115,7 @@ def test_a_pipe_is_no_pack_and_is_not_waited_for(tmp_path, suffix):
         read_entries(path)
 
 
-@pytest.mark.parametrize("read", [PatchTable.load, Dictionary.load, read_adapted, open_tokenizer])
+@pytest.mark.parametrize("read", [PatchTable.load, Dictionary.load, read_adapted_vocabulary, open_tokenizer_file])
 def test_a_pipe_is_no_vocabulary_and_is_not_waited_for(tmp_path, read):
     os.mkfifo(path := tmp_path / "pipe.npz")
     with pytest.raises(DataError, match="is a folder or device, not a file"):
@@ -125,7 +125,7 @@ def test_a_pipe_is_no_vocabulary_and_is_not_waited_for(tmp_path, read):
 def test_an_adapted_vocabulary_that_is_no_json_is_told_so_with_the_field_at_fault(tmp_path):
     (tmp_path / "adapted.json").write_text('{"rule": "final", "base": }')
     with pytest.raises(DataError, match=r'adapted\.json cannot be read: Expecting value.*, the value of "base"$'):
-        read_adapted(tmp_path / "adapted.json")
+        read_adapted_vocabulary(tmp_path / "adapted.json")
 
 
 # ---- what a pack says of itself
@@ -250,13 +250,13 @@ def adapted_record(tmp_path):
     (tmp_path / "x.bpe").write_text("t o\no r\nto r\nn o\n")
     (tmp_path / "text.txt").write_text(TEXT)
     path = tmp_path / "a.json"
-    base = read_base(tmp_path / "x.bpe")
-    adapt_vocabulary(base, count_words(base.front, [TEXT]), 2).save(path)
+    base = read_base_vocabulary(tmp_path / "x.bpe")
+    adapt_vocabulary(base, count_words(base.splitter, [TEXT]), 2).save(path)
     record = json.loads(path.read_text())
 
     def write():
         del record["sha256"]
-        path.write_text(json.dumps(record | {"sha256": _digest(record)}))
+        path.write_text(json.dumps(record | {"sha256": _record_sha256(record)}))
         return path
 
     return record, write
@@ -283,7 +283,7 @@ def test_what_an_adapted_vocabulary_cannot_be_is_told_when_it_is_read(adapted_re
     record, write = adapted_record
     record[part] = record[part] | value if isinstance(value, dict) else value
     with pytest.raises(DataError, match=told):
-        read_adapted(write())
+        read_adapted_vocabulary(write())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from mlx_zip import named
 from mlx_zip.cli.vocab import METHODS, method_parser
 from mlx_zip.packs.pack import load_pack
-from mlx_zip.vocab.adaptbpe.adapted import read_adapted
+from mlx_zip.vocab.adaptbpe.adapted import read_adapted_vocabulary
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 from mlx_zip.vocab.multitok import Dictionary
 from support.command_line import outcome, stay_home
@@ -18,7 +18,10 @@ TEXT = "the cat and the dog and the cat: 123 the 12, the cat and the dog.\n" * 2
 LEARNED = {  # method: how it learns from a tokenizer, what reads the file
     "pack": (("learn", "--size", 4, "--data", "some.txt", "--tokenizer", "mini", "--out", "a.npz"), load_pack),
     "multitok": (("train", "--data", "some.txt", "--tokenizer", "mini", "--out", "a.mtok"), Dictionary.load),
-    "adapt": (("learn", "--merges", 3, "--data", "some.txt", "--tokenizer", "mini", "--out", "a.json"), read_adapted),
+    "adapt": (
+        ("learn", "--merges", 3, "--data", "some.txt", "--tokenizer", "mini", "--out", "a.json"),
+        read_adapted_vocabulary,
+    ),
     "hbpe": (("learn", "--patch-size", 3, "--tokenizer", "mini", "--out", "a.npz"), PatchTable.load),
 }
 

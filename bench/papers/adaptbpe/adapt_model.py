@@ -36,7 +36,7 @@ from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
-from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base_vocabulary
 
 CONTEXT = 1024
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
     models = AdaptedModels(args)
     for name, corpus in train.items():
-        words = count_words(models.base.front, [document.text for document in corpus.documents])
+        words = count_words(models.base.splitter, [document.text for document in corpus.documents])
         whole = models.score(models.folder, test[name].documents)
         texts = {"train_bytes": corpus.n_bytes, "test": corpus_record(test[name])}
         models.print_record(name, models.make_record(whole, whole) | texts)
@@ -138,7 +138,7 @@ class AdaptedModels:
         from mlx_zip.models.loading import find_model_folder
 
         self.args, self.folder = args, Path(find_model_folder(args.model))
-        self.base: BaseVocabulary = read_base(self.folder)
+        self.base: BaseVocabulary = read_base_vocabulary(self.folder)
 
     def adapt_and_score(
         self, words: Counter[bytes], share: float, method: str, documents: Any, whole: ModelScore

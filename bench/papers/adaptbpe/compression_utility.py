@@ -24,10 +24,10 @@ from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
-from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
-from mlx_zip.vocab.adaptbpe.learn import Swap, adapt
-from mlx_zip.vocab.adaptbpe.merge_list import PIECES, Encoder
-from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
+from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base_vocabulary
+from mlx_zip.vocab.adaptbpe.learn import Swap, adapt_merges
+from mlx_zip.vocab.adaptbpe.merge_list import PIECES, BpeEncoder
+from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     train, test = join_texts(args.train), join_texts(args.test)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
-    base = read_base(args.tokenizer)
-    if base.front.pieces not in PIECES:
+    base = read_base_vocabulary(args.tokenizer)
+    if base.splitter.pieces not in PIECES:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:
         for n in args.merges:
@@ -103,9 +103,9 @@ def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin:
     swaps: tuple[Swap, ...] = ()
     for _ in range(trials):
         begun = time.perf_counter()
-        swaps = adapt(base.merges, count_words(base.front, [train]), n, margin=margin).swaps
+        swaps = adapt_merges(base.merges, count_words(base.splitter, [train]), n, margin=margin).swaps
         seconds.append(time.perf_counter() - begun)
-    words = count_words(base.front, [train])
+    words = count_words(base.splitter, [train])
     cut: dict[str, AdaptedVocabulary] = {
         "first_k": adapt_vocabulary(base, words, n, method="first-k"),
         "top_k": adapt_vocabulary(base, words, n, method="top-k"),
@@ -132,7 +132,7 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     n: number of merges of the adapted list. Raises `MlxZipError` if, with the whole list, the library's ids differ from
     our encoder's.
     """
-    data, kept = text.encode("utf-8"), adapt_vocabulary(base, count_words(base.front, [text]), n)
+    data, kept = text.encode("utf-8"), adapt_vocabulary(base, count_words(base.splitter, [text]), n)
     plain, library = base.encoder(), build_library_tokenizer(base)
     theirs = library.encode_batch_fast([text])[0].ids
     same = np.array_equal(library_ids_of_our_tokens(base)[plain.encode(data)], theirs)
@@ -143,7 +143,7 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
         "whole_list": lambda: time_call(lambda: plain.encode(data)),
         "whole_list_fresh": lambda: time_encoding(base.encoder(), data),
         "adapted": lambda: time_call(lambda: kept.encoder.encode(data)),
-        "adapted_fresh": lambda: time_encoding(Encoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
+        "adapted_fresh": lambda: time_encoding(BpeEncoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for trial in range(trials + 1):
@@ -162,7 +162,7 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     }
 
 
-def time_encoding(encoder: Encoder, data: bytes) -> float:
+def time_encoding(encoder: BpeEncoder, data: bytes) -> float:
     return time_call(lambda: encoder.encode(data))
 
 
@@ -178,11 +178,11 @@ def build_library_tokenizer(base: BaseVocabulary) -> Any:
     from tokenizers import Tokenizer
 
     whole = adapt_vocabulary(base, Counter(), base.n_merges, method="first-k")
-    return Tokenizer.from_str(json.dumps(tokenizer_json(whole, base.source)))
+    return Tokenizer.from_str(json.dumps(exact_tokenizer_json(whole, base.source)))
 
 
 def library_ids_of_our_tokens(base: BaseVocabulary) -> Any:
-    return adapt_vocabulary(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
+    return adapt_vocabulary(base, Counter(), base.n_merges, method="first-k").adapted_ids_of(base.ids)
 
 
 def print_measurement(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.training.patch_training import PatchCorpus, Uint32s, cut_patch_windows
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, learn_tokenizer, read_tokens, text_to_ids, tokens_by_id
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
+from mlx_zip.vocab.hbpe.patch_text import learn_tokenizer, make_text_encoder, read_token_bytes, token_bytes_by_id
 
 from .patches import byte_entropies, entropy_patches, number_patches, space_patches, text_to_ids_function
 
@@ -108,9 +109,9 @@ class PatchTrainingData:
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
         """Returns the bytes of each first-stage token, by id, and a function from text to first-stage ids."""
         if self.tokenizer is not None:
-            return read_tokens(self.tokenizer), text_to_ids_function(self.tokenizer)
+            return read_token_bytes(self.tokenizer), text_to_ids_function(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
-        return tokens_by_id(tokenizer), text_to_ids(tokenizer)
+        return token_bytes_by_id(tokenizer), make_text_encoder(tokenizer)
 
     def _cut_windows(self, parts: Sequence[Any], end: int, length: int) -> tuple[Uint32s, Uint32s]:
         """Returns training and test windows of `length` ids, [W, length]; the id `end` follows each document.

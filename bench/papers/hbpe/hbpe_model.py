@@ -31,7 +31,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import PatchCorpus, evaluate_patch_corpus, train_patch_model
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, read_tower, words_of
+from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, parse_tower, word_count
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
 from .hbpe_data import Material, PatchTrainingData, read_documents
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=16, help="windows per training step (default: 16)")
     add(
         "--latent",
-        type=read_tower,
+        type=parse_tower,
         default=Tower(2, 96, 256, 4),
         metavar="LAYERS,WIDTH,FFN,HEADS",
         help="sizes of the main transformer: layers, width, feed-forward width, attention heads; equal widens it "
@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--local",
-        type=read_tower,
+        type=parse_tower,
         default=Tower(2, 48, 96, 4),
         metavar="LAYERS,WIDTH,FFN,HEADS",
         help="sizes of the local encoder and of the local decoder of models over patches: layers, width, feed-forward "
@@ -207,7 +207,7 @@ def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Name
         "bytes_per_unit": round(rate, 3),
         "symbols_per_unit": None if table is None else round(float(test_on.lengths[test_on.ids].mean()), 3),
         "context": train_on.ids.shape[1],
-        "fertility": round(fertility(len(text.encode()) / rate, words_of(text)), 3),
+        "fertility": round(fertility(len(text.encode()) / rate, word_count(text)), 3),
         "forward_flops_per_byte": round(forward_flops_per_byte(model, test_on)),
         "curve": points,
         "config": model.config.to_dict(),

@@ -28,9 +28,10 @@ from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, transformer_flops, words_of
-from mlx_zip.vocab.hbpe.patch_merges import Merges, learn_merges, tokens_too_long
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, transformer_flops, word_count
+from mlx_zip.vocab.hbpe.patch_merges import PatchMerges, learn_merges, tokens_too_long
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
+from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
 
 SIZES = (4, 6, 8, 10, 12, 16)
 CONTEXT_BYTES = 8192  # length of the text whose FLOPs the paper counts
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
     check_flags_at_least(args, 1, "trials")
-    tokens = read_tokens(args.tokenizer)
+    tokens = read_token_bytes(args.tokenizer)
     text = None if args.text is None else "\n".join(one.text for one in read_corpus([args.text]).documents)
     ids = None if text is None else np.array(text_to_ids_function(args.tokenizer)(text), np.uint32)
     for size in args.sizes:
@@ -109,7 +110,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
         "patches": len(ids),
         "bytes_per_patch": rate,
         "bytes_per_patch_space": n_bytes / len(space_patches(text.encode("utf-8"))),
-        "fertility": fertility(len(ids), words_of(text)),
+        "fertility": fertility(len(ids), word_count(text)),
         "symbols_per_patch_stop": symbols,
         "symbols_per_patch_full": float(full.lengths[ids].mean()),
         "encode_ns_per_patch": summarize_samples(
@@ -137,7 +138,7 @@ def text_to_ids_function(path: str) -> Callable[[str], Sequence[int]]:
     """
     if ".tiktoken" in Path(path).name:
         return read_vocabulary(path).encode
-    return text_encoder(path)
+    return read_text_encoder(path)
 
 
 def summarize_call_ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def number_patches(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST
     """
     known: dict[bytes, int] = {}
     ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
-    return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
+    return ids, PatchTable.build(PatchMerges(longest + 1, ()), list(known))
 
 
 def _cut_long_patch(data: bytes) -> list[bytes]:

@@ -126,6 +126,6 @@ def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Wo
     Units are the ids of `tokenizer`; if `tokenizer` is None, the words of the texts.
     """
     if tokenizer is None:
-        return "words", Words.in_order(map(str.split, texts)), str.split
+        return "words", Words.from_samples(map(str.split, texts)), str.split
     vocabulary = read_vocabulary(tokenizer)
     return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode

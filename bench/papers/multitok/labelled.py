@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, Words, leading_samples, prune, rewrite_ids
+from mlx_zip.vocab.multitok import (
+    Dictionary,
+    Samples,
+    Settings,
+    Tokens,
+    Words,
+    count_leading_samples,
+    prune,
+    rewrite_ids,
+)
 from mlx_zip.vocab.multitok.units import NO_ID
 
 PLAIN = "plain"
@@ -45,7 +54,7 @@ class EncodingSetting:
             size = lambda name: 0 if name == "Max" else int(name)
             first, second = map(size, windows.split("-"))
             (least,) = rest or [">=0"]
-            leading_samples(0, float(percent))
+            count_leading_samples(0, float(percent))
             return cls(float(percent), (first, second), int(least.removeprefix(">=")))
         except ValueError as error:
             raise MlxZipError(f"--settings: {text!r} is not plain or PERCENT,WINDOW-WINDOW[,>=USES]") from error
@@ -122,13 +131,13 @@ def encode_texts(setting: EncodingSetting, units: Words | Tokens, train: list[An
     units: the vocabulary of words or tokenizer ids. train, test: the units of each text.
     """
     dictionary = Dictionary(Settings(units, setting.windows[0]))
-    samples = dictionary.number(train)
-    first, rest = samples.cut(leading_samples(len(samples), setting.percent))
-    ids = Samples.join([dictionary.train(first), dictionary.pass_by(rest)])
+    samples = dictionary.number_units(train)
+    first, rest = samples.cut(count_leading_samples(len(samples), setting.percent))
+    ids = Samples.join([dictionary.train(first), dictionary.encode_as_single_units(rest)])
     if setting.least_uses:
         pruned = prune(dictionary, setting.least_uses - 1, PRUNING)
         ids, dictionary = rewrite_ids(dictionary, pruned, ids), pruned
-    judged = dictionary.encode_all(dictionary.number(test), setting.windows[1])
+    judged = dictionary.encode_all(dictionary.number_units(test), setting.windows[1])
     trained = np.unique(ids.ids)
     known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])  # row - 1 -> dictionary id
     rising = np.argsort(known)

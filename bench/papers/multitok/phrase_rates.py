@@ -35,7 +35,7 @@ from mlx_zip.vocab.multitok import (
     Settings,
     Tokens,
     Words,
-    leading_samples,
+    count_leading_samples,
     prune,
     rewrite_ids,
 )
@@ -104,13 +104,13 @@ class PhraseCorpus:
         self.words = sum(len(text.split()) for text in texts)
         if args.tokenizer is None:
             split: Callable[[str], Any] = str.split
-            self.units: Words | Tokens = Words.in_order(map(str.split, [*texts, *others]))
+            self.units: Words | Tokens = Words.from_samples(map(str.split, [*texts, *others]))
             self.name, self.libraries = "words", ()
         else:
             vocabulary = read_vocabulary(args.tokenizer)
             split, self.units = vocabulary.encode, Tokens(vocabulary.size)
             self.name, self.libraries = vocabulary.name, (vocabulary.library,)
-        number = lambda samples: Samples.of([self.units.numbers(split(sample)) for sample in samples])
+        number = lambda samples: Samples.from_sequences([self.units.numbers(split(sample)) for sample in samples])
         self.learned, self.held_out = number(texts), number(others) if others else None
         self.record = {
             "files": [*args.text, *(args.held_out or [])],
@@ -128,8 +128,8 @@ class PhraseCorpus:
         window: most units in a phrase; 0: no limit.
         """
         made = Dictionary(Settings(self.units, window))
-        first, rest = self.learned.cut(leading_samples(len(self.learned), percent))
-        return made, Samples.join([made.train(first), made.pass_by(rest)])
+        first, rest = self.learned.cut(count_leading_samples(len(self.learned), percent))
+        return made, Samples.join([made.train(first), made.encode_as_single_units(rest)])
 
 
 # ---- speed
@@ -140,7 +140,7 @@ def speed_records(corpus: PhraseCorpus, trials: int) -> Iterator[dict[str, Any]]
     for window in WINDOWS:
         dictionary, ids = corpus.learn_dictionary(window)
         known, plain_ids = learn_phrases_in_plain_python(tuples, corpus.units.size, window)
-        if plain_ids != ids.lists():
+        if plain_ids != ids.to_lists():
             raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
         setting = {"window": window}
         learn = lambda window=window: Dictionary(Settings(corpus.units, window)).train(samples)
@@ -155,7 +155,7 @@ def speed_records(corpus: PhraseCorpus, trials: int) -> Iterator[dict[str, Any]]
         }
         use = lambda dictionary=dictionary: dictionary.encode_all(samples)
         slow = lambda known=known: [encode_in_plain_python(known, sample) for sample in tuples]
-        if slow() != use().lists():
+        if slow() != use().to_lists():
             raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
         yield {"what": "encode", "setting": setting, **compare_speeds(len(samples.ids), trials, use, slow)}
         pruned = prune(dictionary, 1)

@@ -151,7 +151,7 @@ def learn_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int,
 def multitok_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
     """Returns the entries of a pack made from a MultiTok dictionary of whole texts (`window` is ignored)."""
     dictionary = Dictionary(Settings(Tokens(params.vocab_size), params.merge_size))
-    dictionary.train(Samples.of(texts))
+    dictionary.train(Samples.from_sequences(texts))
     return pack_of_phrases(dictionary, size, params.merge_size, None, params.disabled_ids).entries
 
 

@@ -135,24 +135,24 @@ def _add_adapt_text_flags(add: Any, texts: str) -> None:
 def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
-    from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
-    from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
+    from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
+    from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json
 
     settings, read = _adapt_method_settings(args), [*args.data, *args.held_out, args.tokenizer]
     out, plain = checked_output_path("--out", args.out, read=read), None
     if args.tokenizer_json is not None:
         plain = checked_output_path("--tokenizer-json", args.tokenizer_json, read=[*read, out])
     plot = checked_plot_path(args.plot, read=[*read, out, plain])
-    base = read_base(read_first_stage_tokenizer(args.tokenizer), args.pieces)
+    base = read_base_vocabulary(read_first_stage_tokenizer(args.tokenizer), args.pieces)
     texts, held_out = _read_corpus_texts(args, args.data), _read_corpus_texts(args, args.held_out)
     begun = time.perf_counter()
-    words = count_words(base.front, _iterate_with_progress("Counting", texts))
+    words = count_words(base.splitter, _iterate_with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
         vocabulary = adapt_vocabulary(
             base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings
         )
     took_s = time.perf_counter() - begun
-    exact = None if plain is None else tokenizer_json(vocabulary, base.source)
+    exact = None if plain is None else exact_tokenizer_json(vocabulary, base.source)
     vocabulary.save(out)
     if plain is not None:
         write_json(plain, exact)
@@ -207,16 +207,20 @@ def _add_adapt_show_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_adapt_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    from mlx_zip.vocab.adaptbpe.adapted import read_adapted
-    from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+    from mlx_zip.vocab.adaptbpe.adapted import read_adapted_vocabulary
+    from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
     from mlx_zip.vocab.adaptbpe.merge_list import PIECES
 
     if args.plot is not None and not args.data:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
-    plot, vocabulary, base = checked_plot_path(args.plot, [*args.data, args.file]), read_adapted(args.file), None
+    plot, vocabulary, base = (
+        checked_plot_path(args.plot, [*args.data, args.file]),
+        read_adapted_vocabulary(args.file),
+        None,
+    )
     if args.tokenizer is not None:
-        pieces = vocabulary.front.pieces  # other pieces than those in PIECES come from the base's own file
-        base = read_base(read_first_stage_tokenizer(args.tokenizer), pieces if pieces in PIECES else None)
+        pieces = vocabulary.splitter.pieces  # other pieces than those in PIECES come from the base's own file
+        base = read_base_vocabulary(read_first_stage_tokenizer(args.tokenizer), pieces if pieces in PIECES else None)
         vocabulary.check_base(base)
     record = _adapted_vocabulary_record(vocabulary, base)
     if args.data:
@@ -245,13 +249,13 @@ def _add_adapt_encode_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_adapt_encode(args: argparse.Namespace) -> int:
     from mlx_zip.cli.compression import read_file_or_standard_input
-    from mlx_zip.vocab.adaptbpe.adapted import read_adapted
+    from mlx_zip.vocab.adaptbpe.adapted import read_adapted_vocabulary
 
-    vocabulary = read_adapted(args.file)
+    vocabulary = read_adapted_vocabulary(args.file)
     text = read_file_or_standard_input(args.data)
     if args.decode:
         ids = _parse_id_words(args.data, text)
-        data = vocabulary.decode(vocabulary.ids_of(ids) if args.base_ids else ids)
+        data = vocabulary.decode(vocabulary.adapted_ids_of(ids) if args.base_ids else ids)
         if args.json:
             print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data)}, ensure_ascii=False))
         else:
@@ -323,7 +327,7 @@ def _adapted_vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
         "merges": vocabulary.actual_merges,
         "virtual": len(vocabulary.virtual),
         "promoted": len(vocabulary.merges) - vocabulary.first,
-        "added_tokens": len(vocabulary.front.added),
+        "added_tokens": len(vocabulary.splitter.added),
         "letters": vocabulary.letters,
         "settings": vocabulary.settings,
         "fingerprint": vocabulary.fingerprint,

@@ -25,7 +25,7 @@ from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, errors_as
 from mlx_zip.progress import pluralize
-from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
+from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, parse_tower
 
 if TYPE_CHECKING:
     from mlx_zip.models.patches.patch_generation import WrittenPatch
@@ -141,7 +141,7 @@ def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None
     show: number of merges that the lines list. counts: per merge, how often its pair occurred when the merge was
     learned; None for a table from a file, which does not hold counts.
     """
-    spelled = table.merges.spelled
+    spelled = table.merges.bytes_of_symbols
     lengths = Counter(table.lengths.tolist())
     record = {
         "tokens": len(table),
@@ -170,8 +170,9 @@ def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None
 def _run_hbpe_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.cli.compression import read_file_or_standard_input
     from mlx_zip.text.formats import read_tokenizer_file
-    from mlx_zip.vocab.hbpe.measures import fertility, words_of
-    from mlx_zip.vocab.hbpe.patch_table import PatchTable, text_to_ids
+    from mlx_zip.vocab.hbpe.measures import fertility, word_count
+    from mlx_zip.vocab.hbpe.patch_table import PatchTable
+    from mlx_zip.vocab.hbpe.patch_text import make_text_encoder
 
     check_flags_at_least(args, 0, "show")
     text, table, tokenizer = (
@@ -181,11 +182,11 @@ def _run_hbpe_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
     )
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
-    ids = list(text_to_ids(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
+    ids = list(make_text_encoder(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
     if not ids:
         raise DataError(f"{args.data}: this text has no token of the tokenizer")
     rows, lengths = table.encode(ids), table.lengths[ids]
-    n_bytes, words = len(text.encode("utf-8")), words_of(text)
+    n_bytes, words = len(text.encode("utf-8")), word_count(text)
     patches = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
     record = {
         "text_bytes": n_bytes,
@@ -269,14 +270,14 @@ def _add_hbpe_fit_flags(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=128, help="number of patches per window (default: 128)")
     add(
         "--latent",
-        type=read_tower,
+        type=parse_tower,
         default=FIT_LATENT,
         metavar="LAYERS,WIDTH,FFN,HEADS",
         help="size of the large transformer, which runs once per patch; FFN: width of its MLP (default: 4,256,704,4)",
     )
     add(
         "--local",
-        type=read_tower,
+        type=parse_tower,
         default=FIT_LOCAL,
         metavar="LAYERS,WIDTH,FFN,HEADS",
         help="size of the local encoder and of the local decoder, which read and write a patch's symbols; FFN: width "

@@ -70,15 +70,15 @@ def _run_multitok_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list
     totals, shown, unknown = Totals(), list[list[int]](), 0
     with ids_writer(args.out) as write:
         for batch in make_sample_texts(args, args.data, tokenizer).batches():
-            units = dictionary.number(batch)
+            units = dictionary.number_units(batch)
             ids = dictionary.encode_all(units, args.window or 0, args.matching)
             totals.add(units, ids)
             unknown += int((units.ids >= dictionary.settings.units.size).sum())
             write(ids)
             if args.out is None and args.json:
-                shown += ids.lists()
+                shown += ids.to_lists()
             elif args.out is None:
-                print("\n".join(map(json.dumps, ids.lists())))
+                print("\n".join(map(json.dumps, ids.to_lists())))
     record = tokens_per_unit_record(totals)
     if dictionary.settings.unk_id is not None:
         record |= {"unknown_units": unknown, "unknown_share": unknown / totals.units if totals.units else 0.0}
@@ -120,7 +120,7 @@ def _run_multitok_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[
     spell = _unit_decoder(dictionary.settings.units, args)
     shown = [
         {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": spell(run)}
-        for id, uses in dictionary.saving(args.show)
+        for id, uses in dictionary.most_saving_phrases(args.show)
     ]
     if plot is not None:
         draw_phrase_uses(plot, dictionary)

@@ -171,7 +171,7 @@ def read_dictionary_tokenizer(units: Any, args: argparse.Namespace) -> Any:
         said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
         raise DataError(f"{args.dictionary} was trained on {said}")
     tokenizer, own = read_tokenizer_units(args.tokenizer)
-    if own is not None and not own.may_be(units):
+    if own is not None and not own.may_equal(units):
         raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
     return tokenizer
 
@@ -192,4 +192,4 @@ def ids_writer(path: Path | None) -> Iterator[Callable[[Any], None]]:
         atomic_file(path) as partial,
         open(partial, "w", encoding="ascii") as file,
     ):
-        yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.lists())
+        yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.to_lists())

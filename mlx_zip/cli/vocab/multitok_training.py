@@ -112,7 +112,7 @@ def _check_output_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` if a file cannot be written or
     flags exclude each other.
     """
-    from mlx_zip.vocab.multitok import leading_samples
+    from mlx_zip.vocab.multitok import count_leading_samples
 
     if args.prune_mode and args.prune is None:
         raise GenerationError("--prune-mode needs --prune K")
@@ -123,13 +123,13 @@ def _check_output_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     if args.encoded is not None:
         args.encoded = checked_output_path("--encoded", args.encoded, read=[*read, out])
     args.fraction = 100.0 if args.fraction is None else args.fraction
-    leading_samples(0, args.fraction)
+    count_leading_samples(0, args.fraction)
     return out, checked_plot_path(args.plot, read=[*read, out, args.encoded])
 
 
 def _make_dictionary(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
     """Returns an empty dictionary, the texts of --data, and the number of samples to learn from (None: all)."""
-    from mlx_zip.vocab.multitok import Dictionary, Settings, leading_samples
+    from mlx_zip.vocab.multitok import Dictionary, Settings, count_leading_samples
 
     tokenizer, units = read_tokenizer_units(args.tokenizer)
     texts, samples = make_sample_texts(args, args.data, tokenizer), 0
@@ -139,7 +139,7 @@ def _make_dictionary(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
     return (
         Dictionary(Settings(units, **given)),
         texts,
-        leading_samples(samples, args.fraction) if args.fraction < 100 else None,
+        count_leading_samples(samples, args.fraction) if args.fraction < 100 else None,
     )
 
 
@@ -171,10 +171,10 @@ def _train_dictionary(dictionary: Any, texts: Texts, learn: int | None) -> Itera
     for batch in texts.batches():
         n_learned = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
         try:
-            first, rest = dictionary.number(batch).cut(n_learned)
+            first, rest = dictionary.number_units(batch).split_at(n_learned)
         except CodecError as error:  # a word that was not in the files at the first reading
             raise texts.changed_texts_error() from error
-        yield dictionary.train(first), dictionary.pass_by(rest)
+        yield dictionary.train(first), dictionary.encode_as_single_units(rest)
 
 
 def _write_pruned_ids(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
@@ -200,7 +200,7 @@ def _measure_held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any)
     settings, totals, unknown = dictionary.settings, Totals(), 0
     counted = dictionary if settings.unk_id is not None else dictionary.with_unk_id(settings.first_id)
     for batch in make_sample_texts(args, args.held_out, tokenizer).batches():
-        units = counted.number(batch)
+        units = counted.number_units(batch)
         totals.add(units, counted.encode_all(units, settings.window))
         unknown += int((units.ids >= settings.units.size).sum())
     if not totals.samples:
@@ -210,7 +210,7 @@ def _measure_held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any)
 
 def draw_phrase_uses(path: Path, dictionary: Any) -> None:
     """Draws how often training used each phrase, most used first. Raises `DataError` if training used none."""
-    uses = sorted((n for _, n in dictionary.saving(len(dictionary)) if n), reverse=True)
+    uses = sorted((n for _, n in dictionary.most_saving_phrases(len(dictionary)) if n), reverse=True)
     if not uses:
         raise DataError("--plot: training used no phrase, so there is nothing to draw")
     points = [(rank, n) for rank, n in enumerate(uses, 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton, to_reference_dtype
 
 
 def rms_norm(
@@ -18,7 +18,7 @@ def rms_norm(
     check_shape("weight", weight, x.shape[1])
     if out is not None:
         check_shape("out", out, *x.shape)
-    if use_triton(impl, x, weight, out):
+    if should_use_triton(impl, x, weight, out):
         from mlx_zip.cuda.kernels.triton.activations import launch_rms_norm
 
         return launch_rms_norm(x, weight, eps, out)
@@ -43,7 +43,7 @@ def silu_gate(gate_up: torch.Tensor, impl: str | None = None) -> torch.Tensor:
     check_shape("gate_up", gate_up, None, None)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up has {gate_up.shape[1]} columns, an odd number")
-    if use_triton(impl, gate_up):
+    if should_use_triton(impl, gate_up):
         from mlx_zip.cuda.kernels.triton.activations import launch_silu_gate
 
         return launch_silu_gate(gate_up)

@@ -1,6 +1,6 @@
 """Attention of one query per sequence over KV caches of fixed size, with the number of keys per sequence on the device.
 
-The Triton kernel divides the keys of a sequence among programs, in `part_count` parts.
+The Triton kernel divides the keys of a sequence among programs, in `attention_part_count` parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton, to_reference_dtype
 
 KEYS = 64  # keys per iteration of a program; also the minimum size of a part
 PROGRAMS = 1024  # maximum pairs times parts, unless the pairs alone are more: several per multiprocessor of a large GPU
@@ -43,15 +43,15 @@ def decode_attention(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     window = window or keys.shape[2]
-    if use_triton(impl, q, keys, values, lengths):
+    if should_use_triton(impl, q, keys, values, lengths):
         from mlx_zip.cuda.kernels.triton.attention import launch_decode_attention
 
-        parts = part_count(keys.shape[0] * keys.shape[1], min(keys.shape[2], window))
+        parts = attention_part_count(keys.shape[0] * keys.shape[1], min(keys.shape[2], window))
         return launch_decode_attention(q, keys, values, lengths, window, scale, parts, KEYS)
     return reference_decode_attention(q, keys, values, lengths, window, scale)
 
 
-def part_count(pairs: int, keys: int) -> int:
+def attention_part_count(pairs: int, keys: int) -> int:
     """Returns how many parts each pair's keys are divided into. pairs: sequences times key heads. keys: per pair."""
     return max(1, min(-(-keys // KEYS), PROGRAMS // max(1, pairs), MOST_PARTS))
 

@@ -31,7 +31,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def use_triton(impl: str | None, *tensors: torch.Tensor | None) -> bool:
+def should_use_triton(impl: str | None, *tensors: torch.Tensor | None) -> bool:
     """Returns True to launch the Triton kernel for these tensors, False to run the reference.
 
     impl: "triton" or "reference" forces one; None follows `force_implementation` if in use, else takes Triton for CUDA

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, rows_of
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton, to_reference_dtype
+from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, look_up_rows
 
 MOST_PLACES = 16
 MASKS = ("both", "keys", "causal")  # which queries see which keys
@@ -29,7 +29,7 @@ def embed_entries(
         check_shape("places", places, None, matrix.shape[1])
         if places.shape[0] < entries.shape[1]:
             raise ValueError(f"entries have {entries.shape[1]} places, positions only {places.shape[0]}")
-    if use_triton(impl, entries, *parts, places):
+    if should_use_triton(impl, entries, *parts, places):
         from mlx_zip.cuda.kernels.triton.encoder import launch_embed_entries
 
         return launch_embed_entries(entries, matrix, places)
@@ -40,7 +40,7 @@ def reference_embed_entries(entries: torch.Tensor, matrix: Matrix, places: torch
     """Returns what `embed_entries` returns, in plain PyTorch."""
     known = (entries >= 0) & (entries < matrix.shape[0])
     chosen = torch.where(known, entries, 0)
-    x = rows_of(matrix, chosen)
+    x = look_up_rows(matrix, chosen)
     if places is not None:
         x = x + places[: entries.shape[1]].to(x.dtype)
     return torch.where(known[..., None], x, torch.nan)
@@ -62,7 +62,7 @@ def attend_in_entries(
         raise ValueError(f"{qkv.shape[1]} places, at most {MOST_PLACES} are supported")
     if qkv.shape[2] % (3 * heads):
         raise ValueError(f"{qkv.shape[2]} columns are not made of queries, keys and values of {heads} heads")
-    if use_triton(impl, qkv, lengths):
+    if should_use_triton(impl, qkv, lengths):
         from mlx_zip.cuda.kernels.triton.encoder import launch_attend_in_entries
 
         return launch_attend_in_entries(qkv, lengths, heads, mask)
@@ -95,7 +95,7 @@ def pool_places(x: torch.Tensor, lengths: torch.Tensor, kind: str, impl: str | N
     check_shape("lengths", lengths, x.shape[0])
     if kind not in POOLS:
         raise ValueError(f"pool {kind!r} is not one of {', '.join(POOLS)}")
-    if use_triton(impl, x, lengths):
+    if should_use_triton(impl, x, lengths):
         from mlx_zip.cuda.kernels.triton.encoder import launch_pool_places
 
         return launch_pool_places(x, lengths, kind)

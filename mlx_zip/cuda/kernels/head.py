@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton, to_reference_dtype
+from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, to_dense_matrix
 
 
 class HeadOutput(NamedTuple):
@@ -43,7 +43,7 @@ def joint_head(
     check_shape("installed", installed, *rows.shape[:2])
     if not 1 <= boundary <= height:
         raise ValueError(f"boundary {boundary} lies outside 1..{height}, the rows of the base matrix")
-    if use_triton(impl, x, *check_matrix("base", base), rows, installed):
+    if should_use_triton(impl, x, *check_matrix("base", base), rows, installed):
         from mlx_zip.cuda.kernels.triton.head import launch_joint_head
 
         return HeadOutput(*launch_joint_head(x, base, rows, installed, boundary, logits))
@@ -59,7 +59,7 @@ def reference_joint_head(
     logits: bool = False,
 ) -> HeadOutput:
     """Returns what `joint_head` returns, in plain PyTorch; float64 inputs give float64 results."""
-    matrix = as_dense(base)
+    matrix = to_dense_matrix(base)
     exact = to_reference_dtype(x)
     low = exact @ matrix[:boundary].to(exact.dtype).T
     high = torch.einsum("bd,bcd->bc", exact, rows.to(exact.dtype))

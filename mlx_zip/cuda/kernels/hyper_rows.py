@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, rows_of
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton
+from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, look_up_rows
 
 
 def hyper_embedding(
@@ -29,7 +29,7 @@ def hyper_embedding(
     check_shape("rows", rows, ids.shape[0], None, base.shape[1])
     if not 0 <= boundary <= base.shape[0]:
         raise ValueError(f"boundary {boundary} lies outside the base table of {base.shape[0]} rows")
-    if use_triton(impl, ids, *parts, rows):
+    if should_use_triton(impl, ids, *parts, rows):
         from mlx_zip.cuda.kernels.triton.hyper_rows import launch_hyper_embedding
 
         return launch_hyper_embedding(ids, base, rows, boundary)
@@ -42,7 +42,7 @@ def reference_hyper_embedding(ids: torch.Tensor, base: Matrix, rows: torch.Tenso
     is_base = (ids >= 0) & (ids < boundary)
     is_hyper = (ids >= boundary) & (ids < boundary + capacity)
     chosen = torch.where(is_base, ids, 0)
-    out = rows_of(base, chosen)
+    out = look_up_rows(base, chosen)
     if capacity:
         slot = torch.where(is_hyper, ids - boundary, 0)
         found = rows.gather(1, slot[..., None].expand(-1, -1, rows.shape[2])).to(out.dtype)
@@ -69,7 +69,7 @@ def install_rows(
     for table in tables:
         check_shape("table", table, *installed.shape, pool.shape[2])
     check_shape("spans", spans, installed.shape[0], None)
-    if use_triton(impl, new, pool, *tables, installed, spans):
+    if should_use_triton(impl, new, pool, *tables, installed, spans):
         from mlx_zip.cuda.kernels.triton.hyper_rows import launch_install_rows
 
         launch_install_rows(new, pool, tables, installed, spans)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.activations import normalize_rms
-from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton, to_reference_dtype
+from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, to_dense_matrix
 
 MAX_VECTORS = 16  # per call
 Norm = tuple[torch.Tensor, float]
@@ -41,7 +41,7 @@ def matvec(
         check_shape("norm", norm[0], width)
     if residual is not None:
         check_shape("residual", residual, x.shape[0], rows // 2 if gate else rows)
-    if use_triton(impl, x, *check_matrix("weight", weight), bias, norm[0] if norm else None, residual):
+    if should_use_triton(impl, x, *check_matrix("weight", weight), bias, norm[0] if norm else None, residual):
         from mlx_zip.cuda.kernels.triton.matvec import launch_matvec
 
         return launch_matvec(x, weight, bias, norm, residual, gate)
@@ -60,7 +60,7 @@ def reference_matvec(
     exact = to_reference_dtype(x)
     if norm is not None:
         exact = normalize_rms(exact, norm[1]) * norm[0].to(exact.dtype)
-    y = exact @ as_dense(weight).to(exact.dtype).T
+    y = exact @ to_dense_matrix(weight).to(exact.dtype).T
     if bias is not None:
         y = y + bias.to(y.dtype)
     if gate:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton
 
 
 class Packed(NamedTuple):
@@ -63,7 +63,7 @@ def kernel_arguments_of(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | No
 def unpack(packed: Packed, dtype: torch.dtype, impl: str | None = None) -> torch.Tensor:
     """Returns the matrix [R, D] in `dtype`, for products with many rows; values are float32, rounded once."""
     packed.check()
-    if use_triton(impl, packed.words, packed.scales, packed.biases):
+    if should_use_triton(impl, packed.words, packed.scales, packed.biases):
         from mlx_zip.cuda.kernels.triton.packed import launch_unpack
 
         return launch_unpack(packed.shape, *kernel_arguments_of(packed), dtype)
@@ -91,7 +91,7 @@ def unpack_levels(packed: Packed) -> torch.Tensor:
     return levels.view(packed.shape)
 
 
-def as_dense(matrix: Matrix) -> torch.Tensor:
+def to_dense_matrix(matrix: Matrix) -> torch.Tensor:
     """Returns the matrix [R, D]; `dequantize` unpacks a packed one."""
     return dequantize(matrix) if isinstance(matrix, Packed) else matrix
 
@@ -101,7 +101,7 @@ def value_dtype(matrix: Matrix) -> torch.dtype:
     return matrix.scales.dtype if isinstance(matrix, Packed) else matrix.dtype
 
 
-def rows_of(matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
+def look_up_rows(matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
     """Returns rows [*ids.shape, D] of the matrix in its values' dtype; only these rows are unpacked."""
     if not isinstance(matrix, Packed):
         return matrix[ids]

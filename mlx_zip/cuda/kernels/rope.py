@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mlx_zip.cuda.kernels.activations import normalize_rms
-from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
+from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton, to_reference_dtype
 
 
 class Rotation(NamedTuple):
@@ -52,7 +52,7 @@ def rope_and_cache(
     if columns % width or heads < 1:
         raise ValueError(f"qkv has {columns} columns, which hold no {keys.shape[1]} key heads of {width}")
     parts = _check_rotation(rotation, batch, width)
-    if use_triton(impl, qkv, positions, slots, keys, values, *parts):
+    if should_use_triton(impl, qkv, positions, slots, keys, values, *parts):
         from mlx_zip.cuda.kernels.triton.rope import launch_rope_and_cache
 
         return launch_rope_and_cache(qkv, positions, slots, keys, values, heads, *rotation)

@@ -1,7 +1,7 @@
 """Reads a model's folder, dense or packed by MLX: its tensors by name, on a device, and its fingerprint.
 
-A model takes its weights out of a `Folder`. The rest of the module reads the safetensors files and assembles packed
-matrices.
+A model takes its weights out of a `TensorFolder`. The rest of the module reads the safetensors files and assembles
+packed matrices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mlx_zip.config import ZipConfig, parse_zip_section
-from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
+from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_memory_too_small
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.errors import DataError, ModelError, first_message_line
@@ -37,7 +37,7 @@ _FINAL_NORM = "model.norm.weight"  # the dtype of this tensor counts as the fold
 
 
 @dataclass
-class Folder:
+class TensorFolder:
     """A model's folder with its tensors on a device.
 
     config: contents of config.json. zip: the zip2zip section of config.json, None for a plain model. tensors: by
@@ -57,7 +57,7 @@ class Folder:
     files: dict[str, str] = field(repr=False)
     kernels: bool = field(default=True, kw_only=True)
 
-    def take(self, name: str, *shape: int) -> Weight:
+    def take_weight(self, name: str, *shape: int) -> Weight:
         """Removes a tensor from `tensors` and returns it. Raises `ModelError` if it is missing or has another shape."""
         value = self.tensors.pop(name, None)
         if value is None:
@@ -68,35 +68,35 @@ class Folder:
             )
         return value
 
-    def take_dense(self, name: str, *shape: int) -> torch.Tensor:
-        """Removes and returns a tensor as `take` does; also raises `ModelError` if the tensor is packed."""
-        value = self.take(name, *shape)
+    def take_dense_tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """Removes and returns a tensor as `take_weight` does; also raises `ModelError` if the tensor is packed."""
+        value = self.take_weight(name, *shape)
         if isinstance(value, Packed):
             raise ModelError(
                 f"{self.path / self.files[name]}: {name} is quantized, which is supported for matrices only"
             )
         return value
 
-    def as_table(self, value: Weight) -> Weight:
+    def to_lookup_table(self, value: Weight) -> Weight:
         """Returns a matrix for row look-ups, whose values (if packed: scales and biases) have the model's dtype."""
         if isinstance(value, Packed):
             return value._replace(scales=value.scales.to(self.dtype), biases=value.biases.to(self.dtype))
         return value.to(self.dtype)
 
 
-def read_folder(
+def read_tensor_folder(
     path: str | Path,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     skipped_prefixes: Sequence[str] = (),
     kernels: bool = True,
-) -> Folder:
+) -> TensorFolder:
     """Returns a model's folder with its tensors on a device.
 
     path: a folder, a bundled model's name or a hub id. device: None takes the current GPU, else the CPU. dtype:
     bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. skipped_prefixes: name
-    prefixes of tensors that are not read. kernels: see `Folder`; without kernels, dtype None means float32 activations
-    and matrices in the dtype of their file. Raises `ModelError` naming file and tensor if a tensor is invalid,
+    prefixes of tensors that are not read. kernels: see `TensorFolder`; without kernels, None for dtype means float32
+    activations and matrices in the dtype of their file. Raises `ModelError` naming file and tensor if one is invalid,
     `ModelError` naming needed and free bytes if memory is too small, `ConfigError` if the config is not supported.
     """
     where, folder = find_device(device), find_model_folder(path)
@@ -106,7 +106,7 @@ def read_folder(
     skip = (*skipped_prefixes, "lm_head.") if decoder.tied else tuple(skipped_prefixes)
     entries = {
         name: entry
-        for name, entry in _list_tensors(folder).items()
+        for name, entry in _read_tensor_headers(folder).items()
         if not name.startswith(skip) and "rotary_emb.inv_freq" not in name
     }
     stored, asked = _stored_dtype(folder, entries), _parse_dtype(dtype)
@@ -115,7 +115,7 @@ def read_folder(
     _raise_if_weights_too_large(folder, entries, kind, decoder, where)
     tensors = _read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
     files = {name: entry.file for name, entry in entries.items()}
-    return Folder(folder, config, section, decoder, kind, where, tensors, files, kernels=kernels)
+    return TensorFolder(folder, config, section, decoder, kind, where, tensors, files, kernels=kernels)
 
 
 def _parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
@@ -149,7 +149,7 @@ def _raise_if_weights_too_large(
     """
     layers = sum(entry.bytes_in(dtype) for name, entry in entries.items() if name.startswith("model.layers."))
     needed = sum(entry.bytes_in(dtype) for entry in entries.values()) + layers // decoder.layers
-    raise_if_no_room(f"{folder}: weights", needed, device)
+    raise_if_memory_too_small(f"{folder}: weights", needed, device)
 
 
 # ---- the safetensors files
@@ -168,7 +168,7 @@ class _TensorHeader:
         return math.prod(self.shape) * (dtype.itemsize if self.dtype in FLOAT_DTYPES else 4)
 
 
-def _list_tensors(folder: Path) -> dict[str, _TensorHeader]:
+def _read_tensor_headers(folder: Path) -> dict[str, _TensorHeader]:
     """Returns the headers of all tensors in model*.safetensors, by name. Raises `ModelError` naming the bad file."""
     files = sorted(folder.glob("model*.safetensors"))
     _raise_if_shards_missing(folder, {file.name for file in files})
@@ -235,7 +235,7 @@ def _read_tensors(
             for name in (name for name, entry in entries.items() if entry.file == file):
                 tensor = tensors.get_tensor(name)
                 loose[name] = _to_device(tensor, device, tensor.dtype if as_stored and tensor.dim() > 1 else dtype)
-    return _assemble_packed(folder, entries, settings, loose)
+    return _assemble_packed_matrices(folder, entries, settings, loose)
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -267,7 +267,7 @@ def read_packing(record: Any, name: str, where: Path) -> tuple[int, int]:
     return bits, group
 
 
-def _assemble_packed(
+def _assemble_packed_matrices(
     folder: Path,
     entries: Mapping[str, _TensorHeader],
     settings: Mapping[str, tuple[int, int]],
@@ -278,11 +278,11 @@ def _assemble_packed(
     for name, (bits, group) in settings.items():
         module = name.removesuffix(".weight")
         parts = [loose.pop(part, None) for part in (name, f"{module}.scales", f"{module}.biases")]
-        whole[name] = packed_matrix(parts, bits, group, name, folder / entries[name].file)
+        whole[name] = make_packed_matrix(parts, bits, group, name, folder / entries[name].file)
     return {**loose, **whole}
 
 
-def packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: int, name: str, where: Path) -> Packed:
+def make_packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: int, name: str, where: Path) -> Packed:
     """Returns a packed matrix. parts: words, scales and biases, None for a missing part.
 
     Raises `ModelError` if a part is missing or the parts do not fit together.
@@ -319,7 +319,7 @@ def folder_fingerprint(folder: Path, tied: bool) -> str:
 def _fingerprint_facts(folder: Path) -> Iterable[_FingerprintFact]:
     """Yields the facts of every tensor that MLX would hold as a parameter; samples the values."""
     names: dict[str, list[str]] = {}
-    for name, entry in _list_tensors(folder).items():
+    for name, entry in _read_tensor_headers(folder).items():
         if "rotary_emb.inv_freq" not in name:
             names.setdefault(entry.file, []).append(name)
     for file, inside in names.items():

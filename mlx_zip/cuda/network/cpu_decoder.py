@@ -56,12 +56,14 @@ class CpuDecoder(Decoder):
         out = torch.empty_like(h) if out is None else out
         rows = list(range(len(h))) if active is None else active.nonzero()[:, 0].tolist()
         if len(rows) == 1:
-            self._step_one(h, positions, kv, rows[0], out)
+            self._step_one_sequence(h, positions, kv, rows[0], out)
         elif rows:
-            self._step_several(h, positions, kv, rows, out)
+            self._step_several_sequences(h, positions, kv, rows, out)
         return out
 
-    def _step_one(self, h: torch.Tensor, positions: torch.Tensor, kv: KVCache, row: int, out: torch.Tensor) -> None:
+    def _step_one_sequence(
+        self, h: torch.Tensor, positions: torch.Tensor, kv: KVCache, row: int, out: torch.Tensor
+    ) -> None:
         config, slot, one = self.config, int(kv.lengths[row]), slice(row, row + 1)
         factors, shape = (
             self._rotation_factors(positions[one], kv.frequency_set[one]),
@@ -82,7 +84,7 @@ class CpuDecoder(Decoder):
         out[one] = self._run_layers(h[one], attention)
         kv.lengths[row] += 1
 
-    def _step_several(
+    def _step_several_sequences(
         self, h: torch.Tensor, positions: torch.Tensor, kv: KVCache, rows: list[int], out: torch.Tensor
     ) -> None:
         at, count = torch.tensor(rows), len(rows)
@@ -143,7 +145,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch
     return factor.mul(x).to(x.dtype).mul_(weight)
 
 
-def cpu_head(
+def joint_head_on_cpu(
     h: torch.Tensor, scores: Linear, rows: torch.Tensor, installed: torch.Tensor, boundary: int, logits: bool
 ) -> HeadOutput:
     """Returns what `joint_head` returns, with weights prepared for a CPU; log-sum-exps only if `logits` is True.

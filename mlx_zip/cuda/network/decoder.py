@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mlx_zip.cuda.kernels.activations import rms_norm
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
-from mlx_zip.cuda.network.checkpoint import Folder
+from mlx_zip.cuda.network.checkpoint import TensorFolder
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.cuda.network.kv_cache import KVCache, make_kv_cache
 from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
@@ -44,7 +44,7 @@ class DecoderLayer:
     window: int | None
 
 
-def _take_layers(folder: Folder) -> list[DecoderLayer]:
+def _take_layers(folder: TensorFolder) -> list[DecoderLayer]:
     layers = [_take_layer(folder, folder.decoder, index) for index in range(folder.decoder.layers)]
     if rest := sorted(name for name in folder.tensors if name.startswith("model.layers.")):
         raise ModelError(
@@ -53,44 +53,44 @@ def _take_layers(folder: Folder) -> list[DecoderLayer]:
     return layers
 
 
-def _take_layer(folder: Folder, config: DecoderConfig, index: int) -> DecoderLayer:
+def _take_layer(folder: TensorFolder, config: DecoderConfig, index: int) -> DecoderLayer:
     at, width, inner = f"model.layers.{index}.", config.width, config.inner
     normed, biased = config.qk_norm, config.mlp_bias
     names = ["gate_up_proj"] if config.joined else ["gate_proj", "up_proj"]
     rows = 2 * inner // len(names)
     gate_up = [_take_linear(folder, f"{at}mlp.{name}", rows, width, biased) for name in names]
     return DecoderLayer(
-        norm=folder.take_dense(f"{at}input_layernorm.weight", width),
+        norm=folder.take_dense_tensor(f"{at}input_layernorm.weight", width),
         qkv=_take_qkv(folder, config, f"{at}self_attn."),
-        q_norm=folder.take_dense(f"{at}self_attn.q_norm.weight", config.head_width) if normed else None,
-        k_norm=folder.take_dense(f"{at}self_attn.k_norm.weight", config.head_width) if normed else None,
-        output=_join_for_device(
+        q_norm=folder.take_dense_tensor(f"{at}self_attn.q_norm.weight", config.head_width) if normed else None,
+        k_norm=folder.take_dense_tensor(f"{at}self_attn.k_norm.weight", config.head_width) if normed else None,
+        output=_join_linears_for_device(
             folder, _take_linear(folder, f"{at}self_attn.o_proj", width, config.query_columns, config.output_bias)
         ),
-        mlp_norm=folder.take_dense(f"{at}post_attention_layernorm.weight", width),
-        gate_up=_join_for_device(folder, *gate_up),
-        down=_join_for_device(folder, _take_linear(folder, f"{at}mlp.down_proj", width, inner, biased)),
+        mlp_norm=folder.take_dense_tensor(f"{at}post_attention_layernorm.weight", width),
+        gate_up=_join_linears_for_device(folder, *gate_up),
+        down=_join_linears_for_device(folder, _take_linear(folder, f"{at}mlp.down_proj", width, inner, biased)),
         window=config.windows[index],
     )
 
 
-def _take_qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
+def _take_qkv(folder: TensorFolder, config: DecoderConfig, at: str) -> Linear:
     queries, keys = config.query_columns, config.key_columns
     rows = {"qkv_proj": queries + 2 * keys} if config.joined else {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    return _join_for_device(
+    return _join_linears_for_device(
         folder, *(_take_linear(folder, at + name, n, config.width, config.qkv_bias) for name, n in rows.items())
     )
 
 
-def _join_for_device(folder: Folder, *parts: Linear) -> Linear:
+def _join_linears_for_device(folder: TensorFolder, *parts: Linear) -> Linear:
     """Returns one linear layer with the rows of all `parts`, in order; without kernels it is prepared for a CPU."""
     whole = join_by_rows(parts)
-    return whole if folder.kernels else whole.prepared_for_cpu(folder.dtype)
+    return whole if folder.kernels else whole.prepare_for_cpu(folder.dtype)
 
 
-def _take_linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) -> Linear:
-    bias = folder.take_dense(f"{name}.bias", rows) if biased else None
-    return Linear(folder.take(f"{name}.weight", rows, columns), bias)
+def _take_linear(folder: TensorFolder, name: str, rows: int, columns: int, biased: bool) -> Linear:
+    bias = folder.take_dense_tensor(f"{name}.bias", rows) if biased else None
+    return Linear(folder.take_weight(f"{name}.weight", rows, columns), bias)
 
 
 # ---- attention of many queries over KV caches of fixed size, by PyTorch's own operation
@@ -165,11 +165,11 @@ class Decoder:
 
     takes_rows_of_any_length = True
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: TensorFolder) -> None:
         """Takes the layers and the final norm out of a folder. Raises `ModelError` if a tensor is missing or wrong."""
         self.config, self.dtype, self.device = folder.decoder, folder.dtype, folder.device
         self.layers = _take_layers(folder)
-        self.norm = folder.take_dense("model.norm.weight", self.config.width)
+        self.norm = folder.take_dense_tensor("model.norm.weight", self.config.width)
         self.rope = self.config.rope.to(self.device)
 
     def make_kv_cache(self, batch: int, capacity: int) -> KVCache:

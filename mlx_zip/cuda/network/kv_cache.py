@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mlx_zip.cuda.devices import raise_if_no_room
+from mlx_zip.cuda.devices import raise_if_memory_too_small
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.cuda.transfers import copy_to_device, to_host
 
@@ -72,7 +72,9 @@ def make_kv_cache(
     config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """Returns empty caches. Raises `ModelError`, naming needed and free bytes, if memory is too small."""
-    raise_if_no_room(f"KV caches of {batch} x {capacity} ids", kv_cache_bytes(config, batch, capacity, dtype), device)
+    raise_if_memory_too_small(
+        f"KV caches of {batch} x {capacity} ids", kv_cache_bytes(config, batch, capacity, dtype), device
+    )
     shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
     # zeros, because the values of masked slots are multiplied by 0, and 0 x NaN is NaN
     if device.type == "cpu":  # NumPy's zeros take memory only once they are written

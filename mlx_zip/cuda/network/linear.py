@@ -37,10 +37,10 @@ class Linear:
         weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
         return torch.nn.functional.linear(x, weight, self.bias)
 
-    def prepared_for_cpu(self, dtype: torch.dtype) -> Linear:
+    def prepare_for_cpu(self, dtype: torch.dtype) -> Linear:
         """Returns the product with its weight prepared for a CPU, for vectors of `dtype`."""
         assert not isinstance(self.weight, HalfMatrix)
-        return Linear(*cpu_weight(self.weight, self.bias, dtype), for_cpu=True)
+        return Linear(*prepare_cpu_weight(self.weight, self.bias, dtype), for_cpu=True)
 
 
 def fused_product(
@@ -148,18 +148,18 @@ class HalfMatrix:
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
 
 
-def cpu_weight(
+def prepare_cpu_weight(
     weight: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | HalfMatrix, torch.Tensor | None]:
     """Returns a matrix [R, D] prepared for products with vectors of `dtype`, and the bias unless it is included."""
     short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
     dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
-    if dtype == torch.float32 and has_half_products() and _fits_half(dense, short):
+    if dtype == torch.float32 and has_float16_products() and _should_keep_float16(dense, short):
         return HalfMatrix(dense, bias), None
     return dense.to(dtype), bias
 
 
-def _fits_half(matrix: torch.Tensor, short: bool) -> bool:
+def _should_keep_float16(matrix: torch.Tensor, short: bool) -> bool:
     """Returns whether to keep a matrix in float16. short: whether its file stores it in 16 bits or fewer."""
     if not matrix.numel() or matrix.abs().max() > HALF_LARGEST:
         return False
@@ -167,13 +167,13 @@ def _fits_half(matrix: torch.Tensor, short: bool) -> bool:
 
 
 @cache
-def has_half_products() -> bool:
+def has_float16_products() -> bool:
     """Returns whether PyTorch multiplies float16 matrices with float32 vectors here: by FBGEMM, on x86 with AVX2."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 @cache
-def multiplies_bfloat16() -> bool:
+def has_bfloat16_units() -> bool:
     """Returns whether the processor has bfloat16 units; without them, bfloat16 is slower than float32."""
     found = getattr(torch.cpu, "get_capabilities", dict)()  # older versions lack it
     return bool(found.get("amx_bf16") or found.get("avx512_bf16"))

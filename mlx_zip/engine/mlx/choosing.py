@@ -59,9 +59,9 @@ class Choice:
         host = np.array(self.packed)
         width = (host.shape[1] - 2) // 2
         floats = host.view(np.float32)
-        return [self._chosen_of_row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
+        return [self._chosen_id_of_row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
 
-    def _chosen_of_row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
+    def _chosen_id_of_row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
         if top is None:
             return Chosen(int(ints[0]))
         pairs = zip(ints[2 : 2 + width].tolist(), floats[2 + width :].tolist(), strict=True)

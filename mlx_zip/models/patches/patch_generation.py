@@ -17,14 +17,14 @@ import mlx.core as mx
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.patches.patch_model import PatchModel, SavedPatchModel
 from mlx_zip.text.prompts import check_unicode
-from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode
+from mlx_zip.vocab.hbpe.patch_merges import MARK, PatchMerges, check_patch_mode
 
 COLDEST = 1e-30  # smallest temperature used: as good as greedy; dividing by less would overflow float32
 
 
 def generate_patches(
     model: PatchModel,
-    merges: Merges,
+    merges: PatchMerges,
     prompt: Iterable[Sequence[int]] = (),
     max_patches: int = 100,
     temperature: float = 0.0,
@@ -51,7 +51,7 @@ def generate_patches(
     rows = [pad_patch(patch, config.patch_size) for patch in prompt]
     if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
         raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
-    check_mode(mode)
+    check_patch_mode(mode)
     return _generate_checked(model, merges, rows, max_patches, temperature, mx.random.key(seed), mode)
 
 
@@ -83,7 +83,7 @@ def generate_text(
     return _written_patches(patches, table.merges)
 
 
-def _written_patches(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenPatch]:
+def _written_patches(patches: Iterable[list[int]], merges: PatchMerges) -> Iterator[WrittenPatch]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for patch in patches:
         yield WrittenPatch(decoder.decode(merges.decode(patch)), patch)
@@ -91,7 +91,7 @@ def _written_patches(patches: Iterable[list[int]], merges: Merges) -> Iterator[W
         yield WrittenPatch(held, [])
 
 
-def canonical_patch(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
+def canonical_patch(merges: PatchMerges, patch: Sequence[int], mode: str = "stop") -> list[int]:
     """Returns the patch to read after writing `patch`: the canonical patch of its bytes if that fits, else `patch`."""
     canonical = merges.encode(merges.decode(patch), mode)
     return canonical if len(canonical) <= merges.patch_size else list(patch)
@@ -106,7 +106,7 @@ def pad_patch(patch: Sequence[int], size: int) -> list[int]:
 
 def _generate_checked(
     model: PatchModel,
-    merges: Merges,
+    merges: PatchMerges,
     rows: list[list[int]],
     max_patches: int,
     temperature: float,

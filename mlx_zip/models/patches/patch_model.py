@@ -46,7 +46,8 @@ from mlx_zip.files import atomic_folder, expand_home, read_json_object, write_js
 from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
-from mlx_zip.vocab.hbpe.patch_table import PatchTable, PatchText, read_tokenizer
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
+from mlx_zip.vocab.hbpe.patch_text import PatchText, read_hf_tokenizer
 
 NORM_EPS, ROPE_THETA = 1e-5, 10_000.0
 START_DEVIATION = 0.02  # standard deviation of the start vector
@@ -314,7 +315,7 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
         sizes = PatchConfig.from_dict(config["sizes"])
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG_NAME}: {error}") from error
-    tokenizer, table = read_tokenizer(folder / TOKENIZER_NAME), PatchTable.load(folder / TABLE_NAME)
+    tokenizer, table = read_hf_tokenizer(folder / TOKENIZER_NAME), PatchTable.load(folder / TABLE_NAME)
     try:
         text = PatchText(tokenizer, table)
     except DataError as error:

@@ -35,9 +35,9 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError, errors_as
 from mlx_zip.files import expand_home, read_json_object, write_json
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encode_with_added_tokens
-from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
-from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, Encoder, MergeList, Schedule
-from mlx_zip.vocab.adaptbpe.pieces import Front
+from mlx_zip.vocab.adaptbpe.learn import Swap, adapt_merges, most_frequent_merges
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, BpeEncoder, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.pieces import PieceSplitter
 from mlx_zip.vocab.first_stage import bytes_to_spelled, parse_merges
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
@@ -81,7 +81,7 @@ class AdaptedVocabulary:
     virtual: tuple[int, ...]
     rule: str
     token_ids: NDArray[np.uint32]
-    front: Front
+    splitter: PieceSplitter
     method: str = "adapt"
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class AdaptedVocabulary:
         """The base id of each adapted id, uint32 [number of ids], rising."""
         actual = np.ones(BYTES + len(self.merges), bool)
         actual[BYTES + np.array([*self.virtual, *self.merges.unfinished], np.intp)] = False
-        added = np.array([token.id for token in self.front.added], np.uint32)
+        added = np.array([token.id for token in self.splitter.added], np.uint32)
         return np.unique(np.concatenate([self.token_ids[actual], added]))
 
     @cached_property
@@ -145,12 +145,12 @@ class AdaptedVocabulary:
         return form(len(self.merges), self.first, self.virtual, promoted)
 
     @cached_property
-    def encoder(self) -> Encoder:
+    def encoder(self) -> BpeEncoder:
         """The encoder from bytes to tokens of `merges`; tokens are not ids yet."""
-        return Encoder(self.merges, self.schedule, self.front.encoder_pieces)
+        return BpeEncoder(self.merges, self.schedule, self.splitter.encoder_pieces)
 
     @cached_property
-    def _id_of(self) -> Uint32s:
+    def _adapted_ids_by_base_id(self) -> Uint32s:
         known = self.token_ids[self.token_ids != NO_ID]
         table = np.full(int(max(self.ids.max(), known.max())) + 1, NO_ID, np.uint32)
         table[self.ids] = np.arange(len(self.ids), dtype=np.uint32)
@@ -158,9 +158,9 @@ class AdaptedVocabulary:
 
     def encode(self, text: str) -> Uint32s:
         """Returns a text's ids, uint32, without special tokens. Raises `DataError` if it has a lone surrogate."""
-        return self._id_of[encode_with_added_tokens(self.encoder, self.front, text, self.token_ids)]
+        return self._adapted_ids_by_base_id[encode_with_added_tokens(self.encoder, self.splitter, text, self.token_ids)]
 
-    def ids_of(self, base_ids: Any) -> Uint32s:
+    def adapted_ids_of(self, base_ids: Any) -> Uint32s:
         """Returns the adapted ids of base ids, uint32. Raises `DataError` naming the base id if one was not kept."""
         base_ids = as_ids(base_ids)
         places = np.searchsorted(self.ids, base_ids)
@@ -174,13 +174,13 @@ class AdaptedVocabulary:
         ids = as_ids(ids)
         if len(ids) and int(ids.max()) >= len(self):
             raise DataError(f"id {int(ids.max())} is not below {len(self)}, the size of the adapted vocabulary")
-        known = self._bytes
+        known = self._bytes_by_id
         return b"".join([known[i] for i in ids.tolist()])
 
     @cached_property
-    def _bytes(self) -> list[bytes]:
-        of = dict(zip(self.token_ids.tolist(), map(self.front.unspelled, self.merges.tokens), strict=True))
-        of |= {token.id: token.content.encode("utf-8") for token in self.front.added}
+    def _bytes_by_id(self) -> list[bytes]:
+        of = dict(zip(self.token_ids.tolist(), map(self.splitter.bytes_of_token, self.merges.tokens), strict=True))
+        of |= {token.id: token.content.encode("utf-8") for token in self.splitter.added}
         return [of[i] for i in self.ids.tolist()]
 
     def save(self, path: str | Path) -> None:
@@ -198,7 +198,7 @@ class AdaptedVocabulary:
             "method": self.method,
             "settings": self.settings,
             "rule": self.rule,
-            "front": self.front.record(),
+            "front": self.splitter.to_record(),
             "merges": [f"{tokens[left]} {tokens[right]}" for left, right in self.merges.parts.tolist()],
             "ranks": self.ranks.tolist(),
             "first": self.first,
@@ -207,7 +207,7 @@ class AdaptedVocabulary:
             "letters": self.merges.letters,
             "ids": self.ids.tolist(),
         }
-        write_json(Path(path), {**record, "sha256": _digest(record)})
+        write_json(Path(path), {**record, "sha256": _record_sha256(record)})
 
     def check_base(self, base: BaseVocabulary) -> None:
         """Raises `DataError` if this vocabulary was adapted from another tokenizer than `base`."""
@@ -236,7 +236,7 @@ def adapt_vocabulary(
     """Adapts a tokenizer to texts: returns the vocabulary with n of its merges, chosen by `method`.
 
     words: the pieces of the texts and how often each occurs (see `count_words`). n: merges to keep; letters are kept in
-    addition. method: "adapt" begins with the first n merges and swaps some (`settings`: see `learn.adapt`); "first-k"
+    addition. method: "adapt" begins with the first n merges and swaps some (`settings`: see `adapt_merges`); "first-k"
     keeps the first n; "top-k" keeps the n whose tokens occur most often when all merges are applied, always with the
     rule "final". progress is called after each swap. Raises `DataError` if the method is unknown or a setting is out of
     range.
@@ -245,11 +245,11 @@ def adapt_vocabulary(
     if method not in METHODS:
         raise DataError(f"method {method!r} is none of {', '.join(METHODS)}")
     if method == "top-k":
-        ranks, kept = list(range(len(base.merges))), set(top_k(base.merges, words, kept_merges))
+        ranks, kept = list(range(len(base.merges))), set(most_frequent_merges(base.merges, words, kept_merges))
         first, virtual, rule = len(ranks), [rank for rank in ranks if rank not in kept], "final"
     else:
         chosen: dict[str, Any] = settings if method == "adapt" else {"max_swaps": 0}
-        found = adapt(base.merges, words, kept_merges, progress=progress, **chosen)
+        found = adapt_merges(base.merges, words, kept_merges, progress=progress, **chosen)
         ranks, first = [*range(kept_merges), *found.promoted], kept_merges
         place = {rank: i for i, rank in enumerate(ranks)}
         virtual = [place[rank] for rank in found.virtual]
@@ -264,19 +264,19 @@ def adapt_vocabulary(
         tuple(virtual),
         rule,
         base.ids[[*range(BYTES), *(BYTES + rank for rank in ranks)]],
-        base.front,
+        base.splitter,
         method,
         {"n": n, **(settings if method == "adapt" else {})},
     )
 
 
-def count_words(front: Front, texts: Iterable[str]) -> Counter[bytes]:
+def count_words(splitter: PieceSplitter, texts: Iterable[str]) -> Counter[bytes]:
     """Counts the pieces that texts are split into before merging; added tokens are left out."""
     counts: Counter[bytes] = Counter()
     for text in texts:
-        for part in front.parts(text):
+        for part in splitter.normalized_parts(text):
             if not isinstance(part, int):
-                counts.update(front.cut(part))
+                counts.update(splitter.split_part(part))
     return counts
 
 
@@ -288,22 +288,22 @@ def _select_merges(merges: MergeList, ranks: Sequence[int]) -> MergeList:
     return MergeList(new[merges.parts[np.array(ranks, np.intp)]].reshape(-1, 2), merges.letters)
 
 
-def read_adapted(path: str | Path) -> AdaptedVocabulary:
+def read_adapted_vocabulary(path: str | Path) -> AdaptedVocabulary:
     """Reads a file that `AdaptedVocabulary.save` wrote. Raises `DataError` naming the file and what is wrong in it."""
     path = expand_home(path)
     record = read_json_object(path)
     faults = (DataError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
     with errors_as(DataError, str(path), *faults):
-        return _parse_record(record)
+        return _parse_adapted_vocabulary(record)
 
 
-def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
-    """Returns the vocabulary in a parsed file. Raises `DataError` and other errors, which `read_adapted` converts."""
+def _parse_adapted_vocabulary(record: dict[str, Any]) -> AdaptedVocabulary:
+    """Returns the vocabulary in a parsed file. Its errors become `DataError` in the caller."""
     if record.get("format") != FORMAT:
         raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
     if record.get("version") != VERSION:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
-    if record.pop("sha256") != _digest(record):
+    if record.pop("sha256") != _record_sha256(record):
         raise DataError("is damaged, its checksum does not match: adapt again")
     _check_field_types(record, _TYPES)
     _check_field_types(base := record["base"], _BASE_TYPES, "base.")
@@ -314,13 +314,13 @@ def _parse_record(record: dict[str, Any]) -> AdaptedVocabulary:
         base["fingerprint"],
         base["merges"],
         base["ids"],
-        MergeList.of_bytes(parse_merges(record["merges"]), record["letters"]),
+        MergeList.from_byte_pairs(parse_merges(record["merges"]), record["letters"]),
         as_ids(record["ranks"]),
         record["first"],
         tuple(record["virtual"]),
         record["rule"],
         as_ids(record["token_ids"]),
-        Front.from_record(record["front"]),
+        PieceSplitter.from_record(record["front"]),
         record["method"],
         record["settings"],
     )
@@ -336,5 +336,5 @@ def _check_field_types(record: Mapping[str, Any], types: Mapping[str, type], ins
             raise DataError(f"{inside}{name} is {record[name]!r:.80}, not of the type {kind.__name__}")
 
 
-def _digest(record: Mapping[str, Any]) -> str:
+def _record_sha256(record: Mapping[str, Any]) -> str:
     return sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

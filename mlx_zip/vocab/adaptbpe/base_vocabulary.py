@@ -23,8 +23,16 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError, errors_as
-from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, drop_dead_merges, is_text
-from mlx_zip.vocab.adaptbpe.pieces import BLANK, CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
+from mlx_zip.vocab.adaptbpe.merge_list import (
+    BYTES,
+    NO_ID,
+    PIECES,
+    BpeEncoder,
+    MergeList,
+    drop_dead_merges,
+    is_valid_utf8,
+)
+from mlx_zip.vocab.adaptbpe.pieces import BLANK, CHARACTERS, CUT_BY_NAME, PATTERNS, PieceSplitter, piece_rule_of
 from mlx_zip.vocab.first_stage import (
     BYTE_OF,
     IDS_FILE_OF,
@@ -33,7 +41,7 @@ from mlx_zip.vocab.first_stage import (
     TokenizerFile,
     bytes_to_spelled,
     checked_vocabulary,
-    open_tokenizer,
+    open_tokenizer_file,
     read_uncompressed,
 )
 
@@ -46,7 +54,7 @@ _BLANK_DECODERS = (_REPLACE, '"Metaspace"')
 class BaseVocabulary:
     """A tokenizer before it is adapted.
 
-    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: splits text
+    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. splitter: splits text
     into pieces. unreachable: number of tokens that no merge makes. source: the content of the tokenizer.json, None for
     other files. ignore_merges: whether the tokenizer turns a piece that is a token into that token without using
     merges; `BaseVocabulary.encode` always uses the merges.
@@ -55,7 +63,7 @@ class BaseVocabulary:
     name: str
     merges: MergeList
     ids: NDArray[np.uint32]
-    front: Front
+    splitter: PieceSplitter
     unreachable: int = 0
     ignore_merges: bool = False
     source: dict[str, Any] | None = None
@@ -68,48 +76,48 @@ class BaseVocabulary:
     @property
     def size(self) -> int:
         """The highest id plus one."""
-        return 1 + max(int(self.ids[self.ids != NO_ID].max()), *(token.id for token in self.front.added), 0)
+        return 1 + max(int(self.ids[self.ids != NO_ID].max()), *(token.id for token in self.splitter.added), 0)
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> BpeEncoder:
         """Returns an encoder that applies all merges by rank."""
-        return Encoder(self.merges, pieces=self.front.encoder_pieces)
+        return BpeEncoder(self.merges, pieces=self.splitter.encoder_pieces)
 
-    def encode(self, text: str, encoder: Encoder | None = None) -> Uint32s:
+    def encode(self, text: str, encoder: BpeEncoder | None = None) -> Uint32s:
         """Returns the ids of a text, uint32, without special tokens.
 
         encoder: a result of `encoder()`, which makes repeated calls faster; None makes a new one.
         """
-        return encode_with_added_tokens(encoder or self.encoder(), self.front, text, self.ids)
+        return encode_with_added_tokens(encoder or self.encoder(), self.splitter, text, self.ids)
 
 
-def encode_with_added_tokens(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
+def encode_with_added_tokens(encoder: BpeEncoder, splitter: PieceSplitter, text: str, ids: Uint32s) -> Uint32s:
     """Returns the ids of a text, uint32.
 
-    Added tokens get their ids in `front`; a token of the encoder becomes `ids[token]`. Between added tokens, the
-    encoder splits the text if it knows the tokenizer's splitting rule; otherwise `front` splits the text.
+    Added tokens get their ids in `splitter`; a token of the encoder becomes `ids[token]`. Between added tokens, the
+    encoder splits the text if it knows the tokenizer's splitting rule; otherwise `splitter` splits the text.
     """
     found = [np.empty(0, np.uint32)]
-    for part in front.parts(text):
+    for part in splitter.normalized_parts(text):
         if isinstance(part, int):
             found.append(np.array([part], np.uint32))
-        elif front.pieces not in PIECES:
-            found.append(ids[encoder.encode_pieces(front.cut(part))[0]])
+        elif splitter.pieces not in PIECES:
+            found.append(ids[encoder.encode_pieces(splitter.split_part(part))[0]])
         else:
             found.append(ids[encoder.encode(part)])
     return np.concatenate(found)
 
 
-def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> BaseVocabulary:
+def read_base_vocabulary(path: str | Path | TokenizerFile, pieces: str | None = None) -> BaseVocabulary:
     """Reads a tokenizer to adapt; the name of its file decides the format.
 
     pieces: how text is split, a key of `PIECES`, for files that do not say so; None takes the format's default. Raises
     `DataError`, naming the file and the wrong merge or line, if the file is invalid.
     """
-    file = path if isinstance(path, TokenizerFile) else open_tokenizer(path)
+    file = path if isinstance(path, TokenizerFile) else open_tokenizer_file(path)
     try:
         if file.kind == "ranks":
-            return _from_ranks(file, pieces)
-        return _from_merges(file, pieces) if file.kind == "merges" else _from_tokenizer(file, pieces)
+            return _base_from_tiktoken(file, pieces)
+        return _base_from_merge_list(file, pieces) if file.kind == "merges" else _base_from_tokenizer_json(file, pieces)
     except DataError as error:
         message = str(error)
         raise DataError(message if message.startswith(str(file.path)) else f"{file.path}: {message}") from error
@@ -118,30 +126,32 @@ def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> Ba
 # ---- merges.txt, vocab.bpe
 
 
-def _from_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+def _base_from_merge_list(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     """Returns the base vocabulary of a merge list.
 
     If a vocabulary file lies next to the merge list, the ids are taken from it, and its remaining tokens become added
     tokens. Otherwise the ids are GPT-2's.
     """
-    merges = MergeList.of_bytes(file.pairs())
+    merges = MergeList.from_byte_pairs(file.pairs())
     renamed = (file.path.name.replace(*names) for names in IDS_FILE_OF.items() if names[0] in file.path.name)
     ids_file = next(map(file.path.with_name, renamed), None)
     if ids_file is None or not ids_file.is_file():
-        return BaseVocabulary(file.name, merges, _gpt2_ids(merges), Front(pieces or "gpt2"))
-    vocabulary = _read_vocabulary(ids_file)
+        return BaseVocabulary(file.name, merges, _ids_in_gpt2_order(merges), PieceSplitter(pieces or "gpt2"))
+    vocabulary = _read_token_ids(ids_file)
     names = vocabulary.keys() - set(map(bytes_to_spelled, merges.tokens))
     added = tuple(AddedToken(name, vocabulary[name]) for name in sorted(names, key=vocabulary.__getitem__))
-    return BaseVocabulary(file.name, merges, _ids_of_tokens(merges, vocabulary), Front(pieces or "gpt2", added))
+    return BaseVocabulary(
+        file.name, merges, _ids_of_merge_tokens(merges, vocabulary), PieceSplitter(pieces or "gpt2", added)
+    )
 
 
-def _read_vocabulary(path: Path) -> dict[str, int]:
+def _read_token_ids(path: Path) -> dict[str, int]:
     """Reads the ids of a merge list from a file: spelled tokens -> ids. Raises `DataError` if the file is invalid."""
     with errors_as(DataError, f"{path.name} in the same folder is not valid JSON", ValueError):
         return checked_vocabulary(json.loads(read_uncompressed(path)))
 
 
-def _gpt2_ids(merges: MergeList) -> Uint32s:
+def _ids_in_gpt2_order(merges: MergeList) -> Uint32s:
     """Returns the ids of a merge list's tokens in GPT-2's order: printable bytes, other bytes, merges."""
     ids = np.arange(BYTES + len(merges), dtype=np.uint32)
     ids[list(BYTE_OF.values())] = np.arange(BYTES)
@@ -151,7 +161,7 @@ def _gpt2_ids(merges: MergeList) -> Uint32s:
 # ---- tokenizer.json
 
 
-def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+def _base_from_tokenizer_json(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     """Returns the base vocabulary of a tokenizer.json. Raises `DataError` if its settings cannot be adapted."""
     file.merges()
     data, model = file.json, file.model
@@ -160,7 +170,7 @@ def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
             raise DataError(f"{setting} {model[setting]!r} is neither byte-level BPE nor has byte fallback alone")
     if _was_adapted(file.path, model):
         raise DataError(f"was adapted already (the folder has an {FILE}): adapt the base of this model instead")
-    pieces = CHARACTERS if model.get("byte_fallback") else pieces or pieces_of(data.get("pre_tokenizer"))
+    pieces = CHARACTERS if model.get("byte_fallback") else pieces or piece_rule_of(data.get("pre_tokenizer"))
     if pieces is None:
         raise DataError("the pre_tokenizer is not byte-level, and without byte fallback nothing else can be adapted")
     vocabulary, added = file.vocabulary(), file.added()
@@ -168,15 +178,15 @@ def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
         raise DataError(f"added token {one['content']!r} has single_word set, which is not supported here")
     if pieces == CHARACTERS:
         _check_space_handling(data)
-        merges, ids = _merges_of_characters(vocabulary, file.merges(), {token.content for token in added})
+        merges, ids = _merges_with_byte_fallback(vocabulary, file.merges(), {token.content for token in added})
     else:
-        merges = MergeList.of_bytes(drop_dead_merges(file.pairs()))
-        ids = _ids_of_tokens(merges, vocabulary)
+        merges = MergeList.from_byte_pairs(drop_dead_merges(file.pairs()))
+        ids = _ids_of_merge_tokens(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
     own = data.get("pre_tokenizer") if pieces not in PIECES else None
-    front = Front(pieces, added, data.get("normalizer"), own)
+    splitter = PieceSplitter(pieces, added, data.get("normalizer"), own)
     unreachable = len(set(vocabulary.values()) - reached)
-    return BaseVocabulary(file.name, merges, ids, front, unreachable, bool(model.get("ignore_merges")), data)
+    return BaseVocabulary(file.name, merges, ids, splitter, unreachable, bool(model.get("ignore_merges")), data)
 
 
 def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
@@ -193,7 +203,7 @@ def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
         return False
 
 
-def _ids_of_tokens(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
+def _ids_of_merge_tokens(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
     """Returns the ids of a merge list's tokens, uint32. Raises `DataError` if `vocabulary` lacks a token."""
     found = [vocabulary.get(bytes_to_spelled(token)) for token in merges.tokens]
     missing = [token for token, i in zip(merges.tokens, found, strict=True) if i is None]
@@ -206,7 +216,7 @@ def _ids_of_tokens(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
 # ---- tiktoken ranks
 
 
-def _from_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+def _base_from_tiktoken(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     """Returns the base vocabulary of a .tiktoken file, whose merges are found from the ranks of its tokens."""
     pieces = pieces or next((kind for known, kind in CUT_BY_NAME.items() if known in file.name), None)
     if pieces is None:
@@ -221,9 +231,9 @@ def _from_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
         gone = set(lost)
         pairs = [pair for pair in pairs if pair not in gone]
         made -= {left + right for left, right in lost}
-    merges = MergeList.of_bytes(pairs)
+    merges = MergeList.from_byte_pairs(pairs)
     ids = np.array([ranks[token] for token in merges.tokens], np.uint32)
-    return BaseVocabulary(file.name, merges, ids, Front(pieces), len(ranks) - len(ids))
+    return BaseVocabulary(file.name, merges, ids, PieceSplitter(pieces), len(ranks) - len(ids))
 
 
 def _parent_tokens(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
@@ -254,7 +264,9 @@ def _check_space_handling(data: Mapping[str, Any]) -> None:
         )
 
 
-def _merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
+def _merges_with_byte_fallback(
+    vocabulary: Mapping[str, int], merges: Any, added: Set[str]
+) -> tuple[MergeList, Uint32s]:
     """Expresses a vocabulary with byte fallback as merges of bytes -> (merges, the id of each token uint32 [256 + M]).
 
     The list begins with merges that join the UTF-8 bytes of each one-character token. The first bytes of a character
@@ -266,10 +278,10 @@ def _merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set
     letters: dict[bytes, Pair] = {}
     for data in sorted(name.encode("utf-8", "surrogatepass") for name in names if len(name) == 1):
         letters |= {data[: n + 1]: (data[:n], data[n : n + 1]) for n in range(1, len(data))}
-    made = MergeList.of_bytes(drop_dead_merges([*letters.values(), *map(_merge_as_bytes, merges)]), len(letters))
+    made = MergeList.from_byte_pairs(drop_dead_merges([*letters.values(), *map(_merge_as_bytes, merges)]), len(letters))
     own = {byte: chr(byte) for byte in range(128) if chr(byte) in names}
     spelled = [own.get(byte, f"<0x{byte:02X}>") for byte in range(BYTES)]
-    spelled += [token.decode() if is_text(token) else "" for token in made.tokens[BYTES:]]
+    spelled += [token.decode() if is_valid_utf8(token) else "" for token in made.tokens[BYTES:]]
     unfinished = {BYTES + rank for rank in made.unfinished}
     found = [NO_ID if token in unfinished else vocabulary.get(name) for token, name in enumerate(spelled)]
     if None in found:

@@ -4,7 +4,7 @@ Source: arXiv 2601.21665, algorithm 1. A list is cut to its first N merges, the 
 emitted. Then merges are swapped as long as q is more frequent than p. p is the actual merge whose token is rarest in
 the texts. p becomes virtual: its tokens are split into their parents, but later merges can still use p. q is the merge
 outside the list whose parents are neighbours most often. q becomes actual. The paper leaves two points open. Here,
-`adapt` defines how ties are broken, and a virtual merge never becomes actual again.
+`adapt_merges` defines how ties are broken, and a virtual merge never becomes actual again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.merge_list import BYTES, Encoder, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, BpeEncoder, MergeList, Schedule
 
 TIES = ("high", "low")
 COUNTINGS = ("overlapping", "firing")
@@ -38,7 +38,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """The result of `adapt`: the first `n` merges, and the swaps in order."""
+    """The result of `adapt_merges`: the first `n` merges, and the swaps in order."""
 
     n: int
     swaps: tuple[Swap, ...] = ()
@@ -54,7 +54,7 @@ class Adaptation:
         return [swap.q for swap in self.swaps]
 
 
-def adapt(
+def adapt_merges(
     merges: MergeList,
     words: Mapping[bytes, int],
     n: int,
@@ -74,43 +74,43 @@ def adapt(
     merged: in x x x, the pair x x counts twice or once. progress is called after each swap. Raises `DataError` if an
     argument is out of range.
     """
-    _check_kept(merges, n)
-    _check_settings(margin, max_swaps, tie, counting)
+    _check_merge_count(merges, n)
+    _check_swap_settings(margin, max_swaps, tie, counting)
     corpus = _SwapCorpus(merges, words, n, tie, counting)
     swaps: list[Swap] = []
     while max_swaps is None or len(swaps) < max_swaps:
-        pair = corpus.candidates()
+        pair = corpus.find_next_swap()
         if pair is None or corpus.pairs[pair[1]] <= corpus.counts[pair[0] + BYTES] + margin:
             break
         p, q = pair
         counts = corpus.counts[p + BYTES], corpus.pairs[q]
-        corpus.swap(p, q)
+        corpus.apply_swap(p, q)
         swaps.append(Swap(p, counts[0], q, counts[1], corpus.n_tokens))
         progress(swaps[-1])
     return Adaptation(n, tuple(swaps))
 
 
-def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
+def most_frequent_merges(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
     """Returns the ranks, rising, of the k merges whose tokens occur most often when all merges are applied to texts.
 
     words: the pieces of the texts and how often each occurs. Among equally frequent merges, lower ranks are taken
     first. Letters are always included and count in k.
     """
-    _check_kept(merges, k)
-    tokens, ends = Encoder(merges, pieces="whole").encode_pieces(list(words))
+    _check_merge_count(merges, k)
+    tokens, ends = BpeEncoder(merges, pieces="whole").encode_pieces(list(words))
     weights = np.repeat(np.fromiter(words.values(), np.int64, len(words)), np.diff(ends, prepend=0))
     counts = np.bincount(tokens, weights, BYTES + len(merges))[BYTES:]
     counts[: merges.letters] = counts.max(initial=0) + 1
     return sorted(np.argsort(-counts, kind="stable")[:k].tolist())
 
 
-def _check_kept(merges: MergeList, n: int) -> None:
+def _check_merge_count(merges: MergeList, n: int) -> None:
     least, most = merges.letters, len(merges)
     if not least <= n <= most:
         raise DataError(f"{n - least} merges to keep are not 0..{most - least}, the number of merges in the list")
 
 
-def _check_settings(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
+def _check_swap_settings(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
     if margin < 0 or (max_swaps is not None and max_swaps < 0):
         raise DataError("margin and max_swaps must be at least 0")
     if tie not in TIES:
@@ -138,7 +138,7 @@ class _SwapCorpus:
         self.counts, self.pairs = [0] * (BYTES + len(merges)), [0] * len(merges)
         self.with_token: defaultdict[int, set[int]] = defaultdict(set)
         self.with_pair: defaultdict[int, set[int]] = defaultdict(set)
-        tokens, ends = Encoder(merges, Schedule.plain(len(merges), n), "whole").encode_pieces(list(words))
+        tokens, ends = BpeEncoder(merges, Schedule.plain(len(merges), n), "whole").encode_pieces(list(words))
         flat, borders = tokens.tolist(), [0, *ends.tolist()]
         self.words = [flat[start:end] for start, end in pairwise(borders)]
         self.weights = list(words.values())
@@ -151,7 +151,7 @@ class _SwapCorpus:
         heapify(self.rare)
         heapify(self.frequent)
 
-    def candidates(self) -> tuple[int, int] | None:
+    def find_next_swap(self) -> tuple[int, int] | None:
         """Returns the ranks (p, q) of the next swap; None if no merge is left to swap out, or none to swap in."""
         rare, frequent = self.rare, self.frequent
         while rare and (BYTES + (p := self.sign * rare[0][1]) in self.virtual or rare[0][0] != self.counts[BYTES + p]):
@@ -160,7 +160,7 @@ class _SwapCorpus:
             heappop(frequent)
         return (self.sign * rare[0][1], frequent[0][1]) if rare and frequent else None
 
-    def swap(self, p: int, q: int) -> None:
+    def apply_swap(self, p: int, q: int) -> None:
         """Splits the tokens of p and joins the parents of q in all words, and updates the counts."""
         gone, made, pair = BYTES + p, BYTES + q, self.parts[q]
         touched = self.with_token.pop(gone, set()) | self.with_pair.pop(q, set())

@@ -70,7 +70,7 @@ class MergeList:
                 raise DataError(f"merge {merge} makes {token!r}, which merge {first} makes already")
 
     @classmethod
-    def of_bytes(cls, pairs: Iterable[Sequence[bytes]], letters: int = 0) -> MergeList:
+    def from_byte_pairs(cls, pairs: Iterable[Sequence[bytes]], letters: int = 0) -> MergeList:
         """Makes a list from pairs of byte strings, lowest rank first. Raises `DataError` as the constructor does."""
         tokens = {bytes([byte]): byte for byte in range(BYTES)}
         parts = []
@@ -108,7 +108,7 @@ class MergeList:
     @cached_property
     def unfinished(self) -> list[int]:
         """Ranks of merges that make only the first bytes of a character. Encoding splits their tokens at its end."""
-        return [rank for rank in range(self.letters) if not is_text(self.tokens[BYTES + rank])]
+        return [rank for rank in range(self.letters) if not is_valid_utf8(self.tokens[BYTES + rank])]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -116,7 +116,7 @@ class MergeList:
         return sha256(self.parts.astype("<u4").tobytes()).hexdigest()
 
 
-def is_text(token: bytes) -> bool:
+def is_valid_utf8(token: bytes) -> bool:
     """Returns whether bytes are valid UTF-8."""
     try:
         token.decode("utf-8")
@@ -211,7 +211,7 @@ def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
 # ---- encoding
 
 
-class Encoder:
+class BpeEncoder:
     """Encodes text to tokens of a `MergeList` by a `Schedule`; without a schedule, plain byte pair encoding.
 
     Tokens are uint32: below 256 a byte, 256 + m the result of merge m. pieces: a key of `PIECES`. The encoder caches
@@ -226,7 +226,7 @@ class Encoder:
         times = schedule or Schedule.plain(len(merges))
         self.schedule = times.splitting(merges.unfinished) if merges.unfinished else times
         self._lock = threading.Lock()
-        self._bpe = _new_bpe(merges, self.schedule)
+        self._bpe = _make_native_bpe(merges, self.schedule)
 
     def encode(self, text: bytes) -> Uint32s:
         """Returns the tokens of any bytes, uint32; `decode` turns these tokens into the same bytes."""
@@ -273,7 +273,7 @@ def cut_into_pieces(text: bytes, pieces: str) -> list[bytes]:
     return found
 
 
-def _new_bpe(merges: MergeList, schedule: Schedule) -> Any:
+def _make_native_bpe(merges: MergeList, schedule: Schedule) -> Any:
     arrays = [np.ascontiguousarray(a) for a in (merges.parts, schedule.apply_at, schedule.split_at)]
     spec, out = ffi.new("mlxzip_bpe_spec *"), ffi.new("mlxzip_bpe **")
     spec.n_merges = len(merges)

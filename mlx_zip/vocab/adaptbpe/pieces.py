@@ -13,7 +13,10 @@ from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, errors_as
 from mlx_zip.vocab.adaptbpe.merge_list import PIECES, cut_into_pieces
 from mlx_zip.vocab.first_stage import AddedToken, spelled_to_bytes
 
-CHARACTERS, BLANK = "characters", "\u2581"  # `Front.pieces` for byte fallback; what spells a blank in such vocabularies
+CHARACTERS, BLANK = (
+    "characters",
+    "\u2581",
+)  # `pieces` for byte fallback; what spells a blank in such vocabularies
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -28,7 +31,7 @@ CUT_BY_NAME = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # .tik
 
 
 @dataclass(frozen=True)
-class Front:
+class PieceSplitter:
     """How texts become pieces.
 
     pieces: a key of `PIECES`; "tokenizers" to run `pre_tokenizer` (in the form of a tokenizer.json) with the
@@ -52,39 +55,39 @@ class Front:
         """The key of `PIECES` by which the C encoder cuts its input; "whole" if the input is already cut."""
         return self.pieces if self.pieces in PIECES else "whole"
 
-    def unspelled(self, token: bytes) -> bytes:
+    def bytes_of_token(self, token: bytes) -> bytes:
         """Returns the text that a token stands for, as bytes: with byte fallback, `BLANK` stands for a blank."""
         return token.replace(BLANK.encode(), b" ") if self.pieces == CHARACTERS else token
 
-    def parts(self, text: str) -> Iterator[bytes | int]:
+    def normalized_parts(self, text: str) -> Iterator[bytes | int]:
         """Yields the normalized parts of a text as UTF-8, and between them the ids of added tokens.
 
         Raises `DataError` if the text has a lone surrogate.
         """
         raw = [added for added in self.added if not added.normalized]
         late = [added for added in self.added if added.normalized]
-        for stretch in _with_added_tokens(text, raw):
+        for stretch in _split_at_added_tokens(text, raw):
             if isinstance(stretch, int):
                 yield stretch
             else:
-                for part in _with_added_tokens(self._normalized(stretch), late):
+                for part in _split_at_added_tokens(self._normalize(stretch), late):
                     yield part if isinstance(part, int) else _as_utf8(part)
 
-    def cut(self, stretch: bytes) -> list[bytes]:
+    def split_part(self, part: bytes) -> list[bytes]:
         """Cuts one part of a text, in UTF-8, into pieces."""
         if self.pieces in PIECES:
-            return cut_into_pieces(stretch, self.pieces)
+            return cut_into_pieces(part, self.pieces)
         if self.pieces == CHARACTERS and self.pre_tokenizer is None:
-            return [stretch]
-        text = stretch.decode("utf-8", "surrogateescape")
+            return [part]
+        text = part.decode("utf-8", "surrogateescape")
         spelled = (lambda piece: piece.encode("utf-8")) if self.pieces == CHARACTERS else spelled_to_bytes
-        return [spelled(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
+        return [spelled(piece) for piece, _ in self._library_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
-    def _normalized(self, text: str) -> str:
-        return self._library.normalizer.normalize_str(text) if self.normalizer else text
+    def _normalize(self, text: str) -> str:
+        return self._library_tokenizer.normalizer.normalize_str(text) if self.normalizer else text
 
     @cached_property
-    def _library(self) -> Any:
+    def _library_tokenizer(self) -> Any:
         """A `tokenizers.Tokenizer` without tokens that has the normalizer and the pre_tokenizer."""
         from tokenizers import Tokenizer
 
@@ -94,18 +97,18 @@ class Front:
         with errors_as(DataError, fault, ValueError), bare_exceptions_as_value_errors():
             return Tokenizer.from_str(json.dumps(empty | parts))
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Returns the fields as plain values for a JSON file; `from_record` reads them."""
         return {**asdict(self), "added": [asdict(added) for added in self.added]}
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Front:
-        """Returns the `Front` that `record` described. Raises `KeyError` or `TypeError` for another form."""
+    def from_record(cls, record: dict[str, Any]) -> PieceSplitter:
+        """Returns the `PieceSplitter` that `to_record` described. Raises `KeyError` or `TypeError` for another form."""
         added = tuple(AddedToken(**token) for token in record["added"])
         return cls(record["pieces"], added, record["normalizer"], record["pre_tokenizer"])
 
 
-def pieces_of(pre_tokenizer: Any) -> str | None:
+def piece_rule_of(pre_tokenizer: Any) -> str | None:
     """Returns the key of `PIECES` that cuts like this pre_tokenizer, "tokenizers" if none does.
 
     Returns None if the pre_tokenizer is not byte-level.
@@ -132,7 +135,7 @@ def _splits_by(step: Any, pattern: str) -> bool:
     return isinstance(step, dict) and tuple(map(step.get, ("type", "behavior", "invert", "pattern"))) == form
 
 
-def _with_added_tokens(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
+def _split_at_added_tokens(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
     """Yields the parts of a text and the ids of added tokens in it; of several matches the leftmost, then longest."""
     if not added:
         yield from [text] if text else []

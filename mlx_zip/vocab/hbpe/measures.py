@@ -23,7 +23,7 @@ class Tower:
     heads: int
 
 
-def read_tower(text: str) -> Tower:
+def parse_tower(text: str) -> Tower:
     """Returns the tower in a text LAYERS,WIDTH,FFN,HEADS. Raises `argparse.ArgumentTypeError` for any other text."""
     try:
         layers, width, ffn, heads = map(int, text.split(","))
@@ -61,7 +61,7 @@ def fertility(tokens: float, words: float) -> float:
     return tokens / words
 
 
-def words_of(text: str) -> int:
+def word_count(text: str) -> int:
     """Returns the number of words in a text, separated by white space. The paper does not define its words."""
     return len(text.split())
 

@@ -33,7 +33,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Merges:
+class PatchMerges:
     """The learned merges, immutable: patch_size S (2..256) and V' pairs of symbols, in order.
 
     Raises `CodecError` naming the merge if one uses the end mark or a later symbol, repeats a pair, or makes a symbol
@@ -65,7 +65,7 @@ class Merges:
         return FIRST_MERGE + len(self.pairs)
 
     @cached_property
-    def spelled(self) -> tuple[bytes, ...]:
+    def bytes_of_symbols(self) -> tuple[bytes, ...]:
         """The bytes of each symbol; b"" for the end mark."""
         out = [*(bytes([byte]) for byte in range(MARK)), b""]
         for left, right in self.pairs:
@@ -82,7 +82,7 @@ class Merges:
         mode: "stop" applies merges until the token fits S symbols, "full" applies all. Raises `CodecError` if `mode` is
         another text.
         """
-        check_mode(mode)
+        check_patch_mode(mode)
         data, offsets = _join_tokens(tokens)
         out, lengths = np.empty(len(data) + len(tokens), np.uint16), np.empty(len(tokens), np.uint32)
         size, bad = self.patch_size if mode == "stop" else 0, ffi.new("size_t *")
@@ -107,13 +107,13 @@ class Merges:
 
         Symbols after the end mark are padding. Raises `CodecError` if a symbol is unknown.
         """
-        spelled, out = self.spelled, []
+        bytes_of_symbols, out = self.bytes_of_symbols, []
         for symbol in symbols:
-            if not 0 <= symbol < len(spelled):
-                raise CodecError(f"symbol {symbol} is not below {len(spelled)}")
+            if not 0 <= symbol < len(bytes_of_symbols):
+                raise CodecError(f"symbol {symbol} is not below {len(bytes_of_symbols)}")
             if symbol == MARK:
                 break
-            out.append(spelled[symbol])
+            out.append(bytes_of_symbols[symbol])
         return b"".join(out)
 
     @cached_property
@@ -128,7 +128,7 @@ class LearnedMerges(NamedTuple):
     of tokens that each merge made fit, so that later merges are not learned from them.
     """
 
-    merges: Merges
+    merges: PatchMerges
     counts: NDArray[np.int64]
     left: NDArray[np.int64]
 
@@ -162,7 +162,7 @@ def learn_merges(tokens: Iterable[bytes], patch_size: int) -> LearnedMerges:
     if status == lib.MLXZIP_E_SPACE:
         raise DataError(f"the tokens need more than {MAX_MERGES} merges: choose a larger patch size")
     raise_for_status(status)
-    merges = Merges(patch_size, tuple(map(tuple, pairs[: n[0]].tolist())))
+    merges = PatchMerges(patch_size, tuple(map(tuple, pairs[: n[0]].tolist())))
     return LearnedMerges(merges, counts[: n[0]].astype(np.int64), left[: n[0]].astype(np.int64))
 
 
@@ -177,7 +177,7 @@ def _check_patch_size(patch_size: Any) -> None:
         raise CodecError(f"the patch size must be an integer from 2 to {MAX_PATCH}, got {patch_size!r}")
 
 
-def check_mode(mode: Any) -> None:
+def check_patch_mode(mode: Any) -> None:
     """Raises `CodecError` unless the mode is in `MODES`."""
     if mode not in MODES:
         raise CodecError(f"mode {mode!r} is not one of {', '.join(MODES)}")

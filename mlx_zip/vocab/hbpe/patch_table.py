@@ -1,7 +1,5 @@
 """The patches of a whole vocabulary as one table, in which a text's patches are looked up by its first-stage ids.
 
-`PatchText` is a first-stage tokenizer with its table. `mlx_zip.vocab.first_stage` lists the kinds of tokenizer files.
-
 A table file is a .npz archive without pickle. `version` is checked first; `checksum` covers all other fields:
 
     version      1
@@ -15,7 +13,7 @@ A table file is a .npz archive without pickle. `version` is checked first; `chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -28,8 +26,8 @@ from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import CodecError, DataError, errors_as
 from mlx_zip.files import atomic_file
-from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, open_tokenizer, tokens_fingerprint
-from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode, learn_merges
+from mlx_zip.vocab.first_stage import tokens_fingerprint
+from mlx_zip.vocab.hbpe.patch_merges import MARK, PatchMerges, check_patch_mode, learn_merges
 
 VERSION = 1
 SUFFIX = ".npz"
@@ -44,8 +42,8 @@ class PatchTable:
     A patch is the symbols up to the first end mark of its row. Raises `CodecError` if a row is not a patch.
     """
 
-    def __init__(self, merges: Merges, rows: Uint16s, mode: str = "stop") -> None:
-        check_mode(mode)
+    def __init__(self, merges: PatchMerges, rows: Uint16s, mode: str = "stop") -> None:
+        check_patch_mode(mode)
         size = merges.patch_size
         if rows.dtype != np.uint16 or rows.ndim != 2 or rows.shape[1] != size:
             raise CodecError(f"rows must be uint16 [V, {size}], got {rows.dtype} {rows.shape}")
@@ -60,8 +58,8 @@ class PatchTable:
             raise CodecError("a patch has symbols after its end mark")
 
     @classmethod
-    def build(cls, merges: Merges, tokens: Sequence[bytes], mode: str = "stop") -> PatchTable:
-        """Returns the table of a vocabulary. tokens: the bytes of each id. mode: see `Merges.encode_all`.
+    def build(cls, merges: PatchMerges, tokens: Sequence[bytes], mode: str = "stop") -> PatchTable:
+        """Returns the table of a vocabulary. tokens: the bytes of each id. mode: see `PatchMerges.encode_all`.
 
         Raises `CodecError` naming the token if one takes more than S symbols.
         """
@@ -104,7 +102,7 @@ class PatchTable:
     def decode(self, patches: Any) -> bytes:
         """Returns the bytes of n patches [n, S]; a patch without end mark has S symbols.
 
-        Raises what `Merges.decode` raises.
+        Raises what `PatchMerges.decode` raises.
         """
         return b"".join(self.merges.decode(patch) for patch in np.asarray(patches).tolist())
 
@@ -131,7 +129,7 @@ class PatchTable:
 
         Raises `DataError` if the suffix is not .npz, `OSError` if writing fails.
         """
-        path = _checked_path(path)
+        path = _check_table_path(path)
         fields = {
             "version": np.array(VERSION),
             "patch_size": np.array(self.patch_size),
@@ -141,31 +139,31 @@ class PatchTable:
             "fingerprint": np.array(self.fingerprint),
         }
         with atomic_file(path) as partial, open(partial, "wb") as file:
-            np.savez_compressed(file, checksum=np.array(_checksum(fields)), **fields)
+            np.savez_compressed(file, checksum=np.array(_table_checksum(fields)), **fields)
 
     @classmethod
     def load(cls, path: str | Path) -> PatchTable:
         """Reads a table that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
-        path = _checked_path(path)
-        fields = _read_fields(path)
+        path = _check_table_path(path)
+        fields = _read_table_fields(path)
         with errors_as(DataError, f"{path} is not a patch table", CodecError, TypeError, ValueError):
             if fields["merges"].dtype != np.uint16:
                 raise CodecError(f"merges must be uint16, got {fields['merges'].dtype}")
             pairs = tuple(map(tuple, fields["merges"].tolist()))
-            table = cls(Merges(int(fields["patch_size"]), pairs), fields["rows"], str(fields["mode"]))
+            table = cls(PatchMerges(int(fields["patch_size"]), pairs), fields["rows"], str(fields["mode"]))
         if str(fields["fingerprint"]) != table.fingerprint:
             raise DataError(f"{path}: its fingerprint does not match its tokens; make the table again")
         return table
 
 
-def _checked_path(path: str | Path) -> Path:
+def _check_table_path(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix != SUFFIX:
         raise DataError(f"{path}: a patch table is a {SUFFIX} file")
     return path
 
 
-def _read_fields(path: Path) -> dict[str, NDArray[Any]]:
+def _read_table_fields(path: Path) -> dict[str, NDArray[Any]]:
     """Returns the fields of a table file after checking version and checksum. Raises `DataError` if they are wrong."""
     fields = read_npz(path, "a patch table")
     version = fields["version"].tolist() if "version" in fields else None
@@ -173,12 +171,12 @@ def _read_fields(path: Path) -> dict[str, NDArray[Any]]:
         raise DataError(f"{path} is a patch table of version {version!r:.40}; this mlx_zip reads version {VERSION}")
     if fields.keys() != set(_FIELDS):
         raise DataError(f"{path} must hold {', '.join(_FIELDS)}; it holds {', '.join(sorted(fields))}")
-    if str(fields.pop("checksum")) != _checksum(fields):
+    if str(fields.pop("checksum")) != _table_checksum(fields):
         raise DataError(f"{path} is damaged: its checksum does not match; make the table again")
     return fields
 
 
-def _checksum(fields: dict[str, NDArray[Any]]) -> str:
+def _table_checksum(fields: dict[str, NDArray[Any]]) -> str:
     """Returns the sha256 in hex of all fields in order of their names.
 
     Covers the value of a scalar, and dtype, shape and content of an array.
@@ -189,99 +187,3 @@ def _checksum(fields: dict[str, NDArray[Any]]) -> str:
         kind = f"{array.dtype.str} {array.shape}" if array.ndim else ""
         digest.update(f"{name} {kind} {len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-# ---- first-stage tokenizers
-
-END = "<|endofdocument|>"  # special token added to a tokenizer that has no token for the end
-
-
-def read_tokens(path: str | Path) -> list[bytes]:
-    """Reads a tokenizer's file and returns the bytes of each id; b"" for special tokens and ids without a token.
-
-    Raises `DataError`, naming the file and the wrong token or line, if the file is invalid.
-    """
-    return open_tokenizer(path).tokens()
-
-
-def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
-    """Returns a function from text to the ids of the tokenizer in a file, without special tokens.
-
-    Raises what `read_tokenizer` raises.
-    """
-    return text_to_ids(read_tokenizer(path))
-
-
-def text_to_ids(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Returns a function from text to the ids of a `tokenizers.Tokenizer`, without special tokens."""
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def read_tokenizer(path: str | Path) -> Any:
-    """Reads a tokenizer.json or a merge list -> `tokenizers.Tokenizer`.
-
-    Raises `DataError` if the file is of another kind, because other kinds do not say how text is split.
-    """
-    return open_tokenizer(path).build_tokenizer()
-
-
-def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
-    """Learns a byte-level BPE tokenizer of at most `size` tokens, the 256 bytes included -> `tokenizers.Tokenizer`.
-
-    Raises `DataError` if the size is below 256.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if size < len(BYTE_OF):
-        raise DataError(f"a byte-level tokenizer has 256 tokens or more, got {size}")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    texts = list(texts)
-    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # the trainer allocates `size`
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(BYTE_OF), show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def tokens_by_id(tokenizer: Any) -> list[bytes]:
-    """Returns the bytes of each id of a `tokenizers.Tokenizer`; b"" for special tokens and ids without a token."""
-    return TokenizerFile(Path("tokenizer.json"), "tokenizer", tokenizer.to_str().encode("utf-8")).tokens()
-
-
-class PatchText:
-    """A `tokenizers.Tokenizer` with the patch table of its tokens: turns text into patches.
-
-    end: id of the first token without bytes, which ends a document. Raises `DataError` if the table was made for
-    another tokenizer, or if every token has bytes.
-    """
-
-    def __init__(self, tokenizer: Any, table: PatchTable) -> None:
-        table.check_tokens(tokens_by_id(tokenizer))
-        if b"" not in table.tokens:
-            raise DataError("the tokenizer has no token without bytes, such as a special token, to end a document with")
-        self.tokenizer, self.table = tokenizer, table
-        self.end = table.tokens.index(b"")
-        self._encode = text_to_ids(tokenizer)
-
-    @classmethod
-    def learn(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
-        """Learns a tokenizer's patch table; adds the special token `END` if every token of the tokenizer has bytes."""
-        if b"" not in tokens_by_id(tokenizer):
-            tokenizer.add_special_tokens([END])
-        return cls(tokenizer, PatchTable.learn(tokens_by_id(tokenizer), patch_size, mode))
-
-    @cached_property
-    def unit_bytes(self) -> NDArray[np.int64]:
-        """Number of bytes of each token, int64 [V]."""
-        return np.fromiter(map(len, self.table.tokens), np.int64, len(self.table))
-
-    def ids(self, text: str) -> Sequence[int]:
-        """Returns the first-stage ids of a text, without special tokens."""
-        return self._encode(text)
-
-    def patches(self, text: str) -> list[list[int]]:
-        """Returns the patches of a text, each up to its end mark."""
-        ids = list(self.ids(text))
-        rows, lengths = self.table.rows[ids].tolist(), self.table.lengths[ids].tolist()
-        return [row[:n] for row, n in zip(rows, lengths, strict=True)]

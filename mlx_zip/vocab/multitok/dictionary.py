@@ -68,7 +68,7 @@ class Dictionary:
         self._open = False  # whether the next call of train continues the last sample
 
     @classmethod
-    def of(
+    def from_arrays(
         cls, settings: Settings, rows: Uint32s, ids: Uint32s | None = None, uses: Uint32s | None = None, **fields: Any
     ) -> Dictionary:
         """Returns a dictionary made from n runs of units, given as arrays.
@@ -99,7 +99,7 @@ class Dictionary:
         """Returns a copy in which `unk_id` stands for unknown units; None makes them an error (see `Settings`)."""
         settings = replace(self.settings, unk_id=unk_id)
         totals = replace(self.totals)
-        return self.of(settings, self.rows, self.given_ids, self.uses, totals=totals, pruning=self.pruning)
+        return self.from_arrays(settings, self.rows, self.given_ids, self.uses, totals=totals, pruning=self.pruning)
 
     # ---- contents
 
@@ -150,7 +150,7 @@ class Dictionary:
         """All phrases as (id, units), in id order."""
         ids = self.ids[self.ids != NO_ID]
         runs = self.expand_all(Samples(ids, np.arange(1, len(ids) + 1, dtype=np.uint64)))
-        return [(id, tuple(run)) for id, run in zip(ids.tolist(), runs.lists(), strict=True)]
+        return [(id, tuple(run)) for id, run in zip(ids.tolist(), runs.to_lists(), strict=True)]
 
     def __repr__(self) -> str:
         return f"<Dictionary: {self.settings.units.size} units, {len(self)} phrases>"
@@ -170,12 +170,12 @@ class Dictionary:
         continues = n > samples.ends[-1] if len(samples) else n > 0 or self._open
         if over and continues:
             samples = Samples(samples.ids, np.append(samples.ends, np.uint64(n)))
-        emitted = self._call_on_samples(samples, lib.mlxzip_phrases_train, (), n + 1)
+        emitted = self._call_native_on_samples(samples, lib.mlxzip_phrases_train, (), n + 1)
         self._open = bool(continues and not over)
         self.totals.add(samples, emitted)
         return emitted
 
-    def pass_by(self, samples: Samples) -> Samples:
+    def encode_as_single_units(self, samples: Samples) -> Samples:
         """Returns the samples as ids of single units without learning from them; `totals` counts them."""
         emitted = self.encode_all(samples, window=1)
         self.totals.add(samples, emitted)
@@ -188,7 +188,7 @@ class Dictionary:
         the published code, stops at the first run that is not a phrase. The two differ only after pruning. Raises
         `CodecError` if a unit is unknown.
         """
-        return self.encode_all(Samples.of([units]), window, matching).ids
+        return self.encode_all(Samples.from_sequences([units]), window, matching).ids
 
     def encode_all(self, samples: Samples, window: int = 0, matching: str = "longest") -> Samples:
         """Returns the ids of each sample of units; see `encode`."""
@@ -197,9 +197,9 @@ class Dictionary:
         if not 0 <= window <= NO_ID:
             raise CodecError(f"window must be from 0 to {NO_ID}, got {window}")
         how = (window, matching == "longest")
-        return self._call_on_samples(samples, lib.mlxzip_phrases_encode, how, len(samples.ids))
+        return self._call_native_on_samples(samples, lib.mlxzip_phrases_encode, how, len(samples.ids))
 
-    def _call_on_samples(self, samples: Samples, call: Any, how: tuple[Any, ...], room: int) -> Samples:
+    def _call_native_on_samples(self, samples: Samples, call: Any, how: tuple[Any, ...], room: int) -> Samples:
         """Returns the ids that a function of the C library writes for samples of units.
 
         how: further arguments of `call`. room: maximum number of ids. Raises `CodecError` if a unit is unknown.
@@ -219,7 +219,7 @@ class Dictionary:
 
         Raises `CodecError` naming the id if one is unknown.
         """
-        return self.expand_all(Samples.of([ids])).ids
+        return self.expand_all(Samples.from_sequences([ids])).ids
 
     def expand_all(self, ids: Samples) -> Samples:
         """Returns the units of each sample of ids; see `expand`."""
@@ -238,7 +238,7 @@ class Dictionary:
         raise_for_status(status)
         return Samples(out[: counts[0]], ends)
 
-    def number(self, sequences: Iterable[Any]) -> Samples:
+    def number_units(self, sequences: Iterable[Any]) -> Samples:
         """Turns samples of words, or of a tokenizer's ids, into numbers of units; unknown ones become `units.size`.
 
         Raises `CodecError` naming the word or id if it is unknown and the dictionary has no unk_id.
@@ -248,8 +248,10 @@ class Dictionary:
         if self.settings.unk_id is None:
             for sequence, numbers in zip(sequences, numbered, strict=True):
                 if len(unknown := np.flatnonzero(numbers >= units.size)):
-                    raise CodecError(f"{units.refusal(sequence, int(unknown[0]))}, at index {unknown[0]}: {_CURE}")
-        return Samples.of(numbered)
+                    raise CodecError(
+                        f"{units.unknown_unit_message(sequence, int(unknown[0]))}, at index {unknown[0]}: {_CURE}"
+                    )
+        return Samples.from_sequences(numbered)
 
     # ---- reports and files
 
@@ -276,7 +278,7 @@ class Dictionary:
             "memory_bytes": self.nbytes,
         }
 
-    def saving(self, n: int) -> list[tuple[int, int]]:
+    def most_saving_phrases(self, n: int) -> list[tuple[int, int]]:
         """Returns the n phrases that saved most units in training, best first, as (id, uses).
 
         Each use of a phrase of k units saves k - 1 units. Phrases that saved none are left out.
@@ -308,16 +310,16 @@ class Dictionary:
         }
         arrays = [self.rows, *([] if ids is None else [ids]), self.uses]
         body = b"".join(array.astype("<u4").tobytes() for array in arrays)
-        header["sha256"] = _digest(header, body)
+        header["sha256"] = _dictionary_sha256(header, body)
         with atomic_file(Path(path)) as partial:
             partial.write_bytes(json.dumps(header).encode() + b"\n" + body)
 
     @classmethod
     def load(cls, path: str | Path) -> Dictionary:
         """Reads a dictionary that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
-        header, body = _read_file(path)
+        header, body = _read_dictionary_file(path)
         with errors_as(DataError, str(path), CodecError, DataError, ValueError, TypeError, KeyError):
-            return _parse_file(header, body)
+            return _parse_dictionary(header, body)
 
 
 _CURE = "train the dictionary with it among its units, or give an unk_id (--unk-id) to stand for such units"
@@ -344,7 +346,7 @@ def _copy_uint32s(pointer: Any, n: int) -> Uint32s:
     return np.frombuffer(bytes(ffi.buffer(pointer, 4 * n)) if n else b"", np.uint32)
 
 
-def _read_file(path: str | Path) -> tuple[dict[str, Any], bytes]:
+def _read_dictionary_file(path: str | Path) -> tuple[dict[str, Any], bytes]:
     """Reads a dictionary's file -> (the object of line 1, the bytes after it).
 
     Raises `DataError` naming the file if it is damaged or of another version.
@@ -362,17 +364,17 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], bytes]:
     if header.get("version") not in _VERSIONS.values():
         known = ", ".join(map(str, _VERSIONS.values()))
         raise DataError(f"{path} has version {header.get('version')!r:.20}, this mlx_zip reads {known}: update mlx_zip")
-    if header.pop("sha256", None) != _digest(header, body):
+    if header.pop("sha256", None) != _dictionary_sha256(header, body):
         raise DataError(f"{path} is damaged, its checksum does not match: train the dictionary again")
     return header, body
 
 
-def _digest(header: dict[str, Any], body: bytes) -> str:
+def _dictionary_sha256(header: dict[str, Any], body: bytes) -> str:
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode() + b"\n" + body).hexdigest()
 
 
-def _parse_file(header: dict[str, Any], body: bytes) -> Dictionary:
+def _parse_dictionary(header: dict[str, Any], body: bytes) -> Dictionary:
     """Returns the dictionary in a file. body: the bytes after line 1. Raises `CodecError`, `DataError` and others."""
     words = np.frombuffer(body, "<u4").astype(np.uint32)
     units = units_from_dict(header["units"])
@@ -388,4 +390,4 @@ def _parse_file(header: dict[str, Any], body: bytes) -> Dictionary:
     totals = Totals(*(int(header["totals"][name]) for name in ("samples", "units", "tokens")))
     ids = words[2 * n : 3 * n].copy() if with_ids else None
     rows, uses = words[: 2 * n].reshape(-1, 2), words[len(words) - units.size - n :]
-    return Dictionary.of(settings, rows, ids, uses, totals=totals, pruning=pruning)
+    return Dictionary.from_arrays(settings, rows, ids, uses, totals=totals, pruning=pruning)

@@ -31,15 +31,15 @@ def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> D
     n_units, rows, uses, ids = dictionary.settings.units.size, dictionary.rows, dictionary.uses, dictionary.ids
     used = uses[n_units:]
     kept = (ids != NO_ID) & ((used > at_most) | ((used == 0) & (mode == "published")))
-    stays = _kept_or_prefix(rows[:, 0], n_units, kept)
+    stays = _mark_kept_or_prefix(rows[:, 0], n_units, kept)
     place = np.concatenate([np.arange(n_units), n_units - 1 + np.cumsum(stays)])  # new number of each kept node
     left = np.stack([place[rows[stays, 0]], rows[stays, 1]], axis=1).astype(np.uint32)
     left_ids = np.where(kept, ids, np.uint32(NO_ID))[stays]
     left_uses = np.concatenate([uses[:n_units], np.where(kept, used, 0)[stays]]).astype(np.uint32)
-    return Dictionary.of(dictionary.settings, left, left_ids, left_uses, pruning=pruning)
+    return Dictionary.from_arrays(dictionary.settings, left, left_ids, left_uses, pruning=pruning)
 
 
-def _kept_or_prefix(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _mark_kept_or_prefix(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Returns, for each of n runs, whether the run is kept or is a prefix of a kept run: bool [n].
 
     up: prefix of each run, numbered as in `Dictionary.rows`. kept: whether each run is kept, bool [n].
@@ -69,7 +69,7 @@ class Rewriter:
             raise CodecError("samples are rewritten from an unpruned dictionary to a pruned one")
         self.dictionary, self.pruned, self.mode = dictionary, pruned, pruned.pruning.mode
         self._lengths = dictionary.lengths.astype(np.int64)
-        self._front = _replacements(dictionary, pruned, self.mode == "parent")
+        self._front = _replacement_nodes(dictionary, pruned, self.mode == "parent")
 
     def __call__(self, ids: Samples) -> Samples:
         """Returns the samples with removed phrases replaced according to the pruning mode."""
@@ -88,7 +88,7 @@ class Rewriter:
         return Samples(out[stays], ends.astype(np.uint64))
 
 
-def _replacements(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArray[np.int64]:
+def _replacement_nodes(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArray[np.int64]:
     """Returns the node that replaces the beginning of each node when it is rewritten: int64 [units + runs].
 
     A kept node replaces itself. A removed phrase is replaced by its longest kept prefix if `phrases` is True, else by
@@ -119,4 +119,4 @@ def renumber_ids(dictionary: Dictionary, first_id: int = 1) -> Dictionary:
     settings = replace(old, first_id=first_id, unk_id=unk_id)
     phrases = dictionary.ids != NO_ID
     ids = np.where(phrases, first_id + settings.units.size - 1 + np.cumsum(phrases), NO_ID).astype(np.uint32)
-    return Dictionary.of(settings, dictionary.rows, ids, dictionary.uses, pruning=dictionary.pruning)
+    return Dictionary.from_arrays(settings, dictionary.rows, ids, dictionary.uses, pruning=dictionary.pruning)

@@ -35,7 +35,7 @@ class Samples:
     ends: Ends
 
     @classmethod
-    def of(cls, sequences: Iterable[Any]) -> Samples:
+    def from_sequences(cls, sequences: Iterable[Any]) -> Samples:
         """Returns sequences of ids as samples. Accepts the types, and raises the errors, of `as_ids`."""
         arrays = [as_ids(sequence) for sequence in sequences]
         ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
@@ -44,7 +44,7 @@ class Samples:
     @classmethod
     def join(cls, parts: Iterable[Samples]) -> Samples:
         """Joins parts in order; ids after the last end of a part belong to the first sequence of the next part."""
-        parts = [cls.of([]), *parts]
+        parts = [cls.from_sequences([]), *parts]
         starts = np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).astype(np.uint64)
         ends = [part.ends + start for part, start in zip(parts, starts, strict=True)]
         return cls(np.concatenate([part.ids for part in parts]), np.concatenate(ends))
@@ -58,11 +58,11 @@ class Samples:
             yield self.ids[start:end]
             start = end
 
-    def lists(self) -> list[list[int]]:
+    def to_lists(self) -> list[list[int]]:
         """Returns the m sequences as lists."""
         return [sequence.tolist() for sequence in self]
 
-    def cut(self, first: int) -> tuple[Samples, Samples]:
+    def split_at(self, first: int) -> tuple[Samples, Samples]:
         """Returns the first `first` sequences and the others, as two samples."""
         at = self.ends[first - 1] if first else np.uint64(0)
         return Samples(self.ids[: int(at)], self.ends[:first]), Samples(self.ids[int(at) :], self.ends[first:] - at)
@@ -83,7 +83,7 @@ class Words:
             raise CodecError("the list of words is empty" if not self.words else "the list of words holds one twice")
 
     @classmethod
-    def in_order(cls, samples: Iterable[Iterable[str]]) -> Words:
+    def from_samples(cls, samples: Iterable[Iterable[str]]) -> Words:
         """Returns all words of samples, in the order of first appearance."""
         seen: dict[str, None] = {}
         for sample in samples:
@@ -104,11 +104,11 @@ class Words:
         get, unknown = self._numbers.get, len(self.words)
         return np.fromiter((get(word, unknown) for word in sample), np.uint32, len(sample))
 
-    def shown(self, numbers: Iterable[int]) -> str:
+    def show_units(self, numbers: Iterable[int]) -> str:
         """Returns the words with these numbers, joined by blanks; `UNKNOWN` for a number that no word has."""
         return " ".join(self.words[number] if number < len(self.words) else UNKNOWN for number in numbers)
 
-    def refusal(self, sample: Sequence[Any], at: int) -> str:
+    def unknown_unit_message(self, sample: Sequence[Any], at: int) -> str:
         """Returns the error message for the unknown word at index `at` of a sample."""
         return f"word {sample[at]!r:.60} is not among the dictionary's {self.size} words"
 
@@ -124,7 +124,7 @@ class Tokens:
     size: int
     fingerprint: str = ""
 
-    def may_be(self, other: Tokens) -> bool:
+    def may_equal(self, other: Tokens) -> bool:
         """Returns whether `self` and `other` may be the same tokenizer; an unknown fingerprint matches any."""
         known = {self.fingerprint, other.fingerprint} - {""}
         return self.size == other.size and len(known) < 2
@@ -133,11 +133,11 @@ class Tokens:
         """Returns ids unchanged, uint32 [n]; see `as_ids`."""
         return as_ids(sample)
 
-    def shown(self, numbers: Iterable[int]) -> str:
+    def show_units(self, numbers: Iterable[int]) -> str:
         """Returns the ids as numbers in a text, because their tokens are not known here."""
         return " ".join(map(str, numbers))
 
-    def refusal(self, sample: Sequence[Any], at: int) -> str:
+    def unknown_unit_message(self, sample: Sequence[Any], at: int) -> str:
         """Returns the error message for the unknown id at index `at` of a sample."""
         return f"id {sample[at]} is not below {self.size}, the tokenizer's size"
 
@@ -248,7 +248,7 @@ class Pruning:
             raise CodecError(f"at_most must be an integer of 0 or more, got {self.at_most!r:.40}")
 
 
-def leading_samples(samples: int, percent: float) -> int:
+def count_leading_samples(samples: int, percent: float) -> int:
     """Returns `percent` percent of `samples`, rounded down. Raises `CodecError` if `percent` is outside 0..100."""
     if not 0 <= percent <= 100:
         raise CodecError(f"a fraction must be within 0..100 percent, got {percent}")

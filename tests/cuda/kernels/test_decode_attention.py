@@ -80,11 +80,11 @@ def test_large_scores_do_not_overflow(guard):
 
 
 def test_parts_are_as_many_as_keys_and_programs_allow():
-    assert attention.part_count(1, 1) == 1
-    assert attention.part_count(1, 33) == 3
-    assert attention.part_count(1, 10_000) == 3
-    assert attention.part_count(600, 10_000) == 1
-    assert attention.part_count(5000, 10_000) == 1
+    assert attention.attention_part_count(1, 1) == 1
+    assert attention.attention_part_count(1, 33) == 3
+    assert attention.attention_part_count(1, 10_000) == 3
+    assert attention.attention_part_count(600, 10_000) == 1
+    assert attention.attention_part_count(5000, 10_000) == 1
 
 
 def test_heads_that_do_not_fit_are_refused():

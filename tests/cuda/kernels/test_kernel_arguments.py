@@ -51,26 +51,26 @@ def test_queries_keys_and_values_that_are_no_whole_heads_are_refused():
 
 def test_tensors_on_several_devices_are_refused():
     with pytest.raises(ValueError, match=r"on several devices: \['cpu', 'meta'\]"):
-        dispatch.use_triton(None, torch.ones(1), torch.ones(1, device="meta"))
+        dispatch.should_use_triton(None, torch.ones(1), torch.ones(1, device="meta"))
 
 
 def test_a_block_forces_one_form_and_an_argument_goes_before_it():
     x = torch.ones(1)
     with dispatch.force_implementation("triton"):
-        assert dispatch.use_triton(None, x)
-        assert not dispatch.use_triton("reference", x)
+        assert dispatch.should_use_triton(None, x)
+        assert not dispatch.should_use_triton("reference", x)
         with dispatch.force_implementation("reference"):
-            assert not dispatch.use_triton(None, x)
-        assert dispatch.use_triton(None, x)
+            assert not dispatch.should_use_triton(None, x)
+        assert dispatch.should_use_triton(None, x)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_triton_is_refused_where_it_cannot_run_and_not_taken_by_itself_on_a_cpu(monkeypatch):
     x = torch.ones(1)
-    assert not dispatch.use_triton(None, x)
+    assert not dispatch.should_use_triton(None, x)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="CPU tensors need Triton's interpreter"):
-        dispatch.use_triton("triton", x)
+        dispatch.should_use_triton("triton", x)
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     with pytest.raises(ValueError, match="triton is not installed"):
-        dispatch.use_triton("triton", x)
+        dispatch.should_use_triton("triton", x)

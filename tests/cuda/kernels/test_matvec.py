@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels.activations import normalize_rms  # noqa: E402
 from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
-from mlx_zip.cuda.kernels.packed import Packed, as_dense  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, to_dense_matrix  # noqa: E402
 from support.pairs import quick_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
@@ -52,7 +52,7 @@ def error_bound(x, weight, bias, norm, residual, gate, one, operands_are_rounded
     them are towards zero. What follows passes an error on by its slopes; that of silu is at most 1.1.
     """
     normed = x if norm is None else normalize_rms(x, norm[1]) * norm[0]
-    dense = as_dense(weight)
+    dense = to_dense_matrix(weight)
     sums = normed @ dense.T
     if operands_are_rounded:
         off = one * (2 * sums.abs() + 3 * (normed.square() @ dense.square().T).sqrt())

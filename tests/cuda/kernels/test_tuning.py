@@ -61,7 +61,7 @@ def kernel(request, monkeypatch):
         def elapsed_time(self, end):
             return end.at - self.at
 
-    monkeypatch.setattr(tuning, "can_measure", lambda: True)
+    monkeypatch.setattr(tuning, "can_time_launches", lambda: True)
     monkeypatch.setattr(tuning, "_compile_in_parallel", nullcontext)
     monkeypatch.setattr(tuning, "FLUSHED", 1)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -132,10 +132,10 @@ def test_the_error_of_a_kernel_without_any_size_that_fits_is_raised(kernel):
 
 def test_nothing_is_measured_while_a_graph_is_captured_nor_kept_for_later(kernel, monkeypatch):
     tuned = tuning.TunedKernel(kernel, CHOICES)
-    monkeypatch.setattr(tuning, "can_measure", lambda: False)
+    monkeypatch.setattr(tuning, "can_time_launches", lambda: False)
     monkeypatch.setattr(tuning, "default_sizes", lambda choices: choices[0])
     tuned.launch("a", (7,))
     assert [launched[2] for launched in kernel.launched] == [512]
-    monkeypatch.setattr(tuning, "can_measure", lambda: True)
+    monkeypatch.setattr(tuning, "can_time_launches", lambda: True)
     tuned.launch("a", (7,))
     assert kernel.launched[-1][2] == 1024

@@ -40,13 +40,13 @@ def launch_decode_attention(
     partial = torch.empty((batch, heads, count, width), **kind)
     sums = torch.empty((2, batch, heads, count), **kind)  # highest score, and sum of the exponentials
     block, group = max(16, triton.next_power_of_2(width)), heads // kv_heads
-    _attend_part[(batch * kv_heads, count)](
+    _attend_part_kernel[(batch * kv_heads, count)](
         q, keys, values, lengths, out, partial, sums, scale, window, kv_heads, places, width, group, batch * heads,
         PARTS=count, GROUP=max(16, triton.next_power_of_2(group)), KEYS=round_keys, BLOCK=block,
         UPCAST=is_interpreted(), num_warps=4, num_stages=3 if q.element_size() < 4 else 2,
     )  # fmt: skip
     if count > 1:
-        _combine_parts[(batch * heads,)](
+        _combine_parts_kernel[(batch * heads,)](
             partial, sums, lengths, out, window, heads, places, width, batch * heads,
             PARTS=count, LANES=triton.next_power_of_2(count), KEYS=round_keys, BLOCK=block,
         )  # fmt: skip
@@ -63,7 +63,7 @@ def _range_of_keys(lengths, sequence, window, places, PARTS: tl.constexpr, KEYS:
 
 
 @triton.jit
-def _attend_part(
+def _attend_part_kernel(
     q, keys, values, lengths, out, partial, sums, scale, window, kv_heads, places, width, group, plane,
     PARTS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _attend_part(
 
 
 @triton.jit
-def _combine_parts(
+def _combine_parts_kernel(
     partial, sums, lengths, out, window, heads, places, width, plane,
     PARTS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of, value_dtype
-from mlx_zip.cuda.kernels.triton.packed import row_values
+from mlx_zip.cuda.kernels.triton.packed import load_row_values
 
 BLOCK = 512  # columns per program
 PLACES = 16  # places of an attention program: the smallest size that `tl.dot` takes
@@ -39,7 +39,7 @@ def _embed_entries_kernel(
     line = tl.load(entries + at).to(tl.int64)
     # a column limit, because the interpreter refuses a mask made of a vector and a scalar condition
     end = tl.where(line >= 0, tl.where(line < height, width, 0), 0)
-    value = row_values(matrix, scales, biases, line, width, column, end, BITS, GROUP)
+    value = load_row_values(matrix, scales, biases, line, width, column, end, BITS, GROUP)
     if ADD:
         value += tl.load(places + (at % length) * width + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out + at * width + column, value.to(out.dtype.element_ty), mask=column < width)

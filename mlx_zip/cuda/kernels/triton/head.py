@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
-from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
+from mlx_zip.cuda.kernels.triton.products import dense_products, packed_products, products_with_many_vectors
 from mlx_zip.cuda.kernels.triton.tuning import Sizes, TunedKernel, is_interpreted
 
 IDS = 16  # ids per program
@@ -19,14 +19,14 @@ GROUP_ROWS = 16  # rows of x that share one reading of the base matrix
 LANES = 1024  # blocks per round of the reduction
 
 
-def _sizes(*choices: tuple[int, int, int]) -> list[Sizes]:
+def _head_sizes(*choices: tuple[int, int, int]) -> list[Sizes]:
     """Returns sizes made from (columns per iteration, iterations in flight, warps)."""
     return [({"COLUMNS": c[0], "STAGES": c[1]}, c[2]) for c in choices]
 
 
-DENSE = _sizes((512, 1, 8), (512, 1, 4), (256, 1, 4), (1024, 1, 8), (256, 3, 4), (512, 3, 8))
-PACKED = _sizes((512, 3, 2), (512, 2, 2), (1024, 2, 4), (512, 1, 4), (512, 3, 4), (1024, 3, 8))
-MANY = _sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
+DENSE = _head_sizes((512, 1, 8), (512, 1, 4), (256, 1, 4), (1024, 1, 8), (256, 3, 4), (512, 3, 8))
+PACKED = _head_sizes((512, 3, 2), (512, 2, 2), (1024, 2, 4), (512, 1, 4), (512, 3, 4), (1024, 3, 8))
+MANY = _head_sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
 
 
 def launch_joint_head(
@@ -57,12 +57,12 @@ def launch_joint_head(
             BITS=bits, GROUP=group, STORE=out is not None, UPCAST=is_interpreted(), IDS=IDS,
         )  # fmt: skip
         lanes = min(LANES, triton.next_power_of_2(blocks))
-        _join_blocks[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=lanes)
+        _join_head_blocks_kernel[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=lanes)
     return best, lse, out
 
 
 @triton.jit
-def _store_block(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
+def _store_logits_block(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
     """Stores one row's logits of a block, up to id `end`, and their maximum, sum of exponentials and best id."""
     if STORE:
         tl.store(out + row * whole + ids, value, mask=ids < end)
@@ -76,8 +76,10 @@ def _store_block(value, ids, row, block, blocks, end, whole, out, found, plane, 
 
 
 @triton.jit
-def _store_block_of_many(value, ids, rows, batch, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
-    """Stores what `_store_block` does, for several rows: value [16, IDS], rows [16]."""
+def _store_logits_block_of_many(
+    value, ids, rows, batch, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr
+):
+    """Stores what `_store_logits_block` does, for several rows: value [16, IDS], rows [16]."""
     known = rows < batch
     if STORE:
         tl.store(out + rows[:, None] * whole + ids[None, :], value, mask=known[:, None] & (ids < end)[None, :])
@@ -100,14 +102,14 @@ def _store_hyper_logits(
     lines = row * capacity + slot
     wanted = tl.load(installed + lines, mask=slot < capacity, other=0) != 0
     seen = tl.where(wanted, lines, -1)
-    value, _ = dense_sums(x + row * width, x, rows, seen, width, False, IDS, COLUMNS, STAGES)
+    value, _ = dense_products(x + row * width, x, rows, seen, width, False, IDS, COLUMNS, STAGES)
     value = tl.where(wanted, value, float("-inf"))
     end = boundary + capacity
-    _store_block(value, boundary + slot, row, low + at % high, low + high, end, whole, out, found, plane, STORE)
+    _store_logits_block(value, boundary + slot, row, low + at % high, low + high, end, whole, out, found, plane, STORE)
 
 
 @triton.jit
-def _store_tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
+def _store_tail_logits(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
     """Stores -inf in block `at % tails` of row `at // tails`'s tail columns, which follow the hyper columns."""
     ids = boundary + capacity + (at % tails) * IDS + tl.arange(0, IDS)
     tl.store(
@@ -116,7 +118,7 @@ def _store_tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
 
 
 @triton.jit
-def _for_one_vector(
+def _head_kernel_for_one_vector(
     x, matrix, scales, biases, rows, installed, out, found,
     batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
     STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -126,22 +128,24 @@ def _for_one_vector(
         ids = at * IDS + tl.arange(0, IDS)
         lines = tl.where(ids < boundary, ids, -1).to(tl.int64)
         if BITS == 0:
-            value, _ = dense_sums(x, x, matrix, lines, width, False, IDS, COLUMNS, STAGES)
+            value, _ = dense_products(x, x, matrix, lines, width, False, IDS, COLUMNS, STAGES)
         else:
-            value, _ = packed_sums(x, x, matrix, scales, biases, lines, width, BITS, GROUP, False, IDS, COLUMNS, STAGES)
+            value, _ = packed_products(
+                x, x, matrix, scales, biases, lines, width, BITS, GROUP, False, IDS, COLUMNS, STAGES
+            )
         value = tl.where(ids < boundary, value, float("-inf"))
-        _store_block(value, ids, 0, at, blocks, boundary, whole, out, found, blocks, STORE)
+        _store_logits_block(value, ids, 0, at, blocks, boundary, whole, out, found, blocks, STORE)
     elif at < blocks:
         _store_hyper_logits(
             at - low, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, blocks,
             STORE, IDS, COLUMNS, STAGES,
         )  # fmt: skip
     elif STORE:
-        _store_tail(at - blocks, tails, out, boundary, capacity, whole, IDS)
+        _store_tail_logits(at - blocks, tails, out, boundary, capacity, whole, IDS)
 
 
 @triton.jit
-def _for_many_vectors(
+def _head_kernel_for_many_vectors(
     x, matrix, scales, biases, rows, installed, out, found,
     batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
     STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -152,13 +156,13 @@ def _for_many_vectors(
         row = (at // low).to(tl.int64) * 16
         ids = (at % low) * IDS + tl.arange(0, IDS)
         lines = tl.where(ids < boundary, ids, -1).to(tl.int64)
-        value, _ = many_sums(
+        value, _ = products_with_many_vectors(
             x + row * width, x, matrix, scales, biases, lines, batch - row, width,
             BITS, GROUP, False, IDS, COLUMNS, UPCAST, STAGES,
         )  # fmt: skip
         value = tl.where((ids < boundary)[None, :], value, float("-inf"))
         several = row + tl.arange(0, 16)
-        _store_block_of_many(
+        _store_logits_block_of_many(
             value, ids, several, batch, at % low, blocks, boundary, whole, out, found, batch * blocks, STORE
         )
     elif at < first + batch * high:
@@ -167,18 +171,18 @@ def _for_many_vectors(
             STORE, IDS, COLUMNS, STAGES,
         )  # fmt: skip
     elif STORE:
-        _store_tail(at - first - batch * high, tails, out, boundary, capacity, whole, IDS)
+        _store_tail_logits(at - first - batch * high, tails, out, boundary, capacity, whole, IDS)
 
 
 one_vector_dense, one_vector_packed, many_vectors = (
-    TunedKernel(_for_one_vector, DENSE),
-    TunedKernel(_for_one_vector, PACKED),
-    TunedKernel(_for_many_vectors, MANY),
+    TunedKernel(_head_kernel_for_one_vector, DENSE),
+    TunedKernel(_head_kernel_for_one_vector, PACKED),
+    TunedKernel(_head_kernel_for_many_vectors, MANY),
 )
 
 
 @triton.jit
-def _join_blocks(found, best, lse, blocks, plane, BLOCK: tl.constexpr):
+def _join_head_blocks_kernel(found, best, lse, blocks, plane, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of, value_dtype
-from mlx_zip.cuda.kernels.triton.packed import row_values
+from mlx_zip.cuda.kernels.triton.packed import load_row_values
 
 BLOCK = 1024  # columns per program
 
@@ -44,7 +44,7 @@ def _hyper_embedding_kernel(
     is_hyper = (one >= boundary) & (one < boundary + capacity)
     slot = (at // length) * capacity + one - boundary
     # column limits, because the interpreter refuses a mask made of a vector and a scalar condition
-    low = row_values(matrix, scales, biases, one, width, columns, tl.where(is_base, width, 0), BITS, GROUP)
+    low = load_row_values(matrix, scales, biases, one, width, columns, tl.where(is_base, width, 0), BITS, GROUP)
     high = tl.load(rows + slot * width + columns, mask=columns < tl.where(is_hyper, width, 0), other=float("nan"))
     value = tl.where(is_hyper, high.to(tl.float32), low)
     tl.store(out + at * width + columns, value.to(out.dtype.element_ty), mask=inside)

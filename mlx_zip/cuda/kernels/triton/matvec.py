@@ -15,22 +15,22 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
-from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
+from mlx_zip.cuda.kernels.triton.products import dense_products, packed_products, products_with_many_vectors
 from mlx_zip.cuda.kernels.triton.tuning import Sizes, TunedKernel, is_interpreted
 
 
-def _sizes(*choices: tuple[int, int, int, int]) -> list[Sizes]:
+def _matvec_sizes(*choices: tuple[int, int, int, int]) -> list[Sizes]:
     """Returns sizes made from (rows, columns per iteration, iterations in flight, warps)."""
     return [({"LINES": c[0], "COLUMNS": c[1], "STAGES": c[2]}, c[3]) for c in choices]
 
 
-DENSE = _sizes(
+DENSE = _matvec_sizes(
     (4, 1024, 1, 4), (2, 2048, 1, 4), (2, 1024, 1, 2), (4, 2048, 1, 8), (8, 512, 1, 4), (4, 1024, 3, 4), (8, 512, 3, 4)
 )
-PACKED = _sizes(
+PACKED = _matvec_sizes(
     (8, 512, 3, 2), (8, 1024, 3, 4), (8, 1024, 2, 4), (4, 1024, 4, 4), (4, 2048, 3, 4), (4, 1024, 1, 4), (8, 2048, 3, 8)
 )
-MANY = _sizes((16, 128, 4, 4), (16, 256, 3, 4), (16, 256, 3, 8), (32, 128, 4, 4), (32, 64, 5, 4), (64, 64, 4, 4))
+MANY = _matvec_sizes((16, 128, 4, 4), (16, 256, 3, 4), (16, 256, 3, 8), (32, 128, 4, 4), (32, 64, 5, 4), (64, 64, 4, 4))
 
 
 def launch_matvec(
@@ -98,16 +98,16 @@ def _store_products(
 
 
 @triton.jit
-def _for_one_vector(
+def _matvec_kernel_for_one_vector(
     x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     lines = _rows_of_program(rows, GATE, LINES)
     if BITS == 0:
-        value, squares = dense_sums(x, norm, matrix, lines, width, NORM, LINES, COLUMNS, STAGES)
+        value, squares = dense_products(x, norm, matrix, lines, width, NORM, LINES, COLUMNS, STAGES)
     else:
-        value, squares = packed_sums(
+        value, squares = packed_products(
             x, norm, matrix, scales, biases, lines, width, BITS, GROUP, NORM, LINES, COLUMNS, STAGES
         )
     squares = tl.zeros((1,), tl.float32) + squares
@@ -117,13 +117,13 @@ def _for_one_vector(
 
 
 @triton.jit
-def _for_many_vectors(
+def _matvec_kernel_for_many_vectors(
     x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     lines = _rows_of_program(rows, GATE, LINES)
-    value, squares = many_sums(
+    value, squares = products_with_many_vectors(
         x, norm, matrix, scales, biases, lines, batch, width, BITS, GROUP, NORM, LINES, COLUMNS, UPCAST, STAGES
     )
     _store_products(
@@ -132,7 +132,7 @@ def _for_many_vectors(
 
 
 one_vector_dense, one_vector_packed, many_vectors = (
-    TunedKernel(_for_one_vector, DENSE),
-    TunedKernel(_for_one_vector, PACKED),
-    TunedKernel(_for_many_vectors, MANY),
+    TunedKernel(_matvec_kernel_for_one_vector, DENSE),
+    TunedKernel(_matvec_kernel_for_one_vector, PACKED),
+    TunedKernel(_matvec_kernel_for_many_vectors, MANY),
 )

@@ -49,7 +49,7 @@ def _unpack_kernel(
 
 
 @triton.jit
-def row_values(matrix, scales, biases, line, width, column, end, BITS: tl.constexpr, GROUP: tl.constexpr):
+def load_row_values(matrix, scales, biases, line, width, column, end, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Returns the values of row `line` (int64) at `column`, float32; NaN for columns from `end` on."""
     inside = column < end
     if BITS == 0:

@@ -21,7 +21,7 @@ def load_normed(x, norm, columns, inside, NORM: tl.constexpr):
 
 
 @triton.jit
-def dense_sums(
+def dense_products(
     x, norm, matrix, lines, width, NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Returns the products [LINES] of dense rows `lines` (int64) with one vector, and the sum of x's squares.
@@ -57,11 +57,11 @@ def one_plus_levels(packed, BITS: tl.constexpr):
 
 
 @triton.jit
-def packed_sums(
+def packed_products(
     x, norm, words, scales, biases, lines, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns what `dense_sums` returns, for packed rows `lines` (int64).
+    """Returns what `dense_products` returns, for packed rows `lines` (int64).
 
     All values have the layout [words, lines] in which the words are loaded, and x is loaded again for each level of a
     word. So no value moves between threads, and sums are chains of fused multiply-adds. The bits of a level, which
@@ -104,11 +104,11 @@ def packed_sums(
 
 
 @triton.jit
-def many_sums(
+def products_with_many_vectors(
     x, norm, matrix, scales, biases, lines, batch, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns products [16, LINES] and sums of squares [16] as `dense_sums` does, for up to 16 vectors x.
+    """Returns products [16, LINES] and sums of squares [16] as `dense_products` does, for up to 16 vectors x.
 
     Operands of the matrix units have x's dtype. They are TF32 if x is float16 and multiplied by a norm's weights,
     because those products may exceed float16. UPCAST: whether all operands are made float32, as the interpreter needs.
@@ -134,7 +134,7 @@ def many_sums(
             at = matrix + lines[:, None] * width + columns[None, :]
             weight = tl.load(at, mask=seen, other=0.0, eviction_policy="evict_first")
         else:
-            weight = unpacked(matrix, scales, biases, lines, start, width, BITS, GROUP, LINES, COLUMNS)
+            weight = unpack_weights(matrix, scales, biases, lines, start, width, BITS, GROUP, LINES, COLUMNS)
         weight = weight.to(x.dtype.element_ty)
         if UPCAST or TF32:
             value, weight = value.to(tl.float32), weight.to(tl.float32)
@@ -143,7 +143,7 @@ def many_sums(
 
 
 @triton.jit
-def unpacked(
+def unpack_weights(
     words, scales, biases, lines, start, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

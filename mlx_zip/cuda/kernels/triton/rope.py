@@ -61,7 +61,9 @@ def _rope_and_cache_kernel(
             weights = q_norm if head < heads else k_norm
             value *= factor * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
             other *= factor * tl.load(weights + partner, mask=rotated, other=0.0).to(tl.float32)
-        cos, sin = _cos_sin(positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE)
+        cos, sin = _cosine_and_sine(
+            positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE
+        )
         value = tl.where(rotated, (value * cos + other * sin) * scale, value)
     if head < heads:
         tl.store(out + (at * heads + head) * width + column, value.to(out.dtype.element_ty), mask=inside)
@@ -78,7 +80,9 @@ def _rope_and_cache_kernel(
 
 
 @triton.jit
-def _cos_sin(positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE: tl.constexpr):
+def _cosine_and_sine(
+    positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE: tl.constexpr
+):
     """Returns cosine and signed sine, [BLOCK] each: a column becomes column * cosine + partner * sine."""
     pair = tl.where(column < half, column, partner)
     end, row = half, at * 0

@@ -53,12 +53,12 @@ class TunedKernel:
         """Launches the kernel. key: what the best sizes depend on; grid, args, constants: as Triton takes them."""
         sizes = self._chosen.get(key)
         if sizes is None:
-            sizes = self._choose(key, grid, *args, **constants)
+            sizes = self._choose_sizes(key, grid, *args, **constants)
         self.kernel[grid](*args, **constants, **sizes[0], num_warps=sizes[1])
 
-    def _choose(self, key: Hashable, grid: Any, *args: Any, **constants: Any) -> Sizes:
-        """Returns the sizes for a key, timed with these arguments if `can_measure`."""
-        if not can_measure():
+    def _choose_sizes(self, key: Hashable, grid: Any, *args: Any, **constants: Any) -> Sizes:
+        """Returns the sizes for a key, timed with these arguments if `can_time_launches`."""
+        if not can_time_launches():
             return default_sizes(self.choices)
 
         def launched(sizes: Sizes, run: Callable[..., Any]) -> None:
@@ -69,11 +69,11 @@ class TunedKernel:
                 with _compile_in_parallel():
                     for sizes in self.choices:
                         launched(sizes, lambda *a, **k: self.kernel.warmup(*a, grid=grid, **k))
-                self._chosen[key] = find_fastest(self.choices, lambda sizes: launched(sizes, self.kernel[grid]))
+                self._chosen[key] = find_fastest_sizes(self.choices, lambda sizes: launched(sizes, self.kernel[grid]))
             return self._chosen[key]
 
 
-def can_measure() -> bool:
+def can_time_launches() -> bool:
     """Returns whether launches can be timed: kernels run on a GPU, and the current stream captures no graph."""
     return not is_interpreted() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
@@ -93,7 +93,7 @@ def _compile_in_parallel() -> Any:
         yield
 
 
-def find_fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
+def find_fastest_sizes(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
     """Returns the choice with the shortest median time of a launch, among the choices that run on this GPU.
 
     A choice that does not compile or needs more resources than the GPU has is left out, with a warning in the log. If
@@ -102,7 +102,7 @@ def find_fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> S
     fitting = [sizes for sizes in choices if _can_launch(sizes, launch)]
     if len(fitting) < 2:
         return fitting[0] if fitting else choices[0]
-    times = _median_times_ms(fitting, launch)
+    times = _median_launch_times_ms(fitting, launch)
     return fitting[times.index(min(times))]
 
 
@@ -110,21 +110,21 @@ def _can_launch(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
     try:
         launch(sizes)
     except (CompilationError, PTXASError, OutOfResources) as error:
-        return _log_left_out(sizes, error)
+        return _log_left_out_sizes(sizes, error)
     except RuntimeError as error:
         if str(error) not in COMPILER_GAVE_UP:
             raise
-        return _log_left_out(sizes, error)
+        return _log_left_out_sizes(sizes, error)
     return True
 
 
-def _log_left_out(sizes: Sizes, error: Exception) -> bool:
+def _log_left_out_sizes(sizes: Sizes, error: Exception) -> bool:
     constants = ", ".join(f"{name}={value}" for name, value in sizes[0].items())
     log.warning("sizes %s with %d warps are left out: %s: %s", constants, sizes[1], type(error).__name__, error)
     return False
 
 
-def _median_times_ms(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> list[float]:
+def _median_launch_times_ms(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> list[float]:
     waste = torch.zeros(FLUSHED, dtype=torch.int8, device="cuda")
     marks = [[[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in choices] for _ in range(ROUNDS)]
     for row in marks:
