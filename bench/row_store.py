@@ -73,16 +73,20 @@ def measure_row_store(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         for chosen in wanted:
             begun = time.perf_counter()
             disk = RowFolder(folder, disk_limit)
-            disk.find(rows, made_up_entries(chosen[:1]))
+            disk.find_rows(rows, made_up_entries(chosen[:1]))
             opened.append(1000 * (time.perf_counter() - begun))
             first.append(
-                time_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, made_up_entries(chosen)), args.batch)
+                time_us_per_row(
+                    lambda disk=disk, chosen=chosen: disk.find_rows(rows, made_up_entries(chosen)), args.batch
+                )
             )
             again.append(
-                time_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, made_up_entries(chosen)), args.batch)
+                time_us_per_row(
+                    lambda disk=disk, chosen=chosen: disk.find_rows(rows, made_up_entries(chosen)), args.batch
+                )
             )
             one = made_up_entries(chosen[:1])
-            single.append(time_us_per_row(lambda disk=disk, one=one: disk.find(rows, one), 1))
+            single.append(time_us_per_row(lambda disk=disk, one=one: disk.find_rows(rows, one), 1))
             disk.close()
             count()
     return {

@@ -113,7 +113,7 @@ def product_cases(
         "down and residual": (width, inner, lambda m, impl: matvec(wide, m, residual=x, impl=impl)),
     }
     for name, (height, columns, call) in pieces.items():
-        take = lambda h=height, c=columns: folder.take(f"{next(numbers)}.weight", h, c)
+        take = lambda h=height, c=columns: folder.take_weight(f"{next(numbers)}.weight", h, c)
         made = make_rotating_arguments(take, cache)
         kind = f"{bits} bit" if isinstance(made[0], Packed) else "dense"
         turns: Iterator[Any] = cycle(made)

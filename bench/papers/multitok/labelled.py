@@ -132,7 +132,7 @@ def encode_texts(setting: EncodingSetting, units: Words | Tokens, train: list[An
     """
     dictionary = Dictionary(Settings(units, setting.windows[0]))
     samples = dictionary.number_units(train)
-    first, rest = samples.cut(count_leading_samples(len(samples), setting.percent))
+    first, rest = samples.split_at(count_leading_samples(len(samples), setting.percent))
     ids = Samples.join([dictionary.train(first), dictionary.encode_as_single_units(rest)])
     if setting.least_uses:
         pruned = prune(dictionary, setting.least_uses - 1, PRUNING)

@@ -128,7 +128,7 @@ class PhraseCorpus:
         window: most units in a phrase; 0: no limit.
         """
         made = Dictionary(Settings(self.units, window))
-        first, rest = self.learned.cut(count_leading_samples(len(self.learned), percent))
+        first, rest = self.learned.split_at(count_leading_samples(len(self.learned), percent))
         return made, Samples.join([made.train(first), made.encode_as_single_units(rest)])
 
 

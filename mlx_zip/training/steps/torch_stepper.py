@@ -148,7 +148,8 @@ class _PartOptimizer:
 
     def step(self, rate: mx.array, number: int) -> None:
         """Updates the weights from their gradients, which are then dropped. number: steps done after this step."""
-        self.torch.param_groups[0]["lr"] = float(rate.item())
+        current: Any = rate.item()
+        self.torch.param_groups[0]["lr"] = float(current)
         self.torch.step()
         self.torch.zero_grad(set_to_none=True)
         self.mlx.state.update({"step": mx.array(number, mx.uint64), "learning_rate": rate})
