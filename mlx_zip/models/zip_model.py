@@ -252,7 +252,7 @@ class Model(nn.Module):
         if positions.long != state.long_rope and state.offset > length:
             refill = LongRopeRefill(self, kv, state, positions.long)
             h = refill.read_next(state.offset)[:, -length:]
-            refill.finish()
+            refill.install_refilled_caches()
             return h
         state.long_rope = positions.long
         h = self.run_layers(self.embed(state, ids), kv, positions, state.submit)

@@ -129,7 +129,7 @@ class HeadTrainee(Trainee):
 
     def _guess_logits(self, state: mx.array, rows: mx.array | None, arrays: Arrays, depth: int) -> list[mx.array]:
         """Returns float32 logits [B, L - depth, V] of base ids and, if `rows` are given, [B, L - depth, K] of slots."""
-        base = self._headed.products(state)[..., : self._headed.vocab_size].astype(mx.float32)
+        base = self._headed.products_with_output_rows(state)[..., : self._headed.vocab_size].astype(mx.float32)
         return [base] if rows is None else [base, _close_slots(state @ rows.swapaxes(-1, -2), arrays, depth)]
 
     def _rows_of_next_ids(self, targets: mx.array, rows: mx.array | None) -> mx.array:

@@ -164,7 +164,7 @@ class TwoCopyTable(RowTable):
 
     def put_rows(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
         """Writes rows as `RowTable.put_rows` does, to the copy that the last body did not read."""
-        self._write_to_other_copy(partial(super().put, places, rows, limit))
+        self._write_to_other_copy(partial(super().put_rows, places, rows, limit))
 
     def select(self, places: np.ndarray, limit: int | None = None) -> Self:
         """Returns a new table with these rows, as `RowTable.select` does; its two copies are equal."""
