@@ -447,8 +447,8 @@ def test_rows_that_a_draft_has_encoded_are_not_encoded_again(oracle):
     oracle.answer = [one for response in alone for one in response.base_ids]
 
     class Counting(DraftedPass):
-        def follow(self, chosen):
-            found = super().follow(chosen)
+        def add_chosen_to_cache(self, chosen):
+            found = super().add_chosen_to_cache(chosen)
             if found:
                 encoded.append(self._state.has_all_output_rows())
             return found

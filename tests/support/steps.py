@@ -104,5 +104,5 @@ def read_again(model: Any, cache: list[Any], ids: np.ndarray, chunk: int) -> dic
         while refill.ids_left:
             refill.read_next(chunk)
             mx.eval([entry.state for entry in refill.filled])
-        refill.finish()
+        refill.install_refilled_caches()
     return factors
