@@ -48,6 +48,7 @@ MALFORMED: tuple[Any, ...] = (
 LENGTHS = (4, 12, 24, 48)  # maximum base tokens of an answer
 KINDS = ("answer", "status", "hung", "running", "waiting", "sessions", "growth")  # kinds of faults
 NO_MEMORY = "memory was not compared: that takes 1,000 requests, and a system with /proc"
+MEASURED_EVERY = 50  # requests between two measurements of resident memory
 MOST_GROWTH = 0.05  # largest growth of resident memory from a quarter of the requests to the end
 QUIET_S = 10.0  # most seconds until the server has ended all requests
 
@@ -103,8 +104,9 @@ def expected_answers(model: str, count: int) -> list[tuple[list[dict[str, str]],
 
 @dataclass
 class SoakRun:
-    """One run against a server. wrong: kind of fault -> count. resident: resident bytes after every 50 requests.
+    """One run against a server. wrong: kind of fault -> count.
 
+    resident: resident bytes after every `MEASURED_EVERY` requests.
     kept: the server's session metrics at the end, before sessions are purged.
     """
 
@@ -146,7 +148,7 @@ class SoakRun:
                 self._count_fault("hung", str(error))
             self.done[kind] += 1
             self.count()
-            if sum(self.done.values()) % 50 == 0 and (size := self.server.resident_bytes()) is not None:
+            if sum(self.done.values()) % MEASURED_EVERY == 0 and (size := self.server.resident_bytes()) is not None:
                 self.resident.append(size)
 
     def _choose_request(self, stream: bool) -> tuple[Dialect, dict[str, Any], str]:

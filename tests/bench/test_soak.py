@@ -85,7 +85,8 @@ def test_a_session_that_a_purge_leaves_is_counted(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "growth"), [(104, 0), (110, 1)])
-def test_memory_that_grows_after_the_warm_up_is_counted(end, growth):
+def test_memory_that_grows_after_the_warm_up_is_counted(end, growth, monkeypatch):
+    monkeypatch.setattr(soak, "MEASURED_EVERY", 10)
     resident = [50] * 5 + [100] * 10 + [end] * 9
     with serving(FakeEngine()) as served:
-        assert soaked(served, resident=resident, requests=1200) == nothing_but(growth=growth)
+        assert soaked(served, resident=resident, requests=240) == nothing_but(growth=growth)

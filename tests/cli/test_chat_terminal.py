@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from support.chat_child import ForkedChat
 from support.places import REPO
 from support.pseudo_terminal import PseudoTerminal
 
@@ -23,10 +24,14 @@ STORY = "Once upon a time there was a boat."
 
 @contextmanager
 def chat(data, *flags, columns=80, **script):
-    """A chat whose user's data folder is `data`, with an engine that replays a script."""
+    """A chat whose user's data folder is `data`, with an engine that replays a script; a model has a new Python."""
     environment = {"XDG_DATA_HOME": str(data), "HOME": str(data), "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"}
-    words = script.pop("model", None) or json.dumps({"text": STORY, **script})
-    with PseudoTerminal([sys.executable, str(CHILD), words, *flags], environment, columns) as terminal:
+    if model := script.pop("model", None):
+        started = PseudoTerminal([sys.executable, str(CHILD), model, *flags], environment, columns)
+    else:
+        words = [json.dumps({"text": STORY, **script}), *flags]
+        started = PseudoTerminal(words, environment, columns, ForkedChat)
+    with started as terminal:
         terminal.until(READY)
         yield terminal
 

@@ -54,6 +54,14 @@ def one_of_the_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(tuning, "default_sizes", lambda choices: choices[name % len(choices)])
 
 
+@pytest.fixture
+def few_programs(one_of_the_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives tuned kernels the sizes with the most rows per program, so that fewer programs are interpreted."""
+    from mlx_zip.cuda.kernels.triton import tuning
+
+    monkeypatch.setattr(tuning, "default_sizes", lambda choices: max(choices, key=lambda one: one[0].get("LINES", 0)))
+
+
 class Guard:
     """Memory with borders. Reads of a border fail in the interpreter and meet NaN elsewhere; `check` finds writes."""
 

@@ -27,6 +27,7 @@ from mlx_zip.cuda.network.kv_cache import KVCache  # noqa: E402
 from support.slow_cases import slow_but  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
+pytestmark = [] if ON_GPU else pytest.mark.usefixtures("few_programs")
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 LAYERS, WIDTH, INNER, HEAD = (2, 256, 512, 64) if ON_GPU else (1, 32, 32, 8)  # the interpreter is slow
 VOCAB, ROWS, SLOTS = (300, 310, 40) if ON_GPU else (40, 44, 6)

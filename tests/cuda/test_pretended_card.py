@@ -244,12 +244,13 @@ def test_packed_weights_and_half_precision_run_too(card, tmp_path, bits, dtype):
 
 
 @pytest.mark.slow
-def test_the_kernels_run_in_graphs_as_their_references_do(monkeypatch, tmp_path):
-    folder, prompt = save(make_model("phi3", encoder=ENCODER, num_hidden_layers=1), tmp_path / "m"), base_ids(12)
-    expected = emitted(opened(folder, "cpu"), prompt, 5)
+def test_the_kernels_run_in_graphs_as_their_references_do(few_programs, monkeypatch, tmp_path):
+    folder, prompt = save(make_model("phi3", encoder=ENCODER, num_hidden_layers=1), tmp_path / "m"), base_ids(8)
+    expected = emitted(opened(folder, "cpu"), prompt, 4)
+    assert max(expected) >= VOCAB  # hypertokens are among them
     with pretended_card(monkeypatch) as card:
-        assert emitted(opened(folder, CARD), prompt, 5) == expected
-        assert card.replays > 5 * 2
+        assert emitted(opened(folder, CARD), prompt, 4) == expected
+        assert card.replays > 4 * 2
 
 
 def program(model: CudaModel) -> list[list[int]]:

@@ -11,7 +11,7 @@ import pytest
 from support.mlx_greedy import greedy
 from support.pairs import quick_pairs
 from support.places import GOLDEN_MODELS
-from support.tiny import base_ids, tiny_model
+from support.tiny import VOCAB, base_ids, tiny_model
 from support.torch_folders import pack, save
 
 torch = pytest.importorskip("torch")
@@ -220,18 +220,20 @@ def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("family", "hypertokens"), [("llama", True), ("phi3", True), ("llama", False)])
 def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_path):
     from mlx_zip.cuda.kernels.dispatch import force_implementation
 
     narrow = tiny_model(family, ENCODER, hidden=32)  # the interpreter runs a program for every few rows of a matrix
-    folder, prompt = save(narrow, tmp_path / "m"), base_ids(16)
+    folder, prompt = save(narrow, tmp_path / "m"), base_ids(8)
     model = open_model(folder, "cpu", hypertokens=hypertokens, kernels=True)
-    expected = ours(model, prompt, 5)
+    expected = ours(model, prompt, 4)
+    assert (max(expected) >= VOCAB) == hypertokens
     if model.store is not None:
         model.store.clear()
     with force_implementation("triton"):
-        assert ours(model, prompt, 5) == expected
+        assert ours(model, prompt, 4) == expected
 
 
 EIGHT = {"bits": 8, "group_size": 32}

@@ -173,9 +173,10 @@ SAMPLING = {"greedy": {}, "seeded": SEEDED}
 CASES = [
     (family, drafts, draft, sampling)
     for family in ("plain", "llama", "phi3", "gemma2", "qwen3")
-    for drafts in ("same", "plain", "llama")
-    for draft in ("off", "lookup", "auto")
-    for sampling in SAMPLING
+    for i, drafts in enumerate(("same", "plain", "llama"))
+    for j, draft in enumerate(("off", "lookup", "auto"))
+    for k, sampling in enumerate(SAMPLING)
+    if family in ("plain", "llama") or (i + j + k) % 2 == 0  # all of two families; every two values of the others
 ]
 QUICK = [
     ("plain", "same", "off", "greedy"),

@@ -199,7 +199,7 @@ def test_accepted_ids_keep_their_share_of_the_probability():
         drawn = Counter()
         for _ in range(400):
             only = Only([10, 11], 99)
-            watch = ask(engine, [3, 4], max_tokens=4, constraint=only, sampling=sampling, top_logprobs=0)[1].wait()
+            watch = ask(engine, [3, 4], max_tokens=2, constraint=only, sampling=sampling, top_logprobs=0)[1].wait()
             drawn[watch.emitted[0].base_ids] += 1
     total = sum(accepted.values())
     for ids, share in accepted.items():

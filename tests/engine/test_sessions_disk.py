@@ -4,13 +4,9 @@ import errno
 import gc
 import logging
 import os
-import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -30,6 +26,7 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from support import keeping, tiny
 from support.keeping import OWN
+from support.processes import CONTEXT
 from support.serving import NEEDS_TORCH
 
 NEXT = [7, 9, 11, 13, 7, 9, 11, 13, 5]
@@ -317,40 +314,20 @@ def test_a_file_that_another_process_deleted_is_a_session_less(folder, caplog, k
     assert "No such file" in caplog.text
 
 
-WRITER = """
-import sys
-import threading
-from pathlib import Path
-from support import keeping, tiny
-kind = sys.argv[2]
-store = keeping.store(kind, folder=Path(sys.argv[1]))
-name, held = keeping.conversation(kind, store)
-print("began", flush=True)
-for turn in range(10000):
-    prompt = held + tiny.base_ids(3, seed=turn)
-    found = store.checkout(prompt[:300], keeping.OWN)
-    if found is None or len(prompt) > 300:
-        name, held = keeping.conversation(kind, store, seed=turn + 1)
-        continue
-    held = prompt + keeping.greedy(kind, found.cache, prompt[found.base_tokens:], 2)[1]
-    store.put(found.cache, pack_key=keeping.OWN, name=found.name)
-"""
-
-
 @pytest.mark.slow
 @both_engines
 @pytest.mark.parametrize("after_s", [0.05, 0.3])
 def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s, kind):
-    tests = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"}
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, folder, kind], stdout=subprocess.PIPE, env=env)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads would not live through a fork
+    began = CONTEXT.Event()
+    writer = CONTEXT.Process(target=keeping.write_without_end, args=(folder, kind, began))
+    writer.start()
     try:
-        assert writer.stdout.readline() == b"began\n"
+        assert began.wait(120)
         time.sleep(after_s)
     finally:
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.wait(30)
-        writer.stdout.close()
+        writer.kill()
+        writer.join()
     store = keeping.store(kind, folder=folder)
     assert len(store.sessions()) == len(files(folder))
     for file in files(folder):

@@ -24,9 +24,9 @@ from support.several_machines import LIMIT_S, PROMPT, free_ports, generated_ids,
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
-GREEDY: dict[str, Any] = {"max_tokens": 24}
-SAMPLED: dict[str, Any] = {"max_tokens": 24, "temp": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
-UNSEEDED: dict[str, Any] = {"max_tokens": 12, "temp": 1.5}
+GREEDY: dict[str, Any] = {"max_tokens": 14}
+SAMPLED: dict[str, Any] = {"max_tokens": 14, "temp": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
+UNSEEDED: dict[str, Any] = {"max_tokens": 8, "temp": 1.5}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "qwen2": {"family": "qwen2"},
@@ -78,7 +78,7 @@ def test_a_machine_never_holds_more_than_its_share_and_one_tensor(tmp_path):
 
 @pytest.mark.slow
 def test_mlx_launch_runs_generate_and_only_the_first_machine_prints(jobs, tmp_path, capsys):
-    flags = "--prompt", PROMPT, "--max-tokens", "30", "--temp", "0.8", "--seed", "5", "--json"
+    flags = "--prompt", PROMPT, "--max-tokens", "12", "--temp", "0.8", "--seed", "5", "--json"
     launch = Path(sys.executable).parent / "mlx.launch"
     command = [sys.executable, "-m", "mlx_zip", "generate", "--model", str(jobs[0][0]), *flags]
     words = [launch, "-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0]), "--cwd", REPO]

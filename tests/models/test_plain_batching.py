@@ -88,7 +88,7 @@ class Batch:
                 row.ids.append(chosen)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(3), 2))
+@pytest.mark.parametrize("seed", slow_but((1, 2), 2))
 @pytest.mark.parametrize("name", slow_but(FAMILIES, "llama", "llama with windows"))
 def test_joins_and_leaves_in_any_order_change_no_sequence(name, seed):
     rng, batch, alone = random.Random(seed), Batch(name), []

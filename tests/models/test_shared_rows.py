@@ -67,10 +67,10 @@ def test_a_sequence_that_joins_copies_no_rows_that_are_there():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
-def test_two_hundred_joins_and_leaves_take_no_more_places(ahead):
+def test_many_joins_and_leaves_take_no_more_places(ahead):
     model = tiny.tiny_model()
     batch, most = merge_caches(model, [read(model) for _ in range(2)]), 0
-    for number in range(200):
+    for number in range(80):
         extend_cache(model, batch, read(model, tiny.base_ids(30, number), pack=[[3 + number % 30, 3], [4, 5]]))
         filter_cache(batch, [1, 2])
         stepped(model, batch, [5, 6], ahead)

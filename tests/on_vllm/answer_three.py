@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import sys
 
-from mlx_zip.engine.interface import Submission
-from support.on_vllm import answer_all, open_on_vllm
-
-TEXTS = ("Once upon a time there was a little girl. The little girl", "One day, a big dog", "Tim and Tim and Tim and")
+from support.on_vllm import answer_three
 
 
 def main() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.HAS_TRITON = False
-    with open_on_vllm("stories", 4, json.loads(sys.argv[1])) as engine:
-        asked = [Submission(engine.tokenizer.encode(text), 16) for text in TEXTS]
-        print(json.dumps([watch.ids for watch in answer_all(engine, asked)]))
+    print(json.dumps(answer_three(json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

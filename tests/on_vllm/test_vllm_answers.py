@@ -19,7 +19,7 @@ from mlx_zip.vllm.state import Zip2ZipState
 from support.on_vllm import answer_all, dequantized, open_on_vllm, record, worker_state
 
 REQUESTS = int(
-    os.environ.get("MLX_ZIP_VLLM_REQUESTS", "16")
+    os.environ.get("MLX_ZIP_VLLM_REQUESTS", "11")
 )  # 200 were once compared in each way (docs/guides/vllm.md)
 BEGINNINGS = (
     "Once upon a time there was a little",
@@ -46,7 +46,7 @@ def submissions(tokenizer: Any, count: int) -> list[Submission]:
         text = " ".join(rng.choice(BEGINNINGS) for _ in range(rng.randint(1, 5)))
         ids = tokenizer.encode(f"{common} {text}" if number % 4 < 2 else text)
         pack = Pack(tuple(dict.fromkeys(pairwise(ids[2:12])))) if number % 4 == 3 else None
-        made.append(Submission(ids, rng.randint(8, 32), pack=pack, top_logprobs=1))
+        made.append(Submission(ids, rng.randint(8, 24), pack=pack, top_logprobs=1))
     return made
 
 

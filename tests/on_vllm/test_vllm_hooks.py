@@ -14,7 +14,7 @@ from support.on_vllm import CPU_ARGS
 def test_steps_of_one_id_are_timed_hook_by_hook(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     before = {name: getattr(Zip2ZipState, name) for name in HOOKS}
-    records = measure_hooks("stories", CPU_ARGS, tokens=12, rounds=1)
+    records = measure_hooks("stories", CPU_ARGS, tokens=5, rounds=1)
     assert {one["requests"] for one in records} == {1, 16}
     for one in records:
         assert one["rows"] in ("warm", "cold")

@@ -52,9 +52,9 @@ def test_a_model_chooses_the_ids_that_it_chooses_on_mlx(case, tmp_path, monkeypa
     model = made(case)
     monkeypatch.setattr("mlx_zip.vllm.engine.load_tokenizer", lambda *given, **options: ENDLESS)
     prompts = [tiny.base_ids(length, seed) for seed, length in enumerate((3, 20, 45))]
-    expected = [list(stream_generate(model, ENDLESS, prompt, 16)) for prompt in prompts]
+    expected = [list(stream_generate(model, ENDLESS, prompt, 10)) for prompt in prompts]
     with open_on_vllm(save(model, tmp_path / "m"), 4, {"max_num_batched_tokens": 32}) as engine:
-        watches = answer_all(engine, [Submission(prompt, 16, top_logprobs=0) for prompt in prompts])
+        watches = answer_all(engine, [Submission(prompt, 10, top_logprobs=0) for prompt in prompts])
         for watch, responses in zip(watches, expected, strict=True):
             assert watch.ids == [one.token for one in responses]
             likely = [float(one.logprobs[one.token]) for one in responses]
@@ -66,9 +66,9 @@ def test_an_exported_checkpoint_is_read_as_it_is(tmp_path):
     exported = export("stories", tmp_path / "export", dtype="float32", drop_start=True, progress=False)
     model, tokenizer = load(str(convert(str(exported), tmp_path / "converted", progress=False)))
     prompt = tokenizer.encode("Once upon a time there was a little girl. The little girl had a")
-    expected = [one.token for one in stream_generate(model, ENDLESS, prompt, 24)]
+    expected = [one.token for one in stream_generate(model, ENDLESS, prompt, 12)]
     with open_on_vllm(exported, 2) as engine:
-        assert answer_all(engine, [Submission(prompt, 24)])[0].ids == expected
+        assert answer_all(engine, [Submission(prompt, 12)])[0].ids == expected
         assert engine.info.codebook_size == model.config.codebook_size
 
 

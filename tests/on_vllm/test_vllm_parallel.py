@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from support.on_vllm import answer_three
+
 WAYS = {"tensor parallel": {"tensor_parallel_size": 2}, "pipeline parallel": {"pipeline_parallel_size": 2}}
 TESTS = Path(__file__).parents[1]
 
@@ -29,21 +31,17 @@ def run_script(name: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def answers(**args: int) -> list[list[int]]:
-    """Returns the ids of three requests."""
-    return run_script("answer_three.py", json.dumps(args))
-
-
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    return answers()
+    """The ids of three requests, by an engine in this process."""
+    return answer_three({})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ids_are_those_of_one_process(way, alone):
     assert [len(ids) > 3 for ids in alone] == [True] * 3
-    assert answers(**WAYS[way]) == alone
+    assert run_script("answer_three.py", json.dumps(WAYS[way])) == alone
 
 
 @pytest.mark.slow

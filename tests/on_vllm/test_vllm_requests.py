@@ -25,7 +25,7 @@ from support.http_server import until
 from support.on_vllm import CPU_ARGS, answer_all, open_on_vllm, record, worker_state
 from support.serving import Broken
 
-SOAK = int(os.environ.get("MLX_ZIP_VLLM_SOAK", "40"))  # 2,000 were once run (docs/guides/vllm.md)
+SOAK = int(os.environ.get("MLX_ZIP_VLLM_SOAK", "20"))  # 2,000 were once run (docs/guides/vllm.md)
 PROMPT = "Once upon a time there was a little girl. The little girl had a dog."
 
 

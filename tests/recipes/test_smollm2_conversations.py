@@ -1,8 +1,10 @@
 """Conversations that a model writes itself, and the recipe's data and packs at small size with a tiny random model."""
 
 import gzip
+import io
 import json
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -34,7 +36,7 @@ from mlx_zip.files import read_json_object  # noqa: E402
 from mlx_zip.training.checkpoints import hash_trained_weights  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
-from recipes.smollm2 import frontier, labels  # noqa: E402
+from recipes.smollm2 import frontier, labels, training  # noqa: E402
 from recipes.smollm2.settings import SMALL, TalkSettings  # noqa: E402
 
 
@@ -188,18 +190,42 @@ def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
 
 
 def here(module, arguments, folder):
-    """Runs the commands of mlx_zip and mlx-lm in this process, which spares starts of Python."""
+    """Runs the commands of mlx_zip and mlx-lm in this process, without workers: that spares starts of Python."""
     if module == "mlx_zip":
-        return cli.main(list(arguments))
+        return cli.main([*arguments, *(["--workers", "1"] if arguments[0] == "prepare" else [])])
     with mock.patch.object(sys, "argv", list(arguments)):
         import_module(f"{module}.{arguments[0]}").main()
     return 0
 
 
+class TrainedHere:
+    """Stands for a process that trains: runs its command in this process, at once, and writes its output to its log."""
+
+    def __init__(self, command, *, stdout, stderr, **options):
+        assert command[:3] == [sys.executable, "-m", "mlx_zip"]
+        assert stdout is stderr
+        log = io.TextIOWrapper(stdout, encoding="utf-8", write_through=True)
+        with redirect_stdout(log), redirect_stderr(log):
+            self._status = cli.main(command[3:])
+        log.detach()
+
+    def wait(self):
+        return self._status
+
+
+@pytest.fixture
+def trained_here(monkeypatch):
+    """Trains in this process, which spares starts of PyTorch; one test below has the processes."""
+    monkeypatch.setattr(training.subprocess, "Popen", TrainedHere)
+
+
 def make_run(out):
     """Writes a tiny model to out/model and runs the whole recipe at small size in out/run."""
     folder, _ = chat_model(out / "model")
-    with mock.patch.object(frontier, "_measure_step_s", return_value=0.25):  # times are taken on quiet machines only
+    with (
+        mock.patch.object(training.subprocess, "Popen", TrainedHere),
+        mock.patch.object(frontier, "_measure_step_s", return_value=0.25),  # times are taken on quiet machines only
+    ):
         main.run_stages(main.Recipe(SMALL, folder, out / "run", call=here))
 
 
@@ -269,7 +295,7 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     for name, files in (("zip", 5), ("control", 2)):
         assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
     assert read_json_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
-    words = ["train", *named_by, "--leg", "2"]
+    words = ["train", *named_by, "--leg", "2"]  # by processes, as the recipe's user has them
     assert main.main(words) == 0
     record = read_json_object(run / "leg-2" / "zip" / "train.json")
     assert record["fixed"]["init_from"] == hash_trained_weights(run / "leg-1" / "zip")
@@ -380,7 +406,7 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
 
 
 @pytest.mark.slow
-def test_a_leg_that_fails_names_its_log(own_run, capsys):
+def test_a_leg_that_fails_names_its_log(own_run, trained_here, capsys):
     run, named_by = own_run
     copytree(run / "leg-1" / "zip" / "adapter", run / "leg-3" / "zip" / "adapter")
     assert main.main(["train", *named_by, "--leg", "4"]) == 2

@@ -259,7 +259,8 @@ def test_a_smaller_model_is_trained_like_the_control_and_measured(engine, made, 
     if engine == "torch":
         pytest.importorskip("torch", reason="PyTorch is not installed")
     recipe = replace(again[0], engine=engine)
-    monkeypatch.setattr(smaller, "SMALLER", {"1m": smaller.SMALLER["1m"]})
+    shape = {**smaller.SMALLER["1m"], "num_hidden_layers": 1, "intermediate_size": 64}
+    monkeypatch.setattr(smaller, "SMALLER", {"1m": shape})
     run_stages(recipe, ["smaller"])
     config = json.loads((recipe.out / "smaller/quantized/1m/config.json").read_text())
     assert (config["model_type"], config["hidden_size"], config["quantization"]["bits"]) == ("llama", 128, 8)

@@ -19,6 +19,7 @@ from support.torch_folders import save_weights
 
 # the share of memory that must be free is low, so that two engines start beside each other
 CPU_ARGS = {"enforce_eager": True, "block_size": 32, "max_model_len": 512, "gpu_memory_utilization": 0.3}
+TEXTS = ("Once upon a time there was a little girl. The little girl", "One day, a big dog", "Tim and Tim and Tim and")
 
 
 def open_on_vllm(folder: Any, max_running: int = 16, vllm_args: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -95,6 +96,13 @@ def answer_all(
         elif index in cancelled:
             engine.cancel(ticket)
     return [_wait(watch) for watch in watches]
+
+
+def answer_three(vllm_args: dict[str, Any]) -> list[list[int]]:
+    """Returns the ids of three requests to `stories`, of an engine that is opened for them."""
+    with open_on_vllm("stories", 4, vllm_args) as engine:
+        asked = [Submission(engine.tokenizer.encode(text), 10) for text in TEXTS]
+        return [watch.ids for watch in answer_all(engine, asked)]
 
 
 def _wait(watch: Watch) -> Watch:

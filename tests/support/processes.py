@@ -20,6 +20,8 @@ CONTEXT.set_forkserver_preload(
         "mlx_zip.training.run",
         "transformers.generation.utils",  # which loading a tokenizer imports where PyTorch is installed
         "matplotlib.backends.backend_agg",
+        "mlx_zip.cli.chat.terminal",
+        "support.fake_engine",
     ]
 )
 

@@ -12,25 +12,28 @@ import subprocess
 import termios
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 WAIT_S = 60.0
 _CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[=>()][0-9A-B]?|\r")
 
 
-class PseudoTerminal:
-    """A running program. said: all that it has written so far, as text."""
+def start_command(command: Sequence[str], environment: Mapping[str, str], slave: int) -> subprocess.Popen[bytes]:
+    """Starts a command in a terminal."""
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+    return subprocess.Popen(command, **streams, start_new_session=True, env={**os.environ, **environment})
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], columns: int = 80) -> None:
+
+class PseudoTerminal:
+    """A running program. said: all that it has written so far, as text. start: starts its command in the terminal."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], columns: int = 80, start: Any = start_command
+    ) -> None:
         self._master, slave = pty.openpty()
         self.resize(columns)
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **environment},
-        )
+        usual = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.process = start(command, {**usual, **environment}, slave)
         os.close(slave)
         self.said, self._seen = "", 0
 

@@ -144,6 +144,18 @@ def test_the_command_prepares_and_says_what_it_did(tmp_path, capsys):
     assert expanded(shards) == expanded(prepared(tmp_path / "same", data, context=64))
 
 
+@pytest.mark.parametrize(("cores", "workers"), [(3, 3), (100, 8), (None, 1)])
+def test_without_a_flag_the_command_has_a_worker_per_core_and_not_too_many(cores, workers, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("mlx_zip.cli.preparation.os.cpu_count", lambda: cores)
+    monkeypatch.setattr(
+        "mlx_zip.training.prepare.preparation.prepare_data", lambda options, count, **other: given.append(count)
+    )
+    monkeypatch.setattr("mlx_zip.cli.preparation.format_summary", lambda *result: "")
+    assert run("--tokenizer", "t", "--data", tmp_path / "d.jsonl", "--out", tmp_path / "out") == 0
+    assert given == [workers]
+
+
 def test_the_command_takes_a_mixture(tmp_path, mixture, capsys):
     assert run("--tokenizer", tokenizer_folder(), "--mixture", mixture, "--out", tmp_path / "out", "--workers", 1) == 0
     assert "cats.jsonl" in capsys.readouterr().out
