@@ -194,7 +194,7 @@ def test_only_the_first_samples_learn_and_use_what_is_learnt(row):
     dictionary = Dictionary(Settings(Words.from_samples(texts), row["window"], part["first_id"]))
     first, rest = dictionary.number_units(texts).split_at(count_leading_samples(len(texts), row["percent"]))
     ids = Samples.join([dictionary.train(first), dictionary.encode_as_single_units(rest)])
-    assert len(first) == row["count_leading_samples"]
+    assert len(first) == row["leading_samples"]
     assert (dictionary.totals.tokens, dictionary.totals.units) == (row["tokens"], row["units"])
     assert digest(ids.to_lists()) == row["encoded_sha256"]
 
