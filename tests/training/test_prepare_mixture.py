@@ -151,7 +151,7 @@ def test_without_a_flag_the_command_has_a_worker_per_core_and_not_too_many(cores
     monkeypatch.setattr(
         "mlx_zip.training.prepare.preparation.prepare_data", lambda options, count, **other: given.append(count)
     )
-    monkeypatch.setattr("mlx_zip.cli.preparation.format_summary", lambda *result: "")
+    monkeypatch.setattr("mlx_zip.cli.preparation.format_prepared_summary", lambda *result: "")
     assert run("--tokenizer", "t", "--data", tmp_path / "d.jsonl", "--out", tmp_path / "out") == 0
     assert given == [workers]
 
