@@ -126,7 +126,7 @@ def test_prompts_to_be_scored_are_bounded_and_those_of_clients_that_left_do_not_
         go_on.wait(10)
         return scored(*args)
 
-    engine.prompt_ids = slow
+    engine.score_prompt_ids = slow
     asked = {"prompt": "A story", "echo": True, "logprobs": 0, "max_tokens": 0}
     with serving(engine) as served:
         first, second = (served.raw(post("/v1/completions", asked)) for _ in range(2))
