@@ -80,7 +80,7 @@ def test_everybody_is_told_when_a_step_fails_and_its_group_cannot_be_dropped():
 
     def goes():
         first = made._scheduler.groups[0]
-        first.begin = first.drop = raises
+        first.begin_step = first.drop_requests = raises
 
     made._inbox.post(goes)
     assert all(isinstance(watch.wait().end.error, EngineStoppedError) for watch in watches)
@@ -323,5 +323,5 @@ def test_rows_of_a_prompt_whose_reading_is_cut_off_are_kept_when_the_engine_clos
     )
     assert begun.wait(30)
     engine.close(0)
-    assert not store.submit()
+    assert not store.submit_rows()
     store.close()

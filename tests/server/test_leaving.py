@@ -119,14 +119,14 @@ def test_a_client_that_leaves_while_its_prompt_is_submitted_leaves_no_request():
 
 def test_prompts_to_be_scored_are_bounded_and_those_of_clients_that_left_do_not_count():
     engine, begun, go_on = FakeEngine(), threading.Event(), threading.Event()
-    engine.info, scored = replace(engine.info, max_requests=2), engine.prompt_ids
+    engine.info, scored = replace(engine.info, max_requests=2), engine.score_prompt_ids
 
     def slow(*args):
         begun.set()
         go_on.wait(10)
         return scored(*args)
 
-    engine.prompt_ids = slow
+    engine.score_prompt_ids = slow
     asked = {"prompt": "A story", "echo": True, "logprobs": 0, "max_tokens": 0}
     with serving(engine) as served:
         first, second = (served.raw(post("/v1/completions", asked)) for _ in range(2))
