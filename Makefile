@@ -129,7 +129,7 @@ MLX_FLAGS := -std=c++17 -O3 -Wall -fPIC -shared
 $(VENV)/.header: $(VENV)/.ready
 	@[ "$$(uname -s)" != Linux ] || { \
 	  include=$$($(BIN)/python -c 'import mlx; print(list(mlx.__path__)[0])')/include && \
-	  header=$$include/mlx/backend/cpu/compiled_preamble.h && \
+	  header=$$include/mlx/backend/cpu/compiled_preamble.h && rm -f "$$header.gch" && \
 	  g++ $(MLX_FLAGS) -I "$$include" -x c++-header "$$header" -o "$$header.gch" 2>/dev/null; } || \
 	  echo "MLX's header is not compiled ahead: kernels take longer to compile" >&2
 	@touch $@

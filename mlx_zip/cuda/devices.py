@@ -126,7 +126,9 @@ def measure_step_ceiling(device: torch.device, step_bytes: int) -> Ceiling | Non
 
 
 def measure_matvec_bandwidth(device: torch.device, side: int, limit_s: float = math.inf) -> float:
-    """Returns the bytes per second that a device reads in matrix-vector products, as `mlx_zip.device.bandwidth` does.
+    """Returns the bytes per second that a device reads in matrix-vector products.
+
+    `mlx_zip.device.measure_memory_bandwidth` does the same with MLX.
 
     side: rows and columns of the float32 matrix. The result is the fastest of up to `TRIALS` trials after one warm-up.
     No trial but the first begins after `limit_s` seconds.

@@ -213,7 +213,7 @@ class CudaGroup:
         """Number of ids that the longest request holds."""
         return max(request.held_ids for request in self.requests)
 
-    def uses_long_factors(self) -> None:
+    def merge_key(self) -> None:
         """Returns None: this group is not merged with others."""
 
     def rows_switching_factors(self) -> list[int]:

@@ -53,7 +53,8 @@ class RowScorer:
         """Yields the predictions of a row's ids, from the second id on, some at a time.
 
         closed: positions, and the ids that canonical decoding forbids there. causal: False opens the row's last entries
-        at every position ("legacy" in `mlx_zip.engine.mlx.scoring.score`). top: number of likeliest ids per position.
+        at every position ("legacy" in `mlx_zip.engine.mlx.scoring.score_rows`). top: number of likeliest ids per
+        position.
         """
         row_entries, vocab_size, begin = self._find_row_entries(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))

@@ -50,8 +50,8 @@ class Scheduler:
 
     store: the kept sessions. max_running: maximum number of running requests, in prefill or taking steps. max_kv_bytes:
     maximum bytes of the KV caches of all running requests, None for no bound. ended: called with each request after its
-    end. make_reading: returns the `Reading` of a request that has a cache. raises: whether `work` raises errors; if
-    False, an error ends the requests in which it occurred.
+    end. make_reading: returns the `Reading` of a request that has a cache. raises: whether `run_round` raises errors;
+    if False, an error ends the requests in which it occurred.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class Scheduler:
             return
         by_key: dict[bool, list[Group]] = {}
         for group in self.groups:
-            key = group.uses_long_factors()
+            key = group.merge_key()
             if key is not None:
                 by_key.setdefault(key, []).append(group)
         for groups in by_key.values():

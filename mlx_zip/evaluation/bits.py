@@ -137,7 +137,7 @@ class BitsResult:
     bits: negative log2-probability of each window's text, float64 [n]. n_bytes: UTF-8 bytes of each window's text,
     int64 [n]. base_ids, ids, hypertokens: counts over all windows, without the unscored id before each window.
     hyper_mass: mean over ids of the total probability of all hypertokens. seconds: time of compression and scoring.
-    peak_bytes: peak memory, as the engine measures it. availability: see `score`; None for a plain model.
+    peak_bytes: peak memory, as the engine measures it. availability: see `score_rows`; None for a plain model.
     """
 
     bits: NDArray[np.float64]
@@ -207,8 +207,8 @@ def measure_bits(
 ) -> BitsResult:
     """Scores every window with a zip2zip or a plain mlx-lm model and returns the figures.
 
-    batch_size: windows per model call. availability: see `score`. pack: see `compress_row`. progress: called with the
-    number of windows just scored. Raises `DataError` if a window has more base ids than the model has positions.
+    batch_size: windows per model call. availability: see `score_rows`. pack: see `compress_row`. progress: called with
+    the number of windows just scored. Raises `DataError` if a window has more base ids than the model has positions.
     """
     check_context_fits("windows", windows.longest, context_limit(model))
     prefix = np.array([windows.prefix], np.uint32)

@@ -72,12 +72,12 @@ class EvaluationOptions:
 
     data: text files or data sets to score in bits per byte. separator, limit_bytes: see `read_corpus`. context: maximum
     number of base ids per window and per task request; None for the first model's number of positions, limited to 1024
-    for windows. fill_windows: see `cut_scored_windows`. availability: see `score`. generate: number of conversations to
-    generate, None for none. prompts: file of prompts for the conversations; None to use the first `opening` base ids of
-    each document as prompts. turns: requests per conversation. keep_cache, max_tokens, temp, top_p, stop: see
-    `rates.RateSettings`. tasks, include_path, num_shots, limit, apply_chat_template, confirm_run_unsafe_code: see
-    `run_tasks`. border: see `lm_eval_model`. batch_size: windows, conversations or requests per model call. canonical:
-    whether to decode canonically, None for the setting in each model's config.
+    for windows. fill_windows: see `cut_scored_windows`. availability: see `score_rows`. generate: number of
+    conversations to generate, None for none. prompts: file of prompts for the conversations; None to use the first
+    `opening` base ids of each document as prompts. turns: requests per conversation. keep_cache, max_tokens, temp,
+    top_p, stop: see `rates.RateSettings`. tasks, include_path, num_shots, limit, apply_chat_template,
+    confirm_run_unsafe_code: see `run_tasks`. border: see `lm_eval_model`. batch_size: windows, conversations or
+    requests per model call. canonical: whether to decode canonically, None for the setting in each model's config.
     """
 
     data: Sequence[str] = ()

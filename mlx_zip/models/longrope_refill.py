@@ -26,9 +26,9 @@ from mlx_zip.models.rows.zip_state import ZipState
 class LongRopeRefill:
     """Computes a request's keys and values again, in new KV caches, with LongRoPE's long factors or its short ones.
 
-    model: a `Model`. kv, state: the request's KV caches and `ZipState`, which do not change before `finish`, so a
-    refill can be abandoned. long: whether to use the long factors. total: number of ids per sequence to read, left
-    padding included. filled: the new KV caches.
+    model: a `Model`. kv, state: the request's KV caches and `ZipState`, which do not change before
+    `install_refilled_caches`, so a refill can be abandoned. long: whether to use the long factors. total: number of ids
+    per sequence to read, left padding included. filled: the new KV caches.
     """
 
     def __init__(self, model: Any, kv: Sequence[Any], state: ZipState, long: bool) -> None:

@@ -151,7 +151,7 @@ class Core:
         """Compresses a turn's prompt to ids, as for generation, and returns the ids with their log-probabilities.
 
         base_ids: base ids of the prompt. Scores one prompt at a time; stops if the task is cancelled. Raises what
-        `Engine.prompt_ids` raises, and `EngineBusyError` if as many prompts wait as the engine takes requests.
+        `Engine.score_prompt_ids` raises, and `EngineBusyError` if as many prompts wait as the engine takes requests.
         """
         most = self.engine.info.max_requests
         if most is not None and self._scoring_count >= most:

@@ -288,8 +288,8 @@ class PatchFitOptions:
     """The patch model to train.
 
     tokenizer: file of the tokenizer whose tokens become patches; None to learn a byte-level BPE of `vocab_size` tokens.
-    patch_size: maximum symbols per patch. mode: "stop" or "full", see `Merges`. context: patches per window. latent,
-    local: sizes of the large transformer, and of the local encoder and decoder.
+    patch_size: maximum symbols per patch. mode: "stop" or "full", see `PatchMerges`. context: patches per window.
+    latent, local: sizes of the large transformer, and of the local encoder and decoder.
     """
 
     tokenizer: Path | None = None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip import named
+from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_folder, read_json_object, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.run_metrics import read_metrics
@@ -33,7 +34,8 @@ def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
     """Returns the folders of the compared models, by name; makes missing folders.
 
     The model "masked" is the trained model's decoder as a plain model, without hypertokens. model: folder of the base.
-    leg: folder of the trained leg, with the adapter to ship. Raises `TrainingError` if a command fails.
+    leg: folder of the trained leg, with the adapter to ship. Raises `TrainingError` if a command fails, `DataError` if
+    the leg was measured with another codebook size.
     """
     folder = leg / "models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +45,9 @@ def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
     if not made[ZIP].exists():
         words = ["--hf-path", leg / SHIPPED, "--base", model, "--dtype", "float32", "--mlx-path", made[ZIP]]
         run_command(call, "mlx_zip", ["convert", *words], leg)
+    made_with = read_json_object(made[ZIP] / "config.json")["zip2zip"]["compression"]["max_codebook_size"]
+    if made_with != read_json_object(leg / SHIPPED / ZIP_CONFIG)["compression"]["max_codebook_size"]:
+        raise DataError(f"{leg} was measured with {made_with} entries: remove {made[ZIP]} and {leg / 'measured'} first")
     return made
 
 

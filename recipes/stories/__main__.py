@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.processes < 1:
         print(f"error: --processes must be at least 1, got {args.processes}", file=sys.stderr)
         return 2
+    if args.processes > 1 and args.engine == "torch":
+        print("error: --engine torch trains in one process; leave out --processes", file=sys.stderr)
+        return 2
     call = partial(run_in_own_process, trainers=args.processes)
     recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call, engine=args.engine)
     try:
@@ -75,7 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--engine",
         choices=ENGINES,
         default="mlx",
-        help="what computes the training steps, except of the draft head; torch is much faster on a CPU (default: mlx)",
+        help="what computes the training steps, except those of the draft head; torch is much faster on a CPU "
+        "(default: mlx)",
     )
     add("--seed", type=int, help="random seed of texts, weights and training (default: 0)")
     add(

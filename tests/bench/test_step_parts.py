@@ -25,7 +25,7 @@ def models():
 
 @pytest.fixture
 def stalled(monkeypatch):
-    """Makes `follow` settle everything before it learns the id: the body that was just handed over, and all tables."""
+    """Makes `compute_logits` settle the body that was just handed over, and all tables, before it learns the id."""
     bodies, run, advance = [], TwoPartStep.run_body, ZipState.advance
 
     def running(self, ids):

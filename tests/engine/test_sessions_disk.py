@@ -4,6 +4,7 @@ import errno
 import gc
 import logging
 import os
+import signal
 import stat
 import threading
 import time
@@ -328,6 +329,7 @@ def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s, kind):
     finally:
         writer.kill()
         writer.join()
+    assert writer.exitcode == -signal.SIGKILL  # it had not ended by itself
     store = keeping.store(kind, folder=folder)
     assert len(store.sessions()) == len(files(folder))
     for file in files(folder):

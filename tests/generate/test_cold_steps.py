@@ -103,5 +103,5 @@ def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
     model.row_source.store_submitted_rows()
     assert not ended.is_set()
     encoded = model.row_source.store.encoded - before
-    assert encoded > INPUT_ROWS_TOGETHER  # the input rows of `run`, the output row of `follow`
+    assert encoded > INPUT_ROWS_TOGETHER  # the input rows of `run_body`, the output row of `compute_logits`
     waiter.join()

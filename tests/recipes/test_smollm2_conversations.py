@@ -406,6 +406,16 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
 
 
 @pytest.mark.slow
+def test_a_leg_that_was_measured_with_another_codebook_is_refused(own_run, capsys):
+    run, named_by = own_run
+    config = read_json_object(run / "leg-1" / "models" / "zip" / "config.json")
+    config["zip2zip"]["compression"]["max_codebook_size"] += 1
+    (run / "leg-1" / "models" / "zip" / "config.json").write_text(json.dumps(config))
+    assert main.main(["measure", *named_by, "--leg", "1"]) == 2
+    assert "was measured with" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_leg_that_fails_names_its_log(own_run, trained_here, capsys):
     run, named_by = own_run
     copytree(run / "leg-1" / "zip" / "adapter", run / "leg-3" / "zip" / "adapter")

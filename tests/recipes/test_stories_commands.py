@@ -63,6 +63,13 @@ def test_the_engine_is_that_of_training_but_not_of_draft_heads(tmp_path):
     assert calls == [["train", "--iters", "1", "--engine", "torch"], ["train", "--draft-head"], ["prepare"]]
 
 
+def test_training_on_pytorch_in_several_processes_is_refused_at_once(tmp_path, capsys):
+    words = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--processes", "2", "--engine", "torch"]
+    assert main.main(words) == 2
+    assert "leave out --processes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):
     (tmp_path / "child.py").write_text(CHILD)
     code = f"{PARENT} sys.exit(run('child', [], Path({str(tmp_path)!r})))"

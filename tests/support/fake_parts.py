@@ -116,7 +116,7 @@ class FakeGroup:
     def finish_choosing(self) -> None:
         return
 
-    def uses_long_factors(self) -> None:
+    def merge_key(self) -> None:
         return None
 
     def rows_switching_factors(self) -> list[int]:

@@ -225,10 +225,14 @@ def test_a_run_on_pytorch_logs_what_a_run_on_mlx_logs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optimizer": "muon"}, {"fine_tune_type": "encoders", "encoder_learning_rate": 1e-3}],
+    ids=["adamw", "muon", "encoders with a rate of their own"],
+)
 @pytest.mark.parametrize("first", ["mlx", "torch"])
-def test_what_one_trainer_saved_the_other_goes_on_from(first, optimizer, tmp_path, monkeypatch):
-    second, chosen = "torch" if first == "mlx" else "mlx", settings(optimizer=optimizer)
+def test_what_one_trainer_saved_the_other_goes_on_from(first, changes, tmp_path, monkeypatch):
+    second, chosen = "torch" if first == "mlx" else "mlx", settings(**changes)
     whole, broken = options(tmp_path / "whole"), options(tmp_path / "broken", engine=first)
     train(whole, chosen, quiet=True)
     with monkeypatch.context() as patch:

@@ -160,7 +160,8 @@ class DraftModelSource:
 class HeadSource:
     """Proposes ids with a model's draft head. The ids may be hypertokens, unlike those of other sources.
 
-    Call `see` with the model's last output before each draft. record: figures of the head over all requests.
+    Call `note_body_output` with the model's last output before each draft. record: figures of the head over all
+    requests.
     """
 
     width: int | None = DEPTH + 1

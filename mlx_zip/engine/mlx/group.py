@@ -283,7 +283,7 @@ class Group:
 
     # ---- joining and leaving
 
-    def uses_long_factors(self) -> bool | None:
+    def merge_key(self) -> bool | None:
         """Returns whether the next step of all rows uses LongRoPE's long factors; False for models without LongRoPE.
 
         Groups with equal results may be merged. Returns None if this group must not be merged now.

@@ -75,7 +75,8 @@ class TorchStepper:
         self.weights = trainee.loss_weights
         self.parameters = self.model.trained
         self.optimizers = _make_optimizers(settings, self.parameters, optimizer)
-        self.steps = int(list_single_optimizers(optimizer)[-1].step.item())  # type: ignore[attr-defined]
+        done: Any = self.optimizers[0].mlx.step  # of a part that has weights: the others count no steps here
+        self.steps = int(done.item())
         if self.steps:
             for one in self.optimizers:
                 one.load_from_mlx(self.parameters, self.steps)
