@@ -160,7 +160,7 @@ def test_a_cold_run_knows_nothing_of_what_passes_cost(monkeypatch, tmp_path):
     engine = DraftedEngine(tiny_bench.models(), "plain", "auto", {})
     served = drafts.Served(engine.model, engine.tokenizer, drafts.RunOptions(draft="auto"))
     for width in (1, 16):
-        served.pass_costs.note(width, 100, 1.0, known=True)
+        served.pass_costs.note_pass(width, 100, 1.0, known=True)
     served.settle()  # writes them to their file, where another model object finds them
     assert drafts.Served(engine.make(), engine.tokenizer, drafts.RunOptions()).pass_costs.ratios(100)[16]
     engine.forget_encoded_rows()

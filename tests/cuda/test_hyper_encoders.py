@@ -62,7 +62,7 @@ def check(model: Model, folder: Any, kernels: bool) -> None:
     ids, lengths = entries()
     inputs, outputs = (np.array(rows) for rows in model.encode_rows(ids, lengths))
     ours = open_model(folder, "cpu", kernels=kernels)
-    made = ours.encode(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(lengths))
+    made = ours.encode_entries(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(lengths))
     assert made.shape == (len(ids), ours.sides, 64)
     np.testing.assert_allclose(made[:, 0].numpy(), outputs, atol=ROWS_ATOL, rtol=0)
     np.testing.assert_allclose(made[:, -1].numpy(), inputs, atol=ROWS_ATOL, rtol=0)

@@ -189,8 +189,8 @@ def test_auto_asks_a_head_where_its_ids_are_worth_their_pass(oracle, monkeypatch
     accepted = []
     for curve in ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}):
         monkeypatch.setattr(PassCosts, "ratios", lambda self, held, rows, curve=curve: curve)
-        monkeypatch.setattr("mlx_zip.engine.mlx.draft_model.HeadSource.seconds", lambda self: 0.0)
-        monkeypatch.setattr("mlx_zip.engine.draft_sources.LookupSource.share", lambda self: 0.0)
+        monkeypatch.setattr("mlx_zip.engine.mlx.draft_model.HeadSource.seconds_per_id", lambda self: 0.0)
+        monkeypatch.setattr("mlx_zip.engine.draft_sources.LookupSource.acceptance_share", lambda self: 0.0)
         drafted = answer_of(model, draft="auto")
         assert [one.token for one in drafted] == oracle.answer
         accepted.append(drafted[-1].accepted)

@@ -60,7 +60,7 @@ def test_ratios_are_those_of_the_library(records):
     assert ratios
     for line in ratios:
         dictionary = Dictionary(Settings(Tokens(len(words)), line["setting"]["window"]))
-        first, rest = samples.cut(4 * line["setting"]["percent"] // 100)
+        first, rest = samples.split_at(4 * line["setting"]["percent"] // 100)
         tokens = len(dictionary.train(first).ids) + len(rest.ids)
         assert line["tokens"] == tokens
         assert line["ratio"] == round(tokens / len(samples.ids), 4)

@@ -140,7 +140,7 @@ def _run_multitok_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[
 def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
     """Returns a function from a list of units to their text. Without --tokenizer, ids are shown as numbers."""
     if args.tokenizer is None:
-        return units.shown
+        return units.show_units
     tokenizer = read_dictionary_tokenizer(units, args)
     return lambda run: tokenizer.decode(run)
 
