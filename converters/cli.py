@@ -95,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_pack_flag(
         add,
-        "pack file (.json, .npz or .npy) whose entries every codebook of the written model begins with; repeat the "
-        "flag to merge packs; tuned rows must belong to the written weights (default: the checkpoint's own pack, if it "
-        "has one)",
+        "pack file (.json, .npz or .npy): every codebook of the written model begins with its entries. If the pack has "
+        "tuned rows, they must belong to the written weights. Repeat the flag to merge packs (default: the "
+        "checkpoint's own pack, if it has one)",
     )
     add(
         "--policy",

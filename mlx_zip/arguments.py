@@ -19,8 +19,8 @@ _TYPE_WORDS = {"int": "a whole number", "float": "a number"}
 _ARITY_WORDS = {"one argument": "a value", "at least one argument": "at least one value"}
 _WRONG_TYPE = re.compile(r"invalid (\w+) value: (.*)", re.S)
 PACK_HELP = (
-    "pack file (.json, .npz or .npy) whose entries every codebook begins with, for a plain model one that was tuned "
-    "for it; repeat the flag to merge packs (default: the model's own pack, if it has one)"
+    "pack file (.json, .npz or .npy): every codebook begins with its entries. A plain model needs a pack that was "
+    "tuned for it. Repeat the flag to merge packs (default: the model's own pack, if it has one)"
 )
 
 

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--against",
         metavar="FILE",
-        help="earlier records: ratios are to the record of the same engine, model, text and machine in FILE (default: "
-        "to the base engine of the same command)",
+        help="file of earlier records: ratios are to its record of the same engine, model, text and machine (default: "
+        "to the record of the base engine of the same command)",
     )
 
 
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
 def records_table(records: Records, earlier: Records | None = None) -> str:
     """Returns a table with a row per record: medians with minimum and maximum, and ratios to the base engine.
 
-    earlier: records whose figures the ratios are to, instead of the base engine's.
+    earlier: None, or records to compare with instead: each record's figures are then divided by those of its
+    counterpart in `earlier` (see `same_record`).
     """
     ratios = [f"{name}, {TO_BASE if earlier is None else TO_EARLIER}" for name in RATIOS]
     header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *ratios, "trials", *BUSY]

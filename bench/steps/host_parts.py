@@ -1,9 +1,9 @@
 """Times what the host does during a step, part by part, and finds where it waits, to tell a stall from a slow kernel.
 
-While bodies (the decoder's layers of a step) run ahead, the host has to wait only for the id (part "wait"). The device
-works meanwhile, and a slow kernel makes this wait longer. A wait in another part is a stall: the host needs a value
-that the device has not computed yet. Parts are timed in whole requests; copies of buffers are counted in a separate
-pass.
+The device starts each step's body (its decoder layers) before the host has read the step's id. So the host has to wait
+only for the id (part "wait"). The device works meanwhile, and a slow kernel makes this wait longer. A wait in another
+part is a stall: the host needs a value that the device has not computed yet. Parts are timed in whole requests; copies
+of buffers are counted in a separate pass.
 """
 
 from __future__ import annotations
@@ -91,7 +91,11 @@ def find_stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[
 def trace_stream_generate(
     zipped: MlxZip, prompt: Sequence[int], tokens: int, text: Sequence[int] | None
 ) -> list[Seconds]:
-    """Runs a request in `stream_generate` with bodies that run ahead; returns the clocks at each emitted id."""
+    """Runs a request in `stream_generate` and returns the tracer's clocks at each emitted id: seconds so far by part.
+
+    Each step's body (its decoder layers) starts on the device before the host has read the step's id. text: base
+    ids to emit instead of the model's choices, None to let the model choose.
+    """
     with forced_run_ahead(True), Tracer(ZIP_HOOKS) as tracer:
         zipped.run(prompt, tokens, text)
     return tracer.marks
@@ -100,7 +104,7 @@ def trace_stream_generate(
 def trace_engine(
     make: Callable[[], Any], models: Models, prompt: Sequence[int], tokens: int, **sampling: Any
 ) -> list[Seconds]:
-    """Runs a request in a new engine with its scheduler; returns the clocks at each delivered id.
+    """Runs a request in a new engine with its scheduler; returns the tracer's clocks at each delivered id.
 
     make: returns the model with evaluated weights; called in the engine's thread, because streams belong to threads.
     """
@@ -249,7 +253,7 @@ def time_tiny_kernels() -> dict[str, float]:
 def measure_host_parts(
     models: Models, prompt: Sequence[int], text: Sequence[int], forced: bool, rests: Sequence[float], limit_s: float
 ) -> dict[str, Any]:
-    """Takes all measurements of this file, with bodies that run ahead; returns the figures by name.
+    """Takes all measurements of this file, with steps as in `trace_stream_generate`; returns the figures by name.
 
     prompt, text: base ids to read and to write. forced: whether the text is forced while parts are timed; if not, the
     model chooses. rests: seconds of rest before first ids are timed. After limit_s / 2 seconds no further round begins.

@@ -230,7 +230,7 @@ def prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
 
 
 def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.array]:
-    """Yields the choice after each step that reads one of `ids` in mlx_zip, with bodies that run ahead."""
+    """Yields the id chosen after each step that reads one of `ids` in mlx_zip, in two parts as `TwoPartStep` does."""
     ahead = TwoPartStep(model, cache)
     for one in ids:
         y = mx.array([one])

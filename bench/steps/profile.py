@@ -220,7 +220,10 @@ class StepProfiler:
 
 @contextmanager
 def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
-    """Context manager: sets whether `mlx_zip.stream_generate` runs bodies ahead. ahead: None lets the device decide."""
+    """Context manager: sets whether `mlx_zip.stream_generate` starts a step before the host has read its id.
+
+    ahead: None lets the device decide.
+    """
     generate = import_module("mlx_zip.engine.mlx.generate")
     with patch.object(generate, "_ahead_option", lambda model: ahead):
         yield

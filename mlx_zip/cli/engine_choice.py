@@ -90,8 +90,9 @@ def add_engine_flag(add: Any, names: Sequence[str] = ENGINE_NAMES) -> None:
         choices=names,
         default=AUTO,
         help="library that runs the model. mlx: MLX; torch: PyTorch, on an NVIDIA card if there is one, else on the "
-        f"CPU; cuda: PyTorch on an NVIDIA card only;{vllm} auto: torch if it is installed, but mlx on a Mac, for a "
-        f"model below {SMALL_MB} MB, and for a flag or model that torch does not support (default: auto)",
+        f"CPU; cuda: PyTorch on an NVIDIA card only;{vllm} auto: mlx or torch, whichever is installed; if both are: "
+        f"mlx on a Mac, in a run of mlx.launch, for a model below {SMALL_MB} MB, and for a flag or model that torch "
+        "does not support; else torch (default: auto)",
     )
 
 

@@ -80,8 +80,8 @@ def _add_prompt_flags(add: Any) -> None:
         "-p",
         default="hello",
         action=_MarkGiven,
-        help="user message, or - to read it from standard input as UTF-8 (default: hello, without --model a request "
-        "for a story)",
+        help="user message, or - to read it from standard input as UTF-8 (default: hello, or a request for a "
+        "story if --model is not given)",
     )
     add("--prefill-response", help="beginning of the answer, which the model continues (default: none)")
 
@@ -93,7 +93,7 @@ def _add_sampling_flags(add: Any) -> None:
         type=int,
         default=100,
         action=_MarkGiven,
-        help="maximum number of base tokens to generate (default: 100, without --model 400)",
+        help="maximum number of base tokens to generate (default: 100, or 400 if --model is not given)",
     )
     add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed (default: none)")
     for name, declared in SAMPLING_FLAGS.items():

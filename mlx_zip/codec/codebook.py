@@ -44,13 +44,14 @@ def base_ids_of_next_id(book: Codebook, one: int) -> tuple[int, ...]:
 
 
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
-    """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries after the last id).
+    """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], all entries at the end).
 
     At each position the longest installed entry is emitted, and this match plus the next id becomes a new entry, if it
     is not too long and there is room. Without start entries, the result equals that of zip2zip-compression 0.3.4. Under
     the policies lru and use-count, the ids that remain when the table is full are compressed as by `Codebook.compress`.
-    ids: see `as_ids`; a contiguous uint32 array is not copied. Raises `CodecError` for an id that is neither a base id
-    nor disabled, and if the hypertoken of a match has the id of a disabled id.
+    ids: see `as_ids`; a contiguous uint32 array is not copied. Raises `CodecError` if an id is neither below
+    `params.vocab_size` nor in `params.disabled_ids`, and if a match would be emitted as a hypertoken whose id is also
+    in `params.disabled_ids`.
     """
     base_ids = as_ids(ids)
     n, native = len(base_ids), params.native
@@ -172,7 +173,7 @@ class Codebook:
 
         Each emitted id is the longest entry that is installed after the ids before it have been pushed. So, unlike
         `mlx_zip.compress`, no entry is emitted before it is installed. The codebook is not changed. Raises `CodecError`
-        for an id that is neither a base id nor disabled.
+        as the function `compress` does.
         """
         ids, counts = as_ids(base_ids), ffi.new("size_t[2]")
         out = np.empty(len(ids), np.uint32)

@@ -136,11 +136,11 @@ class Batch:
             self._reader.fill_missing_rows(row, sequence)
             self._reader.run_body(row, sequence, mark)
         except BaseException:
-            self.trim(row, mark)
+            self.trim_sequence(row, mark)
             raise
         sequence.can_choose, sequence.has_chosen = not more, False
 
-    def trim(self, row: int, length: int) -> None:
+    def trim_sequence(self, row: int, length: int) -> None:
         """Trims a sequence to its first `length` ids; the sequence must read again before its next id can be chosen.
 
         Raises `CodecError` if the sequence has fewer ids.
@@ -312,7 +312,7 @@ class Batch:
 
     def _record_error(self, row: int, length: int, error: Exception, errors: dict[int, Exception]) -> None:
         errors[row] = error
-        self.trim(row, length)
+        self.trim_sequence(row, length)
 
     def _make_new_rows(self, new: Sequence[tuple[int, Installed]], errors: dict[int, Exception]) -> None:
         """Makes the rows of the entries in `new`, at most one per sequence. Adds errors to `errors`, by row."""

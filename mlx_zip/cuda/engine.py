@@ -42,7 +42,7 @@ from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_pack_check
+from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_tuned_rows_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, GenerationError, ModelError
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -248,7 +248,7 @@ class CudaServed:
             by_base=self.by_base,
             params=None if config is None else model.default_start.params,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=make_pack_check(model.fingerprint, model.sides == 1, model.width),
+            check_start=make_tuned_rows_check(model.fingerprint, model.sides == 1, model.width),
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
 

@@ -65,7 +65,7 @@ class CudaGroup:
     def begin_step(self) -> None:
         """Does nothing: the body was started when the ids were chosen."""
 
-    def read_chosen_ids(self) -> None:
+    def hand_ids_to_requests(self) -> None:
         self._ids = self._batch.wait_for_ids() if self._chosen else []
         self._record_pass_time()
         for request in self._chosen:
@@ -166,7 +166,7 @@ class CudaGroup:
         try:
             if request.keep and request.whole:
                 if has_read and (request.reason == "cancelled" or request.error is not None):
-                    self._batch.trim(row_handle.row, row_handle.book.mark() - 1)
+                    self._batch.trim_sequence(row_handle.row, row_handle.book.mark() - 1)
                 self._row_handles.snapshot_of(row_handle)
         except Exception:  # the answer was delivered: only the session is lost
             log.exception("a session could not be kept")

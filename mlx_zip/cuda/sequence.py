@@ -96,7 +96,7 @@ class SequenceState:
     by_base_ids: bool = False
 
     @property
-    def can_evict(self) -> bool:
+    def can_evict_entries(self) -> bool:
         """Whether a new entry may replace an entry."""
         return self.book.params.policy != "freeze"
 
@@ -123,7 +123,7 @@ class SequenceState:
     def rewind(self, length: int) -> None:
         """Trims the log to its first `length` ids. Forgets the last output, the chosen id and the draft."""
         self.book.rewind(length)
-        if self.can_evict:  # slots may hold their former entries again
+        if self.can_evict_entries:  # slots may hold their former entries again
             self.missing_slots.update(range(self.start.tuned_count, len(self.book)))
         self.missing_slots = {slot for slot in self.missing_slots if slot < len(self.book)}
         self.output, self.can_choose, self.has_chosen, self.ahead = None, False, False, None
@@ -135,7 +135,7 @@ class SequenceState:
         the entries that these ids stood for: base ids [N, S] and lengths [N].
         """
         vocab, ids = self.book.params.vocab_size, self.book.ids[first : first + count].astype(np.int64)
-        at = np.flatnonzero(ids >= vocab) if self.can_evict else np.zeros(0, np.int64)
+        at = np.flatnonzero(ids >= vocab) if self.can_evict_entries else np.zeros(0, np.int64)
         then, lengths = (part[at] for part in self.book.logged_base_ids(first, count))
         now, others = (part[ids[at] - vocab] for part in self.book.padded_entries(0, len(self.book)))
         real = np.arange(then.shape[1]) < lengths[:, None]

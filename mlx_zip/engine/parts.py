@@ -28,7 +28,7 @@ class State(Protocol):
 class Group(Protocol):
     """Requests that take their steps together. requests: requests now in the group. length: ids in the longest cache.
 
-    The scheduler calls the parts of a step in this order: `begin_step`, `read_chosen_ids`, `remove_ended`,
+    The scheduler calls the parts of a step in this order: `begin_step`, `hand_ids_to_requests`, `remove_ended`,
     `launch_pass`, `finish_choosing`; see `mlx_zip.engine.mlx.group`. In a step that merges groups, the scheduler does
     not call `begin_step`.
     """
@@ -40,7 +40,7 @@ class Group(Protocol):
 
     def begin_step(self) -> None: ...
 
-    def read_chosen_ids(self) -> None: ...
+    def hand_ids_to_requests(self) -> None: ...
 
     def remove_ended(self) -> list[Any]: ...
 

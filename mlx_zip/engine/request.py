@@ -180,7 +180,7 @@ class Request:
     # ---- steps
 
     @property
-    def entry_first_ids(self) -> np.ndarray:
+    def first_base_ids_of_entries(self) -> np.ndarray:
         """The first base id of each entry of the codebook, [entries]."""
         if self.book is None:
             return np.zeros(0, np.uint32)

@@ -219,7 +219,7 @@ class Scheduler:
         before = [request for group in self.groups for request in group.requests]
         if not self._merges_now():
             self._run_for_groups(lambda group: group.begin_step())
-        self._run_for_groups(lambda group: group.read_chosen_ids())
+        self._run_for_groups(lambda group: group.hand_ids_to_requests())
         leaving = [request for found in self._run_for_groups(lambda group: group.remove_ended()) for request in found]
         self._regroup()
         self._run_for_groups(lambda group: group.launch_pass())

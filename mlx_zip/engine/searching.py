@@ -39,7 +39,7 @@ class Search(ABC):
         self.request, self.logits = request, logits
         self.token: int | None = None
         self._constraint, self._excluded, self._refused = request.submission.constraint, excluded, 0
-        mask, first_ids = np.asarray(self._constraint.mask(), bool), request.entry_first_ids
+        mask, first_ids = np.asarray(self._constraint.mask(), bool), request.first_base_ids_of_entries
         self._entries = slice(request.vocab_size, request.vocab_size + len(first_ids))
         self._open = _open_columns(mask, request.vocab_size, first_ids, logits.shape[1])
 
@@ -91,7 +91,10 @@ class Search(ABC):
         return len(expansion) == 1 or self._constraint.accepts(self.request.cut_at_end(expansion)[0])
 
     def _refuse_id(self, token: int, scores: np.ndarray) -> None:
-        """Closes a refused hypertoken; after `REFUSALS` refusals, closes all hypertokens."""
+        """Closes (forbids) a hypertoken that the constraint did not accept, so that the search goes on without it.
+
+        The refusal number `REFUSALS` of the step closes all hypertokens. scores [W]: those of closed ids become -inf.
+        """
         self._refused += 1
         closed = token if self._refused < REFUSALS else self._entries
         self._open[closed] = False

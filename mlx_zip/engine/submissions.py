@@ -44,7 +44,7 @@ class ModelFacts:
     kv_bytes_per_id: int
 
 
-def make_pack_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], None]:
+def make_tuned_rows_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], None]:
     """Returns a function, for any thread, that raises `ModelError` if a pack's rows were tuned for another model.
 
     model: fingerprint of the weights. sides_are_one: whether an entry has one row for input and output. width: numbers
@@ -91,7 +91,7 @@ class Checks:
 
     def __init__(self, facts: ModelFacts, max_prompt_tokens: int | None, max_kv_bytes: int | None) -> None:
         self.facts, self.max_prompt_tokens, self.max_kv_bytes = facts, max_prompt_tokens, max_kv_bytes
-        self._packs = _Packs(facts)
+        self._packs = _PackCache(facts)
 
     def check(self, submission: Submission) -> Checked:
         """Returns the checked submission.
@@ -105,18 +105,18 @@ class Checks:
         _check_token_limits(submission, self.facts.width)
         base_ids = self._checked_prompt(submission.base_ids)
         prediction = self._checked_prediction(submission.prediction)
-        start, pack_key = self._packs.find(submission.pack)
+        start, pack_key = self._packs.read_and_check(submission.pack)
         self._check_context(base_ids, start)
         kv_bytes = self._kv_bytes_to_reserve(len(base_ids), submission.max_tokens)
         return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes, prediction)
 
     def check_pack(self, pack: Any) -> None:
         """Raises `GenerationError` if requests cannot begin with `pack`."""
-        self._packs.find(pack)
+        self._packs.read_and_check(pack)
 
     def count_prompt_ids(self, base_ids: Sequence[int], pack: Any) -> int:
         """Returns how many ids a prompt is compressed to, beginning with `pack`. Raises as `check_pack` does."""
-        return self._count_ids(as_ids(base_ids), self._packs.find(pack)[0])
+        return self._count_ids(as_ids(base_ids), self._packs.read_and_check(pack)[0])
 
     def _count_ids(self, base_ids: Uint32s, start: Any) -> int:
         params = self.facts.params
@@ -233,7 +233,7 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-class _Packs:
+class _PackCache:
     """Caches the packs that requests used most recently. A pack is read and checked again only if its file changes."""
 
     def __init__(self, facts: ModelFacts) -> None:
@@ -241,8 +241,8 @@ class _Packs:
         self._files: OrderedDict[Any, Pack] = OrderedDict()  # (path, time of change, size) -> pack
         self._checked: OrderedDict[str, Any] = OrderedDict()  # fingerprint -> start
 
-    def find(self, pack: Any) -> tuple[Any, str]:
-        """Returns a pack, read and checked, and its fingerprint; (None, "") if `pack` is None.
+    def read_and_check(self, pack: Any) -> tuple[Any, str]:
+        """Reads and checks a pack; returns the pack and its fingerprint, (None, "") if `pack` is None.
 
         Raises `GenerationError` if the pack cannot be read or is not for this model.
         """

@@ -142,16 +142,16 @@ class ThreadedEngine(Engine):
         ids = tuple(map(int, base_ids))
         with self._lock:
             self._noted[key] = ids
-        self._inbox.post(lambda: self._note_answer(ticket, key, ids))
+        self._inbox.post(lambda: self._attach_answer_to_session(ticket, key, ids))
 
-    def _note_answer(self, ticket: Handle, key: str, ids: tuple[int, ...]) -> None:
-        """Notes an answer in the store or, while the request has no session yet, in its ticket."""
+    def _attach_answer_to_session(self, ticket: Handle, key: str, base_ids: tuple[int, ...]) -> None:
+        """Notes an answer's base ids in its session or, while the request has no session yet, in its ticket."""
         if ticket.session is None and not ticket.ended:
-            ticket.answers[key] = ids
+            ticket.answers[key] = base_ids
             return
         try:
             if ticket.session is not None:
-                self._store.note_answer(ticket.session, key, ids)
+                self._store.note_answer(ticket.session, key, base_ids)
         finally:
             with self._lock:
                 self._noted.pop(key, None)

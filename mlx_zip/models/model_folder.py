@@ -126,9 +126,9 @@ def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: P
 def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns the keys of config.json to replace so that a plain model reads these entries as hypertokens.
 
-    The model has no hyper-encoder; tuning the pack starts each entry's row from the mean of the rows of its base ids.
-    base: the plain model's config.json. plain: the codec settings that the pack was tuned with. entries: base ids of
-    each entry. Raises `ConfigError`.
+    The model then uses no hyper-encoder, because every entry has a tuned row. base: the plain model's config.json.
+    plain: the codec settings that the pack was tuned with. entries: base ids of each entry. Raises `ConfigError` if
+    settings and entries do not fit together, or the base's `hidden_size` is not a positive integer.
     """
     config = plain.config(entries, hidden_width(base))
     section = {**config.to_dict(), "base_model_type": base["model_type"], "plain": True}
@@ -136,7 +136,10 @@ def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequen
 
 
 def hidden_width(base: Mapping[str, Any]) -> int:
-    """Returns the width D of a decoder's states. base: the decoder's config.json. Raises `ConfigError`."""
+    """Returns the width D of a decoder's states. base: the decoder's config.json.
+
+    Raises `ConfigError` if `hidden_size` is not a positive integer.
+    """
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")

@@ -34,22 +34,22 @@ class _ModelModule(ModuleType):
         raise AttributeError(name)
 
 
-class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_PATCHES` as Python does, and applies a module's patch after its code has run."""
+class _HookingFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_IMPORT_HOOKS` as Python does, and runs a module's hook after the module's own code."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _PATCHES:
+        if name not in _IMPORT_HOOKS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
+            spec.loader = _HookingLoader(spec.loader)
         return spec
 
 
-class _PatchingLoader(importlib.abc.Loader):
-    """Loads a module with Python's own loader, then applies the module's patch."""
+class _HookingLoader(importlib.abc.Loader):
+    """Loads a module with Python's own loader, then runs the module's hook."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -59,7 +59,7 @@ class _PatchingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        _PATCHES[module.__name__](module)
+        _IMPORT_HOOKS[module.__name__](module)
 
 
 def _register_zip_state(cache_module: Any) -> None:
@@ -67,11 +67,11 @@ def _register_zip_state(cache_module: Any) -> None:
     cache_module.ZipState = import_module("mlx_zip.models.rows.zip_state").ZipState
 
 
-def _patch_generation(generate_module: Any) -> None:
-    """Makes `generate_step` yield base ids to mlx_lm's `stream_generate`, and ids as they are to all other callers.
+def _replace_generation_functions(generate_module: Any) -> None:
+    """Replaces `generate_step` by one that yields base ids to `stream_generate`, and ids as they are to other callers.
 
     mlx_lm's functions look up `generate_step` whenever they are called. So a `stream_generate` that was imported before
-    this change, and `generate`, which calls it, get base ids too. `batch_generate` and draft models are refused.
+    this replacement, and `generate`, which calls it, get base ids too. `batch_generate` and draft models are refused.
     """
     steps, texts = generate_module.generate_step, generate_module.stream_generate.__code__
     drafted = generate_module.speculative_generate_step
@@ -127,7 +127,10 @@ def _yield_base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: A
             yield base_id, logprobs
 
 
-_PATCHES: dict[str, Callable[[Any], None]] = {_CACHE_MODULE: _register_zip_state, _GENERATE_MODULE: _patch_generation}
+_IMPORT_HOOKS: dict[str, Callable[[Any], None]] = {
+    _CACHE_MODULE: _register_zip_state,
+    _GENERATE_MODULE: _replace_generation_functions,
+}
 
 
 def register() -> None:
@@ -137,7 +140,7 @@ def register() -> None:
     module = _ModelModule(_MODEL_MODULE)
     module.__spec__ = importlib.machinery.ModuleSpec(_MODEL_MODULE, None)
     sys.modules[_MODEL_MODULE] = module
-    sys.meta_path.insert(0, _PatchingFinder())
-    for name, change in _PATCHES.items():
+    sys.meta_path.insert(0, _HookingFinder())
+    for name, change in _IMPORT_HOOKS.items():
         if name in sys.modules:
             change(sys.modules[name])

@@ -94,12 +94,12 @@ class RowSource:
 
     # ---- the store
 
-    def submit_rows(self) -> list[mx.array]:
-        """Returns the rows encoded since the last call, not yet computed; compute them along with the step's id."""
-        return [] if self.store is None else self.store.submit_rows()
+    def take_rows_to_submit(self) -> list[mx.array]:
+        """Returns the rows encoded since the last call, not yet computed; submit them along with the step's id."""
+        return [] if self.store is None else self.store.take_rows_to_submit()
 
     def store_submitted_rows(self) -> None:
-        """Puts the rows that `submit_rows` returned into the store.
+        """Puts the rows that `take_rows_to_submit` returned into the store.
 
         Call this after the id that was computed with these rows has been read; then this does not wait.
         """
@@ -107,7 +107,7 @@ class RowSource:
             self.store.store_submitted_rows()
 
     def store_unsubmitted_rows(self) -> None:
-        """Puts the rows of earlier calls that `submit_rows` has not returned into the store."""
+        """Puts the rows of earlier calls that `take_rows_to_submit` has not returned into the store."""
         if self.store is not None:
             self.store.store_unsubmitted_rows()
 

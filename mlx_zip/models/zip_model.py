@@ -267,7 +267,7 @@ class Model(nn.Module):
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
             slots = np.where(hyper, self.layout.slot(ids.astype(np.int64)), -1)
-            if state.can_evict:
+            if state.can_evict_entries:
                 h = self._embed_evicted(h, state, ids, slots)
             if (slots >= 0).any():
                 h = self._embed_slots(h, state, slots)

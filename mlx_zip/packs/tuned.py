@@ -50,7 +50,7 @@ class PlainCodec:
         """Returns the config of a plain model of width `width` that begins with these tuned entries.
 
         The codebook is exactly as large as the pack, so no entry is ever added. The encoder is named but never used,
-        because every entry has a tuned row. Raises `ConfigError`.
+        because every entry has a tuned row. Raises `ConfigError` if settings and entries do not fit together.
         """
         return ZipConfig(
             vocab_size=self.vocab_size,

@@ -44,7 +44,7 @@ class TrainingJob(Protocol):
         """Logs the loss on validation data and returns it as text, or returns None if there are no such data."""
         ...
 
-    def save(self) -> None:
+    def save_checkpoint(self) -> None:
         """Writes the checkpoint of this step, unless it exists."""
         ...
 
@@ -68,7 +68,7 @@ def train_to_step(
             stopping = job.step(asked() is not None)
             free_cached_memory()
             if stopping:
-                job.save()  # before printing, because the terminal may be closed
+                job.save_checkpoint()  # before printing, because the terminal may be closed
             bar()
             step = job.progress.step
             if step % settings.steps_per_report == 0 or stopping or step == last:
@@ -78,8 +78,8 @@ def train_to_step(
                 if found is not None:
                     bar.say(f"step {step:,}: {found}")
             if step % settings.save_every == 0:
-                job.save()
-        job.save()
+                job.save_checkpoint()
+        job.save_checkpoint()
         return stopping
 
 

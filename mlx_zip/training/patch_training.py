@@ -253,7 +253,7 @@ class _PatchTrainer:
     def validate(self) -> None:
         """Does nothing, because there is no validation during the run; see `TrainingJob`."""
 
-    def save(self) -> None:
+    def save_checkpoint(self) -> None:
         if self.progress.step:
             save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 

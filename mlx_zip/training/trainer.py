@@ -176,7 +176,7 @@ class Trainer:
         self.progress = self.progress.after_step(**counts, seconds=time.perf_counter() - began)
         return sums["stop"] > 0
 
-    def save(self) -> None:
+    def save_checkpoint(self) -> None:
         """Writes the checkpoint of this step, unless the checkpoint exists; see `TrainingJob`."""
         run_on_all_machines(self.group, self._write_checkpoint)
 

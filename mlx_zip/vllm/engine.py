@@ -39,7 +39,7 @@ from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_pack_check
+from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_tuned_rows_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, EngineError, GenerationError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
@@ -281,7 +281,7 @@ class VllmServed:
             by_base=self.by_base,
             params=self.params,
             tokenizer=tokenizer_fingerprint(tokenizer),
-            check_start=make_pack_check(fingerprint, sides_are_one, model.hf_config.hidden_size),
+            check_start=make_tuned_rows_check(fingerprint, sides_are_one, model.hf_config.hidden_size),
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
         if pack is not None:

@@ -137,7 +137,7 @@ def test_a_sequence_taken_back_goes_on_as_a_fresh_one(model, alone):
         step(batch)
     log = batch.book(0).ids
     read = len(log) - 9
-    batch.trim(0, read - 2)
+    batch.trim_sequence(0, read - 2)
     batch.read(0, log[read - 2 : read + 3])
     made = [step(batch) for _ in range(6)]
     assert [ids[0] for ids in made] == alone[0][3:9]
@@ -156,7 +156,7 @@ def test_a_snapshot_goes_on_in_another_batch(model, alone):
     assert kept.nbytes > kept.keys_values.nbytes
     assert [step(second)[row] for _ in range(STEPS - 7)] == alone[1][7:]
     again = second.restore(kept)
-    second.trim(again, len(kept.log) - 1)
+    second.trim_sequence(again, len(kept.log) - 1)
     second.read(again, kept.log[-1:])
     assert [step(second)[again] for _ in range(5)] == alone[1][7:12]
 
@@ -183,7 +183,7 @@ def test_an_illegal_id_fails_its_own_sequence_only(model, alone):
     assert batch.book(1).ids.tolist() == before
     made.append(ids)
     made += [step(batch) for _ in range(4)]  # without the one that failed
-    batch.trim(1, len(before) - 1)
+    batch.trim_sequence(1, len(before) - 1)
     batch.read(1, before[-1:])
     made += [step(batch) for _ in range(4)]
     for row in (0, 2):
@@ -273,7 +273,7 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
     assert len(model.store) == 0  # it has no places of rows that were not written
     for row in failed:
         log = batch.book(row).ids
-        batch.trim(row, len(log) - 1)
+        batch.trim_sequence(row, len(log) - 1)
         batch.read(row, log[-1:])
     rest = [step(batch) for _ in range(5)]
     for row in range(2):
@@ -292,7 +292,7 @@ def test_a_row_that_moves_takes_its_tables_along_and_one_taken_back_gives_up_its
     batch.remove(0)
     assert all(torch.equal(part[0], one) for part, one in zip(parts, last, strict=True))
     assert int(tables.installed[0].sum()) == len(batch.book(0)) > 0
-    batch.trim(0, 1)
+    batch.trim_sequence(0, 1)
     assert int(tables.installed[0].sum()) == len(batch.book(0)) == 0
 
 
@@ -319,7 +319,7 @@ def test_slots_that_hold_other_entries_again_after_a_cut_get_their_rows_again(mo
     one, fresh = Batch(model, 1, CAPACITY), Batch(model, 1, CAPACITY)
     log = base_ids(60, 9)
     one.read(one.add(), log)
-    one.trim(0, 20)
+    one.trim_sequence(0, 20)
     one.read(0, log[20:21])
     fresh.read(fresh.add(), log[:21])
     count = len(fresh.book(0))
@@ -346,7 +346,7 @@ def test_ids_whose_rows_cannot_be_made_are_not_read(model, alone, monkeypatch):
     batch.start_body()
     assert batch.update_codebooks(batch.wait_for_ids()) == {}
     assert batch.book(0).ids.tolist() == log  # it cannot choose before it has read
-    batch.trim(0, len(log) - 1)
+    batch.trim_sequence(0, len(log) - 1)
     batch.read(0, log[-1:])
     assert made + [step(batch)[0] for _ in range(4)] == alone[0][:8]
 

@@ -46,7 +46,7 @@ class Batch:
     def snapshot(self, row: int) -> str:
         return f"snapshot of {self.rows[row]}"
 
-    def trim(self, row: int, length: int) -> None:
+    def trim_sequence(self, row: int, length: int) -> None:
         self.calls.append(("trim", self.rows[row], length))
 
     def choose_ids(self, chooser: object) -> None:
@@ -92,7 +92,7 @@ def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_p
     group.take_in(first)
     group.take_in(late)  # in the middle of the first one's step
     late.handle.cancelled = True
-    group.read_chosen_ids()
+    group.hand_ids_to_requests()
     assert group.remove_ended() == [late]
     assert (late.reason, late.cache.snapshot) == ("cancelled", "snapshot of late")
     assert [call for call in row_handles.batch.calls if call[0] == "trim"] == []
@@ -103,7 +103,7 @@ def test_a_request_cancelled_in_a_step_is_kept_without_the_id_that_was_not_deliv
     one = Request(row_handles, "one")
     group.take_in(one)
     one.handle.cancelled = True
-    group.read_chosen_ids()
+    group.hand_ids_to_requests()
     assert group.remove_ended() == [one]
     assert row_handles.batch.calls[1:] == [("trim", "one", 8)]
     assert one.cache.snapshot == "snapshot of one"
@@ -115,7 +115,7 @@ def test_a_request_whose_id_cannot_be_read_is_kept_as_it_was_before_the_id(row_h
     group.remove_ended()
     group.take_in(other)
     row_handles.batch.errors = {0: CodecError("no such id")}
-    group.read_chosen_ids()
+    group.hand_ids_to_requests()
     assert group.remove_ended() == [one]
     assert (str(one.error), one.cache.snapshot) == ("no such id", "snapshot of one")
     assert [call for call in row_handles.batch.calls if call[0] == "trim"] == []
@@ -128,7 +128,7 @@ def test_a_request_that_fails_for_another_reason_is_not_kept(row_handles, group,
     group.take_in(one)
     if part == "follow":
         row_handles.batch.errors = {0: RuntimeError("out of memory")}
-    group.read_chosen_ids()
+    group.hand_ids_to_requests()
     assert group.remove_ended() == [one]
     assert (str(one.error), one.whole, one.cache.snapshot) == ("out of memory", False, None)
     assert row_handles.batch.rows == []
@@ -142,7 +142,7 @@ def test_a_request_of_which_no_snapshot_can_be_taken_is_not_kept_from_another_ro
     group.launch_pass()
     requests[0].handle.cancelled = True
     row_handles.batch.snapshot = lambda row: [][row]
-    group.read_chosen_ids()
+    group.hand_ids_to_requests()
     assert group.remove_ended() == requests[:1]
     assert (requests[0].whole, requests[0].cache.row, requests[1].whole) == (False, -1, True)
 

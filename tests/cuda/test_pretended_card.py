@@ -265,7 +265,7 @@ def program(model: CudaModel) -> list[list[int]]:
             logs.append(batch.book(0).ids.tolist())
             batch.remove(0)
         if number == 11:
-            batch.trim(1, 8)
+            batch.trim_sequence(1, 8)
             batch.read(1, [5, 6])
         if number == 13:
             logs.append(batch.book(2).ids.tolist())

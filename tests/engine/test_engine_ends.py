@@ -323,5 +323,5 @@ def test_rows_of_a_prompt_whose_reading_is_cut_off_are_kept_when_the_engine_clos
     )
     assert begun.wait(30)
     engine.close(0)
-    assert not store.submit_rows()
+    assert not store.take_rows_to_submit()
     store.close()

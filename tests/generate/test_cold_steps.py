@@ -86,7 +86,7 @@ def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
     model.row_source.store, slow = RowStore(), mx.random.normal((1100, 1100))
     cache = model.make_cache()
     y = mx.argmax(model(mx.array(prompts_of(model)[0].astype(np.int32))[None], cache=cache)[:, -1], axis=-1)
-    mx.eval(y, *model.row_source.submit_rows())
+    mx.eval(y, *model.row_source.take_rows_to_submit())
     assert len(cache[-1].missing_installed_inputs()) >= INPUT_ROWS_TOGETHER
 
     def with_a_slow_end(self, *args):

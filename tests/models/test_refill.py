@@ -171,7 +171,7 @@ def test_rows_of_refills_that_are_given_up_do_not_pile_up():
         cache[-1].advance(ids[None, :20].astype(np.uint32))
         LongRopeRefill(model, cache[:-1], cache[-1], True).read_next(CHUNK)
     assert len(model.row_source.store._fresh) <= 2  # of the last one, on both sides
-    assert model.row_source.store.submit_rows()
+    assert model.row_source.store.take_rows_to_submit()
 
 
 def loaded(cache):

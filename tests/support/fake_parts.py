@@ -97,7 +97,7 @@ class FakeGroup:
     def begin_step(self) -> None:
         self.served.notes.append(("step", *map(name_of, self.requests)))
 
-    def read_chosen_ids(self) -> None:
+    def hand_ids_to_requests(self) -> None:
         for request in self.requests:
             if request.handle.cancelled:
                 request.reason = "cancelled"

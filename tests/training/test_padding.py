@@ -45,17 +45,21 @@ def test_few_sizes_make_few_shapes_of_batches_of_any_length(canonical):
 @pytest.mark.parametrize("n", [1, 31, 37, 64, 65, 129, 1000, 1025, 5000])
 def test_few_sizes_are_at_most_half_of_what_is_needed_too_large_or_one_step(n):
     assert n <= COARSE_PADDING.padded_length(n) <= max(n + 31, 1.5 * n)
-    assert n <= COARSE_PADDING.padded_entries(n) <= max(n + 63, 1.5 * n)
+    assert n <= COARSE_PADDING.padded_entry_count(n) <= max(n + 63, 1.5 * n)
     assert (
         n
-        <= COARSE_PADDING.padded_read_entries(n, COARSE_PADDING.padded_entries(4 * n))
-        <= max(COARSE_PADDING.padded_entries(4 * n), 2 * n)
+        <= COARSE_PADDING.padded_read_entry_count(n, COARSE_PADDING.padded_entry_count(4 * n))
+        <= max(COARSE_PADDING.padded_entry_count(4 * n), 2 * n)
     )
-    assert n <= COARSE_PADDING.padded_slots(n, COARSE_PADDING.padded_length(n), 4096) <= COARSE_PADDING.padded_length(n)
+    assert (
+        n
+        <= COARSE_PADDING.padded_slot_count(n, COARSE_PADDING.padded_length(n), 4096)
+        <= COARSE_PADDING.padded_length(n)
+    )
 
 
 def test_a_full_codebook_of_long_samples_is_not_padded_to_their_length():
-    assert COARSE_PADDING.padded_slots(1024, COARSE_PADDING.padded_length(8000), 1024) == 1024
+    assert COARSE_PADDING.padded_slot_count(1024, COARSE_PADDING.padded_length(8000), 1024) == 1024
 
 
 @pytest.mark.parametrize("canonical", [False, True])

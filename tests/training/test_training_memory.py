@@ -29,7 +29,7 @@ class Job:
 
     def validate(self) -> None: ...
 
-    def save(self) -> None:
+    def save_checkpoint(self) -> None:
         self.seen.append("save")
 
 

@@ -37,7 +37,7 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
     """Returns α ≈ l · M / L: the hyper-encoder's FLOPs divided by the decoder's, if every id is an entry of M base ids.
 
-    This is the last equation of appendix B.
+    This is the last equation of appendix B. encoder_layers: l. merge_size: M. layers: L, layers of the decoder.
     """
     return encoder_layers * merge_size / layers
 
@@ -51,10 +51,10 @@ def relative_flops(rate: float, overhead: float) -> float:
 
 
 def counted_overhead(encoder_layers: int, merge_size: int, layers: int, rows_per_id: float) -> float:
-    """Returns α by encoded rows: l · M / L times the number of rows encoded per id of compressed text.
+    """Returns the α of `hyper_overhead` times the number of rows that are encoded per id of compressed text.
 
-    An encoder layer costs as much as a decoder layer, as in appendix B. rows_per_id: sum of input and output rows; 2 if
-    two encoders each encode every id's new entry.
+    An encoder layer costs as much as a decoder layer, as in appendix B. rows_per_id: encoded input rows plus encoded
+    output rows, per id; 2 if every id makes a new entry, which an input encoder and an output encoder each encode.
     """
     return hyper_overhead(encoder_layers, merge_size, layers) * rows_per_id
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         "-m",
         type=int,
-        help=f"maximum number of base tokens of an answer (default: {MAX_TOKENS}, without --model 400)",
+        help=f"maximum number of base tokens of an answer (default: {MAX_TOKENS}, or 400 if --model is not given)",
     )
     for name, (kind, default, text) in SAMPLING_FLAGS.items():
         if name == "seed":

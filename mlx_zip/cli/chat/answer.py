@@ -139,7 +139,7 @@ class _ReasoningSplitter:
 
     def __init__(self, view: View, start: str, end: str, begun: bool) -> None:
         self._view, self._start, self._end = view, start, end
-        self._state = self._in_reasoning if begun else self._before_reasoning
+        self._state = self._read_reasoning if begun else self._read_answer_start
         self._held, self._skips = "", begun  # _skips: whether to drop the next white space
 
     def feed(self, text: str, length: int) -> None:
@@ -148,33 +148,33 @@ class _ReasoningSplitter:
         self._state(length)
 
     def finish(self) -> None:
-        if self._held and self._state == self._in_reasoning:
+        if self._held and self._state == self._read_reasoning:
             self._view.feed_reasoning(self._held)
         elif self._held:
             self._view.feed(self._held, 1)
         self._held = ""
 
-    def _before_reasoning(self, length: int) -> None:
+    def _read_answer_start(self, length: int) -> None:
         text = self._held.lstrip()
         if text.startswith(self._start):
-            self._enter_state(self._in_reasoning, text[len(self._start) :], length)
+            self._enter_state(self._read_reasoning, text[len(self._start) :], length)
         elif not self._start.startswith(text):
-            self._enter_state(self._in_text, self._held, length, skips=False)
+            self._enter_state(self._read_text, self._held, length, skips=False)
 
-    def _in_reasoning(self, length: int) -> None:
+    def _read_reasoning(self, length: int) -> None:
         self._skip_space()
         thought, mark, rest = self._held.partition(self._end)
         if mark:
             if thought.rstrip():
                 self._view.feed_reasoning(thought.rstrip())
-            self._enter_state(self._in_text, rest, length)
+            self._enter_state(self._read_text, rest, length)
             return
         ready = self._held[: len(self._held) - partial_mark_length(self._held, (self._end,))].rstrip()
         if ready:
             self._view.feed_reasoning(ready)
         self._held = self._held[len(ready) :]
 
-    def _in_text(self, length: int) -> None:
+    def _read_text(self, length: int) -> None:
         self._skip_space()
         if self._held:
             self._view.feed(self._held, length)

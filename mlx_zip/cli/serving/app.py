@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves the app until a signal; returns 0, or 1 if an exception ended the engine. Raises `MlxZipError`."""
     _check_app_flags(args)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    running, kept = _import_app_module("running"), _import_app_module("store")
+    running, kept = _import_chat_app_module("running"), _import_chat_app_module("store")
     file = None if args.no_history else expand_home(args.data) if args.data else kept.default_file()
     if args.purge:
         return _purge_conversations(kept, file)
@@ -124,7 +124,7 @@ def _open_model_and_serve_app(
             args, name, running.new_token(), server_pack_options(chosen, is_plain_model(name), engine)
         )
         ceiling = engine.ceiling()
-        settings = _import_app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
+        settings = _import_chat_app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         storage = None if args.no_history or not args.window else _window_folder()
         showing = running.PageDisplay(browser=not args.no_open, window=args.window, storage_folder=storage)
         hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
@@ -174,7 +174,8 @@ def _check_app_flags(args: argparse.Namespace) -> None:
         raise missing_library_error("mlx_zip app --window", "pywebview", extra="window")
 
 
-def _import_app_module(name: str) -> Any:
+def _import_chat_app_module(name: str) -> Any:
+    """Imports a module of `mlx_zip.apps.chat`; if a library is missing, the error says how to install it."""
     return import_or_explain(f"mlx_zip.apps.chat.{name}", "mlx_zip app", *SERVER_LIBRARIES, extra="serve")
 
 

@@ -264,7 +264,7 @@ def _add_hbpe_fit_flags(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=int,
         default=4096,
-        help="number of tokens in a tokenizer that is learned, without --tokenizer (default: 4096)",
+        help="number of tokens of the BPE that is learned from --data if --tokenizer is not given (default: 4096)",
     )
     _add_patch_flags(add)
     add("--context", type=int, default=128, help="number of patches per window (default: 128)")

@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-dtype",
         choices=("float32", "float16"),
         default="float32",
-        help="floating-point type of the saved rows (default: float32)",
+        help="floating-point type of the entries' rows in the written pack (default: float32)",
     )
     add_training_flags(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the folder of --run; needs matplotlib (default: off)")

@@ -1,10 +1,10 @@
 """`Group`: requests that take their steps together, either a single request or several as rows of a batch.
 
 A step has parts, so that device and host work at the same time. On a GPU `begin_step` enqueues the body of the step,
-over ids that the host has not read. `read_chosen_ids` waits for the chosen ids. `remove_ended` removes requests that
-have ended. `launch_pass` enqueues the rest of the step and the choice of the next ids. Then the caller delivers the ids
-that were read. `finish_choosing` chooses the next ids if a request has a constraint, which must see the logits on the
-host.
+over ids that the host has not read. `hand_ids_to_requests` waits for the chosen ids and gives each request its id.
+`remove_ended` removes requests that have ended. `launch_pass` enqueues the rest of the step and the choice of the next
+ids. Then the caller delivers the ids that were read. `finish_choosing` chooses the next ids if a request has a
+constraint, which must see the logits on the host.
 
 Before a request joins a group, `Reading` reads its prompt in chunks, so that other requests take steps in between.
 """
@@ -84,7 +84,7 @@ class Group:
             else:
                 best = None if self._draft is None else self._draft.choose_best()
                 self._choice = best or pick(self._choosing, self._logits)
-            self._choice.start_computing(*(served.model.row_source.submit_rows() if served.hyper else ()))
+            self._choice.start_computing(*(served.model.row_source.take_rows_to_submit() if served.hyper else ()))
         self._logits = None
 
     def _choose_exactly(self, pick: Callable[..., Choice], logits: mx.array) -> Choice:
@@ -114,7 +114,7 @@ class Group:
             if self._begun is not None:
                 mx.async_eval(self._begun)
 
-    def read_chosen_ids(self) -> None:
+    def hand_ids_to_requests(self) -> None:
         """Waits for the chosen ids and has each request count its id. An exception becomes the request's `error`."""
         assert self._choice is not None
         chosen = self._choice.wait_for_ids()

@@ -26,7 +26,7 @@ from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.sampling.processors import make_penalty_processors
-from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_pack_check
+from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_tuned_rows_check
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
@@ -204,7 +204,7 @@ class ServedByEngine(Served):
             by_base=self.by_base,
             params=model.config.codec_params if self.hyper else None,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=make_pack_check(model.fingerprint, model.sides_are_one, model.config.encoder.model_size)
+            check_start=make_tuned_rows_check(model.fingerprint, model.sides_are_one, model.config.encoder.model_size)
             if self.hyper
             else lambda start: None,
             kv_bytes_per_id=self.kv_bytes_per_id,

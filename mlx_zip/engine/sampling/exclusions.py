@@ -152,7 +152,10 @@ class Exclusions:
         return self._excluded
 
     def forget_recent_ids(self) -> None:
-        """Forgets the recent ids. Call this if they were compressed on their own, so that any id may follow them."""
+        """Forgets the recent ids, so that they exclude no later id.
+
+        Call this at the end of a prompt or of another part that was compressed without the ids after it.
+        """
         self._recent = []
 
 
@@ -198,8 +201,8 @@ def find_excluded_ids(
     """Finds which ids cannot follow each of the given ids, and returns pairs as two arrays int64 [pairs].
 
     A pair is an index into `ids`, and an id that cannot follow the id at this index. book: the codebook before the ids;
-    it is not changed. ids: uint32 [n]. ends: indices at which a prompt, or another part that was compressed on its own,
-    ends; any id may follow there.
+    it is not changed. ids: uint32 [n]. ends: indices at which a prompt, or another part that was compressed without
+    the ids after it, ends; any id may follow there.
     """
     book, at, out = book.copy(), [], []
     exclusions = Exclusions(book)

@@ -130,7 +130,7 @@ class SessionStore:
         cache = self.caches.cache_for_request(session, ids, move, start)
         if move:
             first = session.name not in self._checked_out  # False: another request has taken the cache in memory
-            self._take_whole_cache(session)
+            self._hand_cache_to_request(session)
             return Checkout(cache, ids, base_tokens, session.name, session.random_state if first else None)
         answers = answers_within(session.answers, session.base_ids[:base_tokens])
         name = self._note_checkout(
@@ -139,7 +139,7 @@ class SessionStore:
         self._storage.evict_from_memory()  # the session may have come from disk
         return Checkout(cache, ids, base_tokens, name)
 
-    def _take_whole_cache(self, session: Session) -> None:
+    def _hand_cache_to_request(self, session: Session) -> None:
         """Removes a session's cache from the store, because a request takes it over. The session's file stays."""
         self._storage.cancel_write(session)
         self._storage.drop_cache(session)

@@ -78,8 +78,9 @@ class RowStore:
         self._memory = _RowMemory(memory_bytes)
         self._disk = None if folder is None else RowFolder(expand_home(folder), folder_bytes)
         self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
-        self._fresh: list[_EncodedRows] = []  # rows that `submit_rows` has not returned; perhaps not computed yet
-        self._submitted: list[_EncodedRows] = []  # rows that `submit_rows` returned
+        # _fresh: rows that `take_rows_to_submit` has not returned; perhaps not computed yet
+        self._fresh: list[_EncodedRows] = []
+        self._submitted: list[_EncodedRows] = []  # rows that `take_rows_to_submit` returned
         self.encoded = self.from_memory = self.from_disk = 0
 
     def find_or_encode_rows(
@@ -134,7 +135,7 @@ class RowStore:
         self._fresh.append(_EncodedRows(kind, [self._memory_name(kind, words)], row.view(mx.uint8)))
         return row
 
-    def submit_rows(self) -> list[mx.array]:
+    def take_rows_to_submit(self) -> list[mx.array]:
         """Returns the rows, as bytes and not yet computed, that were encoded since the last call.
 
         Rows that `store_unsubmitted_rows` has kept meanwhile are left out. A decode loop computes them along with the
@@ -145,7 +146,7 @@ class RowStore:
         return [one.rows for one in fresh]
 
     def store_submitted_rows(self) -> None:
-        """Keeps the rows that `submit_rows` returned. Does not wait if the id computed with them has been read.
+        """Keeps the rows that `take_rows_to_submit` returned. Does not wait if the id computed with them has been read.
 
         If computing these rows raises, they are dropped, so that no later call raises again.
         """
@@ -153,7 +154,7 @@ class RowStore:
         self._store_rows(rows)
 
     def store_unsubmitted_rows(self) -> None:
-        """Keeps the rows that `submit_rows` has not returned, and computes them if they are still lazy.
+        """Keeps the rows that `take_rows_to_submit` has not returned, and computes them if they are still lazy.
 
         Called at the beginning of each model call. Outside mlx_zip's decode loops, the caller has usually read the
         result of the previous call by then, so its rows are computed already. Errors as in `store_submitted_rows`.

@@ -138,7 +138,7 @@ class ColumnTable(RowTable):
 
 
 class TwoCopyTable(RowTable):
-    """Input rows in two copies that are written in turn, for bodies that begin before the host has read their ids.
+    """Input rows that can be written while a step on the device reads them: two copies are written in turn.
 
     MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a new
     row is written to the other copy, which the next body reads. Before that, the other copy gets the rows that it

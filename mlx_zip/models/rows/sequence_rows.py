@@ -63,7 +63,7 @@ class SequenceRows:
         twin.tuned, twin.bound = list(self.tuned), list(self.bound)
 
     @property
-    def can_evict(self) -> bool:
+    def can_evict_entries(self) -> bool:
         """Whether entries may be evicted, so that a slot holds different entries at different times."""
         return self.books[0].params.policy != "freeze"
 
@@ -73,7 +73,7 @@ class SequenceRows:
         return all(self.bound)
 
     def use_two_copies_of_inputs(self) -> None:
-        """Makes the table of input rows a `TwoCopyTable`, for bodies that begin before the host has read their ids."""
+        """Makes the table of input rows a `TwoCopyTable`, which can be written while a step on the device reads it."""
         if not isinstance(self.inputs, TwoCopyTable):
             self.inputs = TwoCopyTable.from_table(self.inputs)
 
@@ -98,7 +98,7 @@ class SequenceRows:
     def mark_outputs_encoded(self) -> None:
         """Marks every installed entry's output row as encoded."""
         self.encoded_outputs = [len(book) for book in self.books]
-        if self.can_evict:
+        if self.can_evict_entries:
             self.replaced = [set() for _ in self.books]
 
     def encoded_rows(self) -> tuple[int, np.ndarray]:
@@ -112,7 +112,7 @@ class SequenceRows:
         have held several entries.
         """
         n = len(self.books[0])
-        if not self.can_evict:
+        if not self.can_evict_entries:
             self.encoded_outputs[0] = max(self.encoded_outputs[0], min(before[0], n))
             self.encoded_inputs[:n] |= before[1][:n]
 

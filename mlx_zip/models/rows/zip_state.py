@@ -156,7 +156,7 @@ class ZipState(SequenceRows):
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
-        held = [book.padded_entries(0, len(book)) for book in self.books] if self.can_evict else []
+        held = [book.padded_entries(0, len(book)) for book in self.books] if self.can_evict_entries else []
         available, pushed = np.zeros((batch, length), dtype=np.int64), []
         try:
             for b, book in enumerate(self.books):
@@ -187,7 +187,7 @@ class ZipState(SequenceRows):
                 book.rewind(book.mark() - 1)
             raise
         self.offset += 1
-        for b, new in enumerate(pushed if self.can_evict else ()):
+        for b, new in enumerate(pushed if self.can_evict_entries else ()):
             if len(new):
                 self._mark_rows_missing(b, new.slots)
         live = np.array(list(map(len, self.books)))
@@ -199,7 +199,7 @@ class ZipState(SequenceRows):
         Raises `CodecError` for an illegal id.
         """
         new = self.books[b].push(one)
-        if self.can_evict and len(new):
+        if self.can_evict_entries and len(new):
             self._mark_rows_missing(b, new.slots)
 
     def pad_sequences(self, more: Sequence[int]) -> None:
@@ -241,7 +241,7 @@ class ZipState(SequenceRows):
         Do not change the array: the state keeps it.
         """
         for b, book in enumerate(self.books):
-            first = 0 if self.can_evict else self._span_counts[b]
+            first = 0 if self.can_evict_entries else self._span_counts[b]
             self._spans[b, first : len(book)] = book.padded_entries(first, len(book) - first)[1]
             self._span_counts[b] = len(book)
         return self._spans
@@ -336,9 +336,9 @@ class ZipState(SequenceRows):
         n = min(n, self.offset)
         self.offset -= n
         for b, book in enumerate(self.books):
-            held = book.padded_entries(0, len(book)) if self.can_evict else ()
+            held = book.padded_entries(0, len(book)) if self.can_evict_entries else ()
             book.rewind(max(0, self.offset - self.left_padding[b]))
-            if self.can_evict:
+            if self.can_evict_entries:
                 now = book.padded_entries(0, len(book))
                 self._mark_rows_missing(b, np.flatnonzero(entries_differ([x[: len(book)] for x in held], now)))
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}

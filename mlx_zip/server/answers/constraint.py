@@ -151,7 +151,7 @@ def _groups_calls(form: ToolFormat) -> bool:
 
 def _text_before_call_rule(form: ToolFormat) -> str:
     """Returns the rule for the text before a call in a format with marked arguments, "" if there is none."""
-    return marked_calls.marked_lead_rule(form.kind) if form.kind in marked_calls.FORMATS else ""
+    return marked_calls.rule_before_first_call(form.kind) if form.kind in marked_calls.FORMATS else ""
 
 
 def _repeat_rule(rule: str, most: int) -> str:

@@ -68,7 +68,8 @@ FORMATS = {  # name of mlx-lm's parser -> format
 def marked_call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> list[str]:
     """Returns the rule called `name` for a call of a tool, and the rules it needs. kind: key of `FORMATS`.
 
-    end: the mark after the call. Raises `GenerationError` if the tool's parameters cannot be forced in this format.
+    end: the mark after the call. Raises `GenerationError` if no grammar of this format can be made for the
+    tool's parameters.
     """
     form, schema = FORMATS[kind], _marked_arguments_schema(tool)
     properties, required = schema.get("properties", {}), schema.get("required", ())
@@ -89,13 +90,13 @@ def marked_call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str
     return [f"{name}: {' '.join(filter(None, [*whole, _literal_with_marks(tokenizer, form.end)]))}", *rules]
 
 
-def marked_lead_rule(kind: str) -> str:
+def rule_before_first_call(kind: str) -> str:
     """Returns the rule for the text between the start mark and the first call, "" if there is none."""
     return literal_rule(FORMATS[kind].lead) if FORMATS[kind].lead else ""
 
 
 def _marked_arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments. Raises `GenerationError` if it cannot be forced in a marked format.
+    """Returns the schema of a tool's arguments. Raises `GenerationError` if no marked format has a grammar for it.
 
     Keywords other than `_OBJECT_KEYWORDS` are an error if the tool is strict; otherwise they are ignored.
     """
@@ -113,7 +114,10 @@ def _marked_arguments_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def _is_text_argument(tool: Tool, key: str, argument_schema: Any) -> bool:
-    """Returns whether an argument is text. Raises `GenerationError` if its schema cannot be forced."""
+    """Returns whether an argument is a string. Raises `GenerationError` if no grammar can be made for its schema.
+
+    That is so if the schema does not have exactly one type, or if a strict tool's string has unsupported keywords.
+    """
     kind = argument_schema.get("type") if isinstance(argument_schema, Mapping) else None
     if kind not in _TYPES:
         raise _unforceable_error(tool, f"{key!r:.80} needs exactly one type")

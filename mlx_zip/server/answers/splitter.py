@@ -83,9 +83,9 @@ class Splitter:
         self._format = tool_format(tokenizer) if turn.tools and turn.tool_choice != "none" else None
         reasons = reasoning_start(tokenizer, turn, prompt_ids)
         states = {
-            ReasoningStart.NO: self._before_text,
-            ReasoningStart.BEGUN: self._in_reasoning,
-            ReasoningStart.MAYBE: self._before_reasoning,
+            ReasoningStart.NO: self._read_text_start,
+            ReasoningStart.BEGUN: self._read_reasoning,
+            ReasoningStart.MAYBE: self._read_answer_start,
         }
         self._state: Callable[[bool], bool] = states[reasons]
         self._skip = reasons is ReasoningStart.BEGUN  # whether to drop the next white space
@@ -104,7 +104,7 @@ class Splitter:
 
         logprobs: log-probabilities of the piece's tokens. base_tokens: number of base tokens of the piece.
         """
-        if self._state == self._in_reasoning:
+        if self._state == self._read_reasoning:
             self.reasoning_tokens += base_tokens
         if logprobs:
             self._logprobs.append((self._at + len(self._held), tuple(logprobs)))
@@ -133,18 +133,19 @@ class Splitter:
 
     # States: each adds the deltas that later text cannot change, and returns whether to run the next state.
 
-    def _before_reasoning(self, final: bool) -> bool:
+    def _read_answer_start(self, final: bool) -> bool:
         """At the beginning of an answer that may begin with reasoning."""
         text, start = self._held.lstrip(), self._think[0]
         spaces = len(self._held) - len(text)
         if spaces <= MOST_SPACE and text.startswith(start):
             self._drop_held(spaces + len(start))
-            return self._enter_state(self._in_reasoning, skip=True)
+            return self._enter_state(self._read_reasoning, skip=True)
         if spaces <= MOST_SPACE and start.startswith(text) and not final:
             return False
-        return self._enter_state(self._before_text)
+        return self._enter_state(self._read_text_start)
 
-    def _in_reasoning(self, final: bool) -> bool:
+    def _read_reasoning(self, final: bool) -> bool:
+        """Within the reasoning, which lasts until its end mark."""
         self._skip_space()
         end = self._held.find(self._think[1])
         if end < 0:
@@ -154,22 +155,22 @@ class Splitter:
             return False
         self._emit_text(Reasoning, _length_without_space(self._held[:end]))
         self._drop_held(self._held.find(self._think[1]) + len(self._think[1]))
-        return self._enter_state(self._before_text, skip=True)
+        return self._enter_state(self._read_text_start, skip=True)
 
-    def _before_text(self, final: bool) -> bool:
+    def _read_text_start(self, final: bool) -> bool:
         """At the beginning of the text, which as a whole may be a call if the format has no start mark."""
         if self._format is None or self._format.start:
-            return self._enter_state(self._in_text, self._skip)
+            return self._enter_state(self._read_text, self._skip)
         may_be = _begins_json_call(self._held)
         if may_be is None and self._cut and len(self._held.strip()) > 1:
             return self._drop_cut_call()
         if may_be is None and not final:
             return False
         if not may_be:
-            return self._enter_state(self._in_text, self._skip)
+            return self._enter_state(self._read_text, self._skip)
         return self._enter_call(0)
 
-    def _in_text(self, final: bool) -> bool:
+    def _read_text(self, final: bool) -> bool:
         self._skip_space()
         start = self._call_start
         at = self._held.find(start) if start else -1
@@ -186,18 +187,18 @@ class Splitter:
         """Enters a call, and keeps its start mark and the space before it held. body: index of the call's text."""
         self._body = self._looked = body
         self._quoted = False
-        return self._enter_state(self._in_call)
+        return self._enter_state(self._read_call)
 
-    def _in_call(self, final: bool) -> bool:
+    def _read_call(self, final: bool) -> bool:
         """Within a call, which is held until it is complete."""
         form, most = self._known_format, self._body + MOST_CALL_CHARACTERS
         end = self._find_call_end(form)
         if 0 <= end <= most:
             self._emit_calls(form, self._held[self._body : end], end + len(form.end))
-            return self._enter_state(self._in_text, skip=self.called)
+            return self._enter_state(self._read_text, skip=self.called)
         if len(self._held) >= most + max(len(form.end), 1):
             self._emit_text(Text, most)
-            return self._enter_state(self._in_text)
+            return self._enter_state(self._read_text)
         if final:
             self._emit_calls(form, self._held[self._body :], len(self._held))
         return False

@@ -132,7 +132,11 @@ class _Preparation:
                 self._make_shard_round(make, chunks)
 
     def _make_shard_round(self, make: MakeShards, chunks: Sequence[Chunk]) -> None:
-        """Makes the shards of the given chunks, except those that an earlier run made, and collects the records."""
+        """Makes the shards of the given chunks, except those that an earlier run made.
+
+        Appends the record of each shard, new or earlier, to `records` and counts its skipped input records. Raises
+        `DataError` if more wrong input records were skipped than `max_skipped` allows.
+        """
         done = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
         made = make([chunk for chunk in chunks if done[chunk.number] is None])
         for chunk in chunks:

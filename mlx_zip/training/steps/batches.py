@@ -46,21 +46,21 @@ class Padding:
         """Returns the padded number of positions per sample. n: positions of the longest sample."""
         return round_up_size(n, 32, 2) if self.coarse else round_up_size(n)
 
-    def padded_entries(self, n: int) -> int:
+    def padded_entry_count(self, n: int) -> int:
         """Returns the padded number of distinct entries."""
         return round_up_size(n, 64, 2) if self.coarse else round_up_size(n, 32)
 
-    def padded_pairs(self, n: int) -> int:
+    def padded_exclusion_count(self, n: int) -> int:
         """Returns the padded number of pairs of a position and an excluded id."""
         return round_up_size(n, 64, 1) if self.coarse else round_up_size(n, 32)
 
-    def padded_slots(self, n: int, length: int, codebook_size: int) -> int:
+    def padded_slot_count(self, n: int, length: int, codebook_size: int) -> int:
         """Returns the padded number of slots per sample. length: padded positions, which may each install an entry."""
         if not self.coarse:
             return round_up_size(n, 32)
         return max(round_up_size(n, 32, 2), min(length, round_up_size(codebook_size, 32, 2)))
 
-    def padded_read_entries(self, n: int, entries: int) -> int:
+    def padded_read_entry_count(self, n: int, entries: int) -> int:
         """Returns the padded number of entries that occur in inputs. entries: the padded number of all entries."""
         if not self.coarse:
             return round_up_size(n, 32)
@@ -161,7 +161,7 @@ def _make_excluded_pairs(books: list[_ReplayedSample], length: int, padding: Pad
     """Returns `excluded_at` and `excluded` of a `Batch`. `excluded_at` is padded with the position after the last."""
     pairs = [book.excluded_pairs() for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
-    more = padding.padded_pairs(len(at)) - len(at)
+    more = padding.padded_exclusion_count(len(at)) - len(at)
     return {
         "excluded_at": np.pad(at, (0, more), constant_values=len(books) * length).astype(np.int32),
         "excluded": np.pad(np.concatenate([column for _, column in pairs]), (0, more)).astype(np.int32),
@@ -183,12 +183,12 @@ def _replay_samples(
 def _add_entry_arrays(batch: Batch, books: list[_ReplayedSample], params: CodecParams, length: int) -> Batch:
     entries, lengths, held = _find_distinct_entries([book.entries for book in books])
     padding, most = batch.padding, max(map(len, held))
-    more = padding.padded_entries(len(entries)) - len(entries)  # padding has length 1, so that no mean divides by 0
+    more = padding.padded_entry_count(len(entries)) - len(entries)  # padding has length 1, so that no mean divides by 0
     batch.arrays.update(
         available=_pad_rows([book.available for book in books], length),
         entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
         lengths=np.pad(lengths, (0, more), constant_values=1).astype(np.int32),
-        slots=_pad_rows(held, padding.padded_slots(most, length, params.codebook_size)),
+        slots=_pad_rows(held, padding.padded_slot_count(most, length, params.codebook_size)),
         **_index_read_entries([book.slots_read for book in books], held, length, padding, len(entries) + more),
     )
     return replace(batch, distinct=len(entries), installed=sum(map(len, held)))
@@ -265,7 +265,7 @@ def _index_read_entries(
     read = read[read >= 0]
     rows = [np.where(e < 0, -1, np.searchsorted(read, e)) for e in entry]
     return {
-        "read": _pad_rows([read], padding.padded_read_entries(len(read), entries))[0],
+        "read": _pad_rows([read], padding.padded_read_entry_count(len(read), entries))[0],
         "input_rows": _pad_rows(rows, length, fill=-1),
     }
 

@@ -318,14 +318,16 @@ def separate_pack(
     read = place[arrays["read"][: int(arrays["input_rows"].max()) + 1]]
     is_grown = read >= pack
     new_index = np.where(is_grown, pack + np.cumsum(is_grown) - 1, read)  # new index of each entry in `read`
-    rows, size = arrays["input_rows"], padding.padded_entries(len(grown))
+    rows, size = arrays["input_rows"], padding.padded_entry_count(len(grown))
     grown_read = (read[is_grown] - pack).astype(np.int32)
     return {
         **arrays,
         "entries": _pad_with_copies(arrays["entries"][grown], arrays["entries"], size),
         "lengths": _pad_with_copies(arrays["lengths"][grown], arrays["lengths"], size),
         "slots": np.maximum(place[arrays["slots"]], 0).astype(np.int32),
-        "read": _pad_with_copies(grown_read, np.zeros(1, np.int32), padding.padded_read_entries(len(grown_read), size)),
+        "read": _pad_with_copies(
+            grown_read, np.zeros(1, np.int32), padding.padded_read_entry_count(len(grown_read), size)
+        ),
         "input_rows": np.where(rows < 0, -1, new_index[rows] if len(new_index) else -1).astype(np.int32),
     }
 

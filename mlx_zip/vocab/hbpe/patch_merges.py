@@ -73,14 +73,18 @@ class PatchMerges:
         return tuple(out)
 
     def encode(self, token: bytes, mode: str = "stop") -> list[int]:
-        """Returns the patch of one token, end mark included; more than S symbols if the merges do not suffice."""
+        """Returns the symbols of one token's patch, the end mark included.
+
+        The patch has more than `patch_size` symbols if applying all merges does not make it shorter. mode: see
+        `encode_all`.
+        """
         return self.encode_all([token], mode)[0].tolist()
 
     def encode_all(self, tokens: Sequence[bytes], mode: str = "stop") -> list[NDArray[np.uint16]]:
         """Returns the patch of each token, uint16 [its length], like `encode`.
 
-        mode: "stop" applies merges until the token fits S symbols, "full" applies all. Raises `CodecError` if `mode` is
-        another text.
+        mode: "stop" applies merges until the token fits `patch_size` symbols, "full" applies all merges. Raises
+        `CodecError` if `mode` is another text.
         """
         check_patch_mode(mode)
         data, offsets = _join_tokens(tokens)

@@ -341,7 +341,7 @@ def test_rows_that_cannot_be_computed_fail_once_and_are_encoded_anew(submitted, 
     encoder, store = Encoder(), RowStore()
     ids, lengths = entries(5)
     store.find_or_encode_rows(kind(), ids, lengths, encoder)
-    settle = store.store_submitted_rows if submitted and store.submit_rows() else store.store_unsubmitted_rows
+    settle = store.store_submitted_rows if submitted and store.take_rows_to_submit() else store.store_unsubmitted_rows
     with monkeypatch.context() as patch:
         patch.setattr("mlx_zip.models.rows.row_store.host_bytes", broken)
         with pytest.raises(RuntimeError):
@@ -361,7 +361,7 @@ def test_a_store_keeps_the_rows_of_all_submissions_and_those_never_submitted(end
     for at in range(0, 9, 3):
         store.find_or_encode_rows(kind(), ids[at : at + 3], lengths[at : at + 3], encoder)
         if at < 6:
-            assert len(store.submit_rows()) == 1
+            assert len(store.take_rows_to_submit()) == 1
     getattr(store, end)()
     RowStore(tmp_path).find_or_encode_rows(kind(), ids, lengths, encoder)
     assert encoder.calls == [3, 3, 3]
