@@ -322,5 +322,5 @@ def test_validation_data_without_a_sample_are_refused(tmp_path):
 
 
 def test_a_run_until_step_zero_trains_nothing():
-    job = SimpleNamespace(progress=SimpleNamespace(step=0), save=lambda: None)
+    job = SimpleNamespace(progress=SimpleNamespace(step=0), save_checkpoint=lambda: None)
     assert not train_to_step(job, TrainSettings(iters=2), lambda: None, quiet=True, until=0)
