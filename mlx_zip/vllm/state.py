@@ -154,7 +154,7 @@ class Zip2ZipState(DefaultModelState):
         name, params, start = new_req_data.req_id, new_req_data.sampling_params, self._packs.own
         asked, wrong = (params.extra_args if params is not None else None) or {}, None
         try:
-            start = self._packs.read_and_check(asked.get(PACK))
+            start = self._packs.find(asked.get(PACK))
         except (MlxZipError, TypeError, ValueError) as error:
             wrong = f"its pack cannot be used: {error}"
         emits = _may_emit(params, asked)
