@@ -1,4 +1,4 @@
-"""Measures training: a step, a plain step and the encoders alone; and steps of both training engines.
+"""Measures a training step, a step without hypertokens, the encoders alone, and steps of both training engines.
 
 Without --model and --data, a small decoder with random weights reads synthetic ids: enough to check that everything
 runs and roughly where the time goes. Figures for publication need a real model and prepared text.

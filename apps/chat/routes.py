@@ -201,7 +201,7 @@ def race_routes(store: Store, models: Models) -> list[Route]:
 
 
 async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields frames of the main model (lane "zip") and of the second model (lane "base"), then the figures of both.
+    """Yields frames of the main model (lane "zip") and of the second model (lane "base"), then both models' figures.
 
     Raises `RequestError`.
     """

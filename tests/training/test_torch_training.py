@@ -207,12 +207,13 @@ def test_bfloat16_steps_stay_close_to_float32_ones():
         assert found["nats"] == pytest.approx(expected["nats"], rel=3e-2)
 
 
-def test_a_run_on_pytorch_logs_what_a_run_on_mlx_logs(tmp_path):
+@pytest.mark.parametrize("changes", [{}, {"fine_tune_type": "encoders", "encoder_learning_rate": 1e-3}], ids=str)
+def test_a_run_on_pytorch_logs_what_a_run_on_mlx_logs(changes, tmp_path):
     write_shards(tmp_path / "valid", samples=6, seed=3)
     runs = {}
     for engine in ("mlx", "torch"):
         chosen = options(tmp_path / engine, engine=engine, valid=[tmp_path / "valid"])
-        train(chosen, settings(iters=4, steps_per_eval=2), quiet=True)
+        train(chosen, settings(iters=4, steps_per_eval=2, **changes), quiet=True)
         runs[engine] = read(chosen.out)
     for theirs, ours in zip(runs["torch"], runs["mlx"], strict=True):
         shared = {"loss", "grad_norm", "learning_rate", "base_bits_per_byte", "val_bits_per_byte", "seen_base_ids"}

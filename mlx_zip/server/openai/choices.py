@@ -1,4 +1,4 @@
-"""What OpenAI's dialects share: request fields of both kinds of completions; choices, usage and log-probabilities."""
+"""Defines request fields, choices, usage and log-probabilities that several OpenAI endpoints have in common."""
 
 from __future__ import annotations
 

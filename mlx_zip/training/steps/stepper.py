@@ -148,9 +148,10 @@ def to_mlx_arrays(batch: Batch) -> dict[str, mx.array]:
 
 
 class OptimizerPart(NamedTuple):
-    """Weights that one optimizer updates. holds: tells by a weight's name and value whether it belongs to the part.
+    """The weights that one optimizer updates, and the kind and the peak learning rate of this optimizer.
 
-    kind: one of `OPTIMIZERS`. peak: peak learning rate. A weight belongs to the first part that holds it.
+    holds: function of a weight's name and value; a weight belongs to the first part for which it returns True. kind:
+    one of `OPTIMIZERS`.
     """
 
     holds: Callable[[str, Any], bool]

@@ -17,8 +17,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
 class Muon(torch.optim.Optimizer):
     """Moves each matrix along its averaged gradient with all singular values near 1; Nesterov momentum, no decay."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], rate: float) -> None:
-        """parameters: matrices. rate: learning rate; a matrix with more rows than columns has a larger one."""
+    def __init__(self, parameters: Iterable[dict[str, Any]], rate: float) -> None:
+        """parameters: groups of matrices, as PyTorch's optimizers take them.
+
+        rate: learning rate; a matrix with more rows than columns has a larger one.
+        """
         super().__init__(parameters, {"lr": rate})
 
     @torch.no_grad()

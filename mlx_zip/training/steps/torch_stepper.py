@@ -75,7 +75,7 @@ class TorchStepper:
         self.weights = trainee.loss_weights
         self.parameters = self.model.trained
         self.optimizers = _make_optimizers(settings, self.parameters, optimizer)
-        done: Any = self.optimizers[0].mlx.step  # of a part that has weights: the others count no steps here
+        done: Any = self.optimizers[0].mlx.step
         self.steps = int(done.item())
         if self.steps:
             for one in self.optimizers:
@@ -175,7 +175,7 @@ class _PartOptimizer:
 def _make_optimizers(
     settings: TrainSettings, parameters: Mapping[str, torch.Tensor], mlx: optim.Optimizer
 ) -> list[_PartOptimizer]:
-    """Returns an optimizer for each part of the weights, see `list_optimizer_parts`, that holds any.
+    """Returns an optimizer for each part of the weights, see `list_optimizer_parts`; some parts may hold no weights.
 
     mlx: the MLX optimizer of all parts. Raises `TrainingError` if only the MLX engine has the optimizer.
     """
@@ -186,13 +186,13 @@ def _make_optimizers(
     return [
         _PartOptimizer(part, names, _make_single_optimizer(settings, part, [parameters[name] for name in names]), one)
         for part, names, one in zip(parts, named, list_single_optimizers(mlx), strict=True)
-        if names
     ]
 
 
 def _make_single_optimizer(
-    settings: TrainSettings, part: OptimizerPart, parameters: list[torch.Tensor]
+    settings: TrainSettings, part: OptimizerPart, weights: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
+    parameters = [{"params": weights}]  # a group may be empty, an optimizer may not
     if part.kind == "muon":
         return Muon(parameters, part.peak)
     if part.kind == "adamw":
