@@ -1,6 +1,6 @@
 """The codec: turns base ids into ids with hypertokens and back. The work is done by the C library in `native/`.
 
-`mlx_zip.codec.twin` implements the same rules in plain Python, for tests only.
+`tests/support/codec_twin.py` has the same rules in plain Python.
 """
 
 from mlx_zip.codec import ids  # noqa: F401  (first: its error says how to build a missing extension)

@@ -8,8 +8,8 @@ import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
 from mlx_zip.cli.compression import compress_and_tally
-from mlx_zip.codec import twin
 from mlx_zip.codec.params import POLICIES
+from support import codec_twin as twin
 
 TURNS = [policy for policy in POLICIES if policy != "freeze"]
 SAVED_BEFORE = (  # five ids of a codebook with a start entry, saved when there was one policy only

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
-from mlx_zip.codec import twin
+from support import codec_twin as twin
 
 few = settings(max_examples=60)  # of each property; test_fuzz_targets.py and `make fuzz` try many more inputs
 

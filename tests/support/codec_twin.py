@@ -1,4 +1,4 @@
-"""The codec in plain Python, slow and obvious, which the tests compare `mlx_zip.codec` with; nothing else imports it.
+"""The codec in plain Python, slow and obvious, which the tests compare `mlx_zip.codec` with.
 
 Names, rules and errors are those of `mlx_zip.codec`. Entries are dictionaries; rewinding reads the log anew.
 """
