@@ -7,6 +7,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 from mlx_zip.arguments import add_pack_flag
@@ -119,28 +120,9 @@ def run(args: argparse.Namespace) -> int:
     """Converts the checkpoint and prints the path of the written folder; returns 0. Raises `MlxZipError` on failure."""
     from mlx_zip.converters import convert
 
-    flags = (
-        "hf_path",
-        "base",
-        "mlx_path",
-        "quantize",
-        "q_group_size",
-        "q_bits",
-        "q_mode",
-        "quant_predicate",
-        "dtype",
-        "dequantize",
-        "revision",
-        "upload_repo",
-        "trust_remote_code",
-        "keep_adapter",
-        "lora_only",
-        "encoder_bits",
-        "canonical",
-        "policy",
-    )
+    named = signature(convert).parameters.keys() & vars(args).keys()  # a flag sets the argument of its name
     with warnings_on_stderr():
-        print(convert(pack=args.pack, **{flag: getattr(args, flag) for flag in flags}))
+        print(convert(**{name: getattr(args, name) for name in named}))
     return 0
 
 

@@ -32,15 +32,8 @@ class StoredTensor:
 Table = dict[str, StoredTensor]
 
 
-def read_json(path: Path) -> Any:
-    """Reads a JSON file. Raises `ConversionError` if it is invalid JSON, contains NaN or gives a key twice."""
-    with errors_as(ConversionError, f"cannot read {path}", OSError, UnicodeDecodeError):
-        text = path.read_text(encoding="utf-8")
-    return parse_json(text, str(path))
-
-
-def parse_json(text: str | bytes, where: str) -> Any:
-    """Parses JSON. Raises `ConversionError`, naming `where`, if it is invalid, contains NaN or gives a key twice."""
+def read_json_object_strictly(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises `ConversionError` for other content, for NaN and for a repeated key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -48,13 +41,10 @@ def parse_json(text: str | bytes, where: str) -> Any:
             raise ValueError("a key is given twice")
         return found
 
-    with errors_as(ConversionError, f"{where} is not valid JSON", ValueError, RecursionError):
-        return json.loads(text, parse_constant=refuse_json_constant, object_pairs_hook=unique)
-
-
-def read_json_object_strictly(path: Path) -> dict[str, Any]:
-    """Reads a JSON file. Raises `ConversionError` unless it holds a valid JSON object."""
-    data = read_json(path)
+    with errors_as(ConversionError, f"cannot read {path}", OSError, UnicodeDecodeError):
+        text = path.read_text(encoding="utf-8")
+    with errors_as(ConversionError, f"{path} is not valid JSON", ValueError, RecursionError):
+        data = json.loads(text, parse_constant=refuse_json_constant, object_pairs_hook=unique)
     if not isinstance(data, dict):
         raise ConversionError(f"{path} must hold an object, got {type(data).__name__}")
     return data

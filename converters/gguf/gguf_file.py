@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.converters.tensors import list_some_names
-from mlx_zip.errors import ConversionError, errors_as, missing_library_error
+from mlx_zip.errors import ConversionError, errors_as, import_or_explain
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 100_000_000  # metadata and tensor list; the largest known files need 20 MB
@@ -181,11 +181,8 @@ def _dequantize_rows(rows: np.ndarray, kind: TensorKind) -> mx.array:
 
 def gguf_dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
     """Returns gguf's function from (rows of blocks, tensor type) to values. Raises `InstallationError` without gguf."""
-    try:
-        from gguf import GGMLQuantizationType, dequantize
-    except ImportError as error:
-        raise missing_library_error("this GGUF file's tensor types", "gguf", extra="gguf") from error
-    return lambda rows, name: dequantize(rows, GGMLQuantizationType[name])
+    gguf = import_or_explain("gguf", "this GGUF file's tensor types", "gguf", extra="gguf")
+    return lambda rows, name: gguf.dequantize(rows, gguf.GGMLQuantizationType[name])
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import GenerationError, first_message_line, missing_library_error
+from mlx_zip.errors import GenerationError, first_message_line, import_or_explain
 from mlx_zip.text.token_facts import bytes_by_id, special_ids
 from mlx_zip.text.tokenizers import single_token_id
 
@@ -49,7 +49,8 @@ class GrammarVocabulary:
         self.is_tokenizer_wrapper = True  # llguidance looks for this name
         self.usable = np.array([bool(token) for token in self.tokens])
         self.usable[self.special_token_ids] = True
-        self.library = _import_llguidance().LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.eos_token_id)
+        llguidance = import_or_explain("llguidance", "an answer by a schema", "llguidance", extra="serve")
+        self.library = llguidance.LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.eos_token_id)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Encodes a text for llguidance. Returns the tokenizer's ids if their bytes are exactly the text.
@@ -166,10 +167,11 @@ class GrammarConstraint:
 @lru_cache(maxsize=64)
 def _compile_grammar(vocabulary: GrammarVocabulary, grammar: str) -> Any:
     """Returns llguidance's matcher of a grammar. Raises `GenerationError` if no answer can follow the grammar."""
-    library = _import_llguidance()
-    limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
-    source = library.LLMatcher.grammar_from_lark(grammar)
-    matcher = library.LLMatcher(vocabulary.library, source, log_level=0, limits=limits)
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False, **_LIMITS)
+    source = LLMatcher.grammar_from_lark(grammar)
+    matcher = LLMatcher(vocabulary.library, source, log_level=0, limits=limits)
     _raise_if_failed(matcher)
     first = matcher.deep_copy()
     possible = any(first.compute_bitmask()) and not first.is_error()
@@ -255,14 +257,6 @@ def terminal_without_mark(name: str, text: str) -> str:
     """Returns the grammar terminal called `name` for any text that does not contain the mark `text`."""
     spelled = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text)
     return f"{name}: /(.|\\n)*/ & ~/(.|\\n)*{spelled}(.|\\n)*/"
-
-
-def _import_llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise missing_library_error("an answer by a schema", "llguidance", extra="serve") from error
-    return llguidance
 
 
 # ---- refusing schemas whose patterns would take llguidance seconds per step

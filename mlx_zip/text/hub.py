@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mlx_zip.errors import DataError, MlxZipError, ModelError, first_message_line, missing_library_error
+from mlx_zip.errors import DataError, MlxZipError, ModelError, first_message_line, import_or_explain
 from mlx_zip.files import check_regular_file
 
 TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # file patterns of a tokenizer
@@ -69,7 +69,7 @@ def iterate_dataset_rows(
     place: name of the data set, subset and row number, for messages. A data set on the hub is streamed, not stored.
     Raises `DataError` if the data set cannot be read, and `InstallationError` if the `datasets` library is missing.
     """
-    library = _import_datasets()
+    library = import_or_explain("datasets", "a data set", "datasets", extra="data")
     with _explain_dataset_errors(name, library):
         opened = {
             subset: enumerate(_open_dataset(library, name, subset, split, revision)) for subset in subsets or (None,)
@@ -107,14 +107,6 @@ def _check_regular_files(folder: Path) -> None:
         for one in files:
             if not one.startswith("."):
                 check_regular_file(Path(root, one))
-
-
-def _import_datasets() -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise missing_library_error("a data set", "datasets", extra="data") from error
-    return datasets
 
 
 @contextmanager
