@@ -18,7 +18,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_zip import named
@@ -26,48 +25,11 @@ from mlx_zip.arguments import Parser, check_flags_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import atomic_file, exit_on_signals
 from mlx_zip.text.tokenizers import load_tokenizer
-from recipes.stories.commands import RunModule, print_to_stderr, run_command, run_in_own_process
+from recipes.stories.commands import print_to_stderr, run_command, run_in_own_process
 
-from .settings import FULL, SMALL, Leg, Settings
+from .recipe import MIXED, Recipe
+from .settings import FULL, SMALL
 from .texts import make_data_card, make_texts, write_texts
-
-MIXED = "mixed"  # name of the pack that the model is trained with
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Settings and folders for all stages.
-
-    model: folder of the base. out: folder of all results. shared: folder that holds data/text, None for no data sets.
-    leg: number (from 1) of the leg to train and measure; None to train all legs of the settings and measure the last.
-    call: runs a Python module with arguments in a folder and returns the exit status.
-    """
-
-    settings: Settings
-    model: Path
-    out: Path
-    shared: Path | None = None
-    leg: int | None = None
-    call: RunModule = run_in_own_process
-
-    @property
-    def data(self) -> Path:
-        """Folder of the texts: train/NAME.jsonl and held_out/NAME.jsonl."""
-        return self.out / "data"
-
-    @property
-    def last(self) -> int:
-        """Number of the leg to measure."""
-        return len(self.settings.legs) if self.leg is None else self.leg
-
-    def legs(self) -> list[Leg]:
-        """Returns the settings of the legs 1 to `last`."""
-        known = self.settings.legs
-        return [known[min(number, len(known)) - 1] for number in range(1, self.last + 1)]
-
-    def folder(self, leg: int) -> Path:
-        """Returns the folder of a leg."""
-        return self.out / f"leg-{leg}"
 
 
 def make_data(recipe: Recipe) -> None:
@@ -84,9 +46,8 @@ def make_data(recipe: Recipe) -> None:
     tokenizer, seen = load_tokenizer(recipe.model), set[str]()
     for part in "held_out", "train":
         file = recipe.out / "sampled" / f"{part}.jsonl"
-        sample_conversations(
-            recipe.model, tokenizer, make_pools(recipe.shared, part), part, recipe.settings.talk, file, print_to_stderr
-        )
+        pools = make_pools(recipe.shared, part)
+        sample_conversations(recipe.model, tokenizer, pools, part, recipe.settings.talk, file)
         write_chat_files(file, recipe.data / part, seen)
     write_card(recipe)
 
@@ -117,14 +78,13 @@ def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequen
     texts: flags that name the command's texts. held_out: domains to measure the pack on. Raises `TrainingError` if the
     command fails.
     """
-    packs, out = recipe.settings.packs, recipe.out / "packs" / f"{name}.npz"
+    packs = recipe.settings.packs
     sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
     sizes |= {"window": packs.window, "most-ids": packs.most_ids}
     flags = [word for flag, value in sizes.items() for word in (f"--{flag}", str(value))]
-    measured = [str(recipe.data / "held_out" / f"{one}.jsonl") for one in held_out]
-    words = ["--tokenizer", recipe.model, *texts, "--held-out", *measured, *flags, "--out", out]
-    if not out.exists():
-        run_command(recipe.call, "mlx_zip", ["vocab", "pack", "learn", *words], recipe.out)
+    measured = [recipe.data / "held_out" / f"{one}.jsonl" for one in held_out]
+    words = ["--tokenizer", recipe.model, *texts, "--held-out", *measured, *flags]
+    recipe.make(recipe.pack(name), "vocab", "pack", "learn", *words)
 
 
 def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
@@ -137,39 +97,30 @@ def train_legs(recipe: Recipe) -> None:
     """Trains leg `recipe.leg` or all legs, in leg-N/zip and leg-N/control. Raises `TrainingError` if a run fails."""
     from .training import prepare_data, train_leg
 
-    pack = recipe.out / "packs" / f"{MIXED}.npz"
-    require_path(pack, "run the stage packs first")
-    for number, leg in enumerate(recipe.legs(), start=1):
-        if recipe.leg not in (None, number):
-            continue
-        folder, before = recipe.folder(number), None if number == 1 else recipe.folder(number - 1)
-        if before is not None:
-            require_path(before / "zip" / "adapter", f"train leg {number - 1} first")
-        prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
-        train_leg(recipe.model, folder / "data", folder, leg, before, print_to_stderr)
+    require_path(recipe.pack(MIXED), "run the stage packs first")
+    for number in range(1, recipe.last + 1) if recipe.leg is None else [recipe.leg]:
+        if number > 1:
+            require_path(recipe.folder(number - 1) / "zip" / "adapter", f"train leg {number - 1} first")
+        prepare_data(recipe, number)
+        train_leg(recipe, number)
 
 
 def measure_leg(recipe: Recipe) -> None:
     """Writes the last leg's adapter to ship and measures it. Raises `TrainingError` if a command fails."""
     from .measuring import measure_models, write_adapter, write_record
 
-    leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
-    classes = recipe.shared and recipe.shared / "data" / "cls"
-    require_path(leg / "control" / "adapter", "run the stage train first")
-    write_adapter(leg, recipe.settings.packs)
-    measure_models(recipe.model, held_out, packs, classes, leg, recipe.settings.measure, recipe.call)
-    write_record(leg, recipe.last)
+    require_path(recipe.last_folder / "control" / "adapter", "run the stage train first")
+    write_adapter(recipe)
+    measure_models(recipe)
+    write_record(recipe)
 
 
 def make_frontier(recipe: Recipe) -> None:
     """Compares the last leg with shallower plain models. Raises `DataError` if the leg is not measured yet."""
     from .frontier import measure_frontier
 
-    require_path(recipe.folder(recipe.last) / "measured" / "record.jsonl", "run the stage measure first")
-    packs, sizes = recipe.out / "packs", (recipe.settings.frontier, recipe.settings.measure)
-    measure_frontier(
-        recipe.model, packs, recipe.folder(recipe.last), recipe.legs(), sizes, recipe.call, print_to_stderr
-    )
+    require_path(recipe.last_folder / "measured" / "record.jsonl", "run the stage measure first")
+    measure_frontier(recipe)
 
 
 def unpack_base(out: Path) -> Path:

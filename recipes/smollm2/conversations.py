@@ -23,6 +23,7 @@ from mlx_zip.cuda.model import open_model
 from mlx_zip.cuda.network.linear import has_bfloat16_units
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file
+from recipes.stories.commands import print_to_stderr
 
 from .settings import FUNCTION_REQUESTS, PROBLEM_REQUESTS, SYSTEM_MESSAGES, TASK_REQUESTS, TEXT_REQUESTS, TalkSettings
 from .texts import DATA_SETS, list_library_files
@@ -304,12 +305,11 @@ def sample_conversations(
     part: str,
     talk: TalkSettings,
     file: Path,
-    say: Callable[[str], object] = lambda line: None,
 ) -> None:
     """Appends conversations to a file of JSON lines until the file holds as many ids as `talk` asks for.
 
-    Continues an interrupted run. model: folder of a Llama model, quantized or not. part: "train" or "held_out". say:
-    called with lines of progress. Raises `ModelError` if loading fails, and `DataError` if the file is damaged.
+    Continues an interrupted run. model: folder of a Llama model, quantized or not. part: "train" or "held_out". Prints
+    its progress to stderr. Raises `ModelError` if loading fails, and `DataError` if the file is damaged.
     """
     have = read_records(file)
     wanted, kept = getattr(talk, part), sum(one["length"] for one in have if "messages" in one)
@@ -331,7 +331,7 @@ def sample_conversations(
             out.flush()
             before, kept = kept, kept + sum(one["length"] for one in records if "messages" in one)
             if before * 20 // wanted < kept * 20 // wanted:
-                say(f"conversations, {part}: {kept:,} of {wanted:,} base ids")
+                print_to_stderr(f"conversations, {part}: {kept:,} of {wanted:,} base ids")
             return kept >= wanted
 
         write_conversations(texts, tokenizer, seeds, talk, done)

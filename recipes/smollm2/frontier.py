@@ -7,7 +7,7 @@ in as many legs, on the same windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlx_zip.files import atomic_folder, read_json_object, write_json
-from recipes.stories.commands import RunModule, run_command
 
-from .measuring import fuse_adapter, make_models
-from .settings import FrontierSettings, Leg, MeasureSettings
+from .measuring import EVALUATE, fuse_adapter, make_models
+from .recipe import Recipe
 from .texts import read_json_lines
 from .training import CONTROL, ZIP, heal_models
 
@@ -76,56 +75,41 @@ def make_shallow_models(model: Path, texts: Path, folder: Path, layers: Sequence
     return made
 
 
-def measure_frontier(
-    model: Path,
-    packs: Path,
-    leg_folder: Path,
-    legs: Sequence[Leg],
-    sizes: tuple[FrontierSettings, MeasureSettings],
-    call: RunModule,
-    say: Callable[[str], None],
-) -> None:
+def measure_frontier(recipe: Recipe) -> None:
     """Makes and trains the shallow models for leg N, measures all models, and writes leg-N/frontier/points.json.
 
-    packs: folder with the learned packs. legs: settings of the legs 1 to N. A point is {"model", "pack", "domain",
-    "bits_per_byte", "ids_per_byte", "step_s"}; seconds per byte are `ids_per_byte` times `step_s`. Steps are timed, so
-    the machine must be idle. Raises `TrainingError` if a command fails.
+    A point is {"model", "pack", "domain", "bits_per_byte", "ids_per_byte", "step_s"}; seconds per byte are
+    `ids_per_byte` times `step_s`. Steps are timed, so the machine must be idle. Raises `TrainingError` if a command
+    fails.
     """
-    frontier, measure = sizes
-    out, found = leg_folder / "frontier", make_models(model, leg_folder, call)
-    cut = make_shallow_models(model, leg_folder / "measured" / "code.jsonl", out / "cut", frontier.layers)
-    healed = heal_in_legs(cut, leg_folder.parent, out, legs, say)
-    plain = {"base": model, CONTROL: found[CONTROL]}
+    frontier, measure, leg = recipe.settings.frontier, recipe.settings.measure, recipe.last_folder
+    out, found = leg / "frontier", make_models(recipe)
+    cut = make_shallow_models(recipe.model, leg / "measured" / "code.jsonl", out / "cut", frontier.layers)
+    healed = heal_in_legs(recipe, cut, out)
+    plain = {"base": recipe.model, CONTROL: found[CONTROL]}
     for name, folder in cut.items():
-        plain[f"{name} healed"] = fuse_adapter(folder, healed / name / "adapter", out / f"{name}-healed", call)
-    steps = {
-        name: _measure_step_s(folder, leg_folder, frontier, call, out, "torch-base") for name, folder in plain.items()
-    }
-    steps[ZIP] = _measure_step_s(found[ZIP], leg_folder, frontier, call, out, "torch-zip")
+        plain[f"{name} healed"] = fuse_adapter(recipe, folder, healed / name / "adapter", out / f"{name}-healed")
+    steps = {name: _measure_step_s(recipe, folder, "torch-base") for name, folder in plain.items()}
+    steps[ZIP] = _measure_step_s(recipe, found[ZIP], "torch-zip")
     chosen = [(name, folder, None) for name, folder in plain.items()]
     chosen += [(ZIP, found[ZIP], pack) for pack in (None, *frontier.packs)]
     points = []
     for name, folder, pack in chosen:
         for domain in frontier.domains:
-            file = out / f"bits-{name.replace(' ', '-')}-{pack}-{domain}.json"
-            words: list[str | Path | int] = ["evaluate", "--engine", "torch", "--model", folder, "--out", file]
-            words += ["--data", leg_folder / "measured" / f"{domain}.jsonl"]
+            words = ["--model", folder, "--data", leg / "measured" / f"{domain}.jsonl"]
             words += ["--context", measure.context, "--limit-bytes", measure.bytes]
-            words += [] if pack is None else ["--pack", packs / f"{pack}.npz"]
-            if not file.exists():
-                run_command(call, "mlx_zip", words, out)
-            points.append(_make_point(name, pack, domain, file, steps[name]))
+            words += [] if pack is None else ["--pack", recipe.pack(pack)]
+            file = out / f"bits-{name.replace(' ', '-')}-{pack}-{domain}.json"
+            points.append(_make_point(name, pack, domain, recipe.make(file, *EVALUATE, *words), steps[name]))
     write_json(out / "points.json", {"points": points})
 
 
-def heal_in_legs(
-    models: Mapping[str, Path], recipe: Path, out: Path, legs: Sequence[Leg], say: Callable[[str], None]
-) -> Path:
+def heal_in_legs(recipe: Recipe, models: Mapping[str, Path], out: Path) -> Path:
     """Trains models leg by leg on the control's texts, in out/leg-N; returns the folder of the last leg."""
     before = None
-    for number, leg in enumerate(legs, start=1):
+    for number, leg in enumerate(recipe.legs(), start=1):
         folder = out / f"leg-{number}"
-        heal_models(models, recipe / f"leg-{number}" / "data" / CONTROL, folder, leg, before, say)
+        heal_models(models, recipe.folder(number) / "data" / CONTROL, folder, leg, before)
         before = folder
     assert before is not None
     return before
@@ -138,15 +122,12 @@ def _make_point(name: str, pack: str | None, domain: str, file: Path, step_s: fl
     return {"model": name, "pack": pack, "domain": domain, **figures}
 
 
-def _measure_step_s(
-    folder: Path, leg: Path, frontier: FrontierSettings, call: RunModule, out: Path, engine: str
-) -> float:
-    """Returns the median seconds per step while the model writes a given text."""
-    record = out / f"steps-{engine}-{folder.name}.jsonl"
-    if not record.exists():
-        kind = "--base" if engine == "torch-base" else "--model"
-        text = leg / "measured" / "code.jsonl"
-        words = ["bench", "generate", "--engines", engine, kind, folder, "--text", f"code={text}"]
-        run_command(call, "mlx_zip", [*words, "--sizes", frontier.sizes, "--record", record], out)
-    (line,) = read_json_lines(record)
+def _measure_step_s(recipe: Recipe, folder: Path, engine: str) -> float:
+    """Returns the median seconds per step while the model in `folder` writes a given text."""
+    leg, kind = recipe.last_folder, "--base" if engine == "torch-base" else "--model"
+    text = leg / "measured" / "code.jsonl"
+    words = ["bench", "generate", "--engines", engine, kind, folder, "--text", f"code={text}"]
+    words += ["--sizes", recipe.settings.frontier.sizes]
+    record = leg / "frontier" / f"steps-{engine}-{folder.name}.jsonl"
+    (line,) = read_json_lines(recipe.make(record, *words, flag="--record"))
     return line["figures"]["step_ms"]["median"] / 1000

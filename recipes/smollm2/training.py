@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -17,41 +17,35 @@ import torch
 from mlx_zip.cuda.network.linear import has_bfloat16_units
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoints import list_checkpoints
-from recipes.stories.commands import RunModule, run_command
+from recipes.stories.commands import Word, print_to_stderr
 
-from .settings import Leg, PackSettings
+from .recipe import MIXED, Recipe
+from .settings import Leg
 
 ZIP, CONTROL, PLAIN = "zip", "control", "plain"
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's variables
 CHARACTERS_PER_ID = 5  # maximum characters of JSON per base id
-Words = list[str | Path | int | float]
 
 
-def prepare_data(
-    model: Path,
-    data: Path,
-    pack: Path,
-    out: Path,
-    packs: PackSettings,
-    leg: Leg,
-    call: RunModule,
-) -> None:
-    """Prepares the leg's texts compressed in out/zip and uncompressed in out/control.
+def prepare_data(recipe: Recipe, number: int) -> None:
+    """Prepares the texts of leg `number`: compressed in leg-N/data/zip, uncompressed in leg-N/data/control.
 
-    out/plain gets uncompressed windows of other texts of the same mixture, for both models. call: runs a Python module
-    with arguments in a folder and returns the exit status. Raises `TrainingError` if a command fails.
+    leg-N/data/plain gets uncompressed windows of other texts of the same mixture, for both models. Raises
+    `TrainingError` if a command fails.
     """
-    codec: Words = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size, "--pack", pack]
-    none: Words = ["--merge-size", 1, "--codebook-size", 0]
-    mixture = _write_mixture(data, out / "texts", leg, leg.start, leg.samples)
+    packs, leg, out = recipe.settings.packs, recipe.legs()[number - 1], recipe.folder(number) / "data"
+    codec: list[Word] = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size]
+    codec += ["--pack", recipe.pack(MIXED)]
+    none: list[Word] = ["--merge-size", 1, "--codebook-size", 0]
+    mixture = _write_mixture(recipe.data, out / "texts", leg, leg.start, leg.samples)
     wanted = [(ZIP, mixture, leg.samples, codec), (CONTROL, mixture, leg.samples, none)]
     if leg.plain:
-        other = _write_mixture(data, out / "plain-texts", leg, (leg.start + 0.5) % 1, leg.plain)
+        other = _write_mixture(recipe.data, out / "plain-texts", leg, (leg.start + 0.5) % 1, leg.plain)
         wanted.append((PLAIN, other, leg.plain, none))
     for name, texts, samples, flags in wanted:
-        words: Words = ["prepare", "--model", model, "--mixture", texts, "--context", leg.context, "--train-on", "all"]
-        words += ["--limit", samples, *flags, "--out", out / name]
-        run_command(call, "mlx_zip", words, out)
+        sizes = ["--context", leg.context, "--limit", samples, *flags]
+        read = ["--model", recipe.model, "--mixture", texts, "--train-on", "all"]
+        recipe.run("prepare", *read, *sizes, "--out", out / name)
 
 
 def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) -> Path:
@@ -72,37 +66,34 @@ def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) 
     return out / "mixture.yaml"
 
 
-def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]) -> None:
-    """Trains both models of a leg in parallel, each on one thread; continues interrupted runs.
+def train_leg(recipe: Recipe, number: int) -> None:
+    """Trains both models of leg `number` in parallel, each on one thread; continues interrupted runs.
 
-    data: folder with the prepared texts of both models. before: folder of the previous leg, None for the first leg.
-    Raises `TrainingError`, naming the run, if a run fails. Output is in OUT/NAME.log.
+    Raises `TrainingError`, naming the run, if a run fails. Output is in leg-N/NAME.log.
     """
-    runs = {}
+    leg, out, runs = recipe.legs()[number - 1], recipe.folder(number), {}
     for name in (ZIP, CONTROL):
-        read = [data / name, *([data / PLAIN] if leg.plain else [])]
-        words = [*_make_train_command(model, read, out / name, leg), *(leg.encoder if name == ZIP else ())]
-        runs[name] = words + ([] if before is None else ["--init-from", before / name])
-    _run_side_by_side(runs, out, leg, say)
+        read = [out / "data" / name, *([out / "data" / PLAIN] if leg.plain else [])]
+        before = None if number == 1 else recipe.folder(number - 1) / name
+        words = _make_train_command(recipe.model, read, out / name, leg, before)
+        runs[name] = [*words, *(leg.encoder if name == ZIP else ())]
+    _run_side_by_side(runs, out, leg)
 
 
-def heal_models(
-    models: Mapping[str, Path], data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]
-) -> None:
+def heal_models(models: Mapping[str, Path], data: Path, out: Path, leg: Leg, before: Path | None) -> None:
     """Trains plain models like the leg's control, in parallel; continues interrupted runs.
 
-    models: folders by name. data: folder with the control's prepared texts. out, before: see `train_leg`. Raises
-    `TrainingError` if a run fails.
+    models: folders by name. data: folder with the control's prepared texts. out: folder for the runs. before: folder of
+    the previous leg's runs, None for the first leg. Raises `TrainingError` if a run fails.
     """
     runs = {
-        name: _make_train_command(model, [data], out / name, leg)
-        + ([] if before is None else ["--init-from", before / name])
+        name: _make_train_command(model, [data], out / name, leg, before and before / name)
         for name, model in models.items()
     }
-    _run_side_by_side(runs, out, leg, say)
+    _run_side_by_side(runs, out, leg)
 
 
-def _run_side_by_side(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], None]) -> None:
+def _run_side_by_side(runs: Mapping[str, Sequence[Word]], out: Path, leg: Leg) -> None:
     """Runs all unfinished commands in parallel, each on one thread. runs: folder name -> command."""
     running = []
     for name, words in runs.items():
@@ -118,7 +109,7 @@ def _run_side_by_side(runs: Mapping[str, Words], out: Path, leg: Leg, say: Calla
                 env={**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY},
             )
         running.append((name, made))
-        say(f"training {out / name}; its progress is in {out / name}.log")
+        print_to_stderr(f"training {out / name}; its progress is in {out / name}.log")
     _wait_for_all(running, out)
 
 
@@ -141,7 +132,7 @@ def is_finished(run: Path, leg: Leg) -> bool:
     return bool(found) and found[-1][0] >= leg.iters and (run / "adapter").is_dir()
 
 
-def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg) -> Words:
+def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg, before: Path | None) -> list[Word]:
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
         *("--dtype", "bfloat16" if torch.cuda.is_available() or has_bfloat16_units() else "float32"),
@@ -150,4 +141,5 @@ def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg) 
         *("--learning-rate", leg.learning_rate, "--min-learning-rate", leg.min_learning_rate),
         *("--lora-rank", leg.lora_rank, "--lora-scale", leg.lora_scale),
         *("--save-every", leg.save_every, "--steps-per-report", 1, "--steps-per-eval", leg.iters),
+        *(() if before is None else ("--init-from", before)),
     ]

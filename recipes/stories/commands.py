@@ -21,6 +21,7 @@ from mlx_zip.errors import TrainingError
 from .settings import Settings
 
 RunModule = Callable[[str, Sequence[str], Path], int]  # type of `run_in_own_process`
+Word = str | Path | int | float  # of a command line
 STOPPED_STATUSES = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
 
 
@@ -44,7 +45,7 @@ def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trai
         return next(filter(None, [child.wait() for child in children]), 0)
 
 
-def run_command(call: RunModule, module: str, words: Sequence[str | Path | int | float], folder: Path) -> None:
+def run_command(call: RunModule, module: str, words: Sequence[Word], folder: Path) -> None:
     """Runs `python -m MODULE WORDS` in a folder with `call`.
 
     Raises `TrainingError` if the command fails, and `KeyboardInterrupt` if a signal stopped the command.

@@ -469,17 +469,19 @@ def test_legs_are_numbered_from_1(own_run, capsys):
 
 
 @pytest.mark.parametrize(("engine", "flag"), [("torch-base", "--base"), ("torch-zip", "--model")])
-def test_a_step_is_timed_by_the_command_that_times_engines(engine, flag, tmp_path, monkeypatch):
-    def timed(_, module, words, folder):
+def test_a_step_is_timed_by_the_command_that_times_engines(engine, flag, tmp_path):
+    def timed(module, words, folder):
         parser = Parser()
         generate.add_arguments(parser)
         add_record_flag(parser)
-        args = parser.parse_args([str(word) for word in words[2:]])
+        args = parser.parse_args(words[2:])
         assert (args.engines, getattr(args, flag[2:])) == ([engine], str(tmp_path / "plain"))
+        (tmp_path / "leg-1" / "frontier").mkdir(parents=True)
         Path(args.record).write_text('{"figures": {"step_ms": {"median": 20}}}\n')
+        return 0
 
-    monkeypatch.setattr(frontier, "run_command", timed)
-    step = frontier._measure_step_s(tmp_path / "plain", tmp_path, SMALL.frontier, here, tmp_path, engine)
+    recipe = main.Recipe(SMALL, tmp_path / "base", tmp_path, call=timed)
+    step = frontier._measure_step_s(recipe, tmp_path / "plain", engine)
     assert step == 0.02
 
 
