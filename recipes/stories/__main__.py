@@ -38,10 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_stages(recipe, args.stage)
         if args.install:
             install_bundle(recipe, named.FOLDER)
-    except MlxZipError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, a folder that cannot be written
+    except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -34,6 +34,8 @@ def make_texts(recipe: Recipe) -> None:
 
     asked.jsonl holds the conversations with one turn.
     """
+    if (recipe.out / "texts").exists():
+        return
     settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
     once = stories["t1.train"] + stories["mixed.train"]  # sampled stories without repeats
     lexicon = learn_lexicon(once, rare=8 if len(once) > 1000 else 2)
@@ -59,6 +61,8 @@ def make_texts(recipe: Recipe) -> None:
 
 def make_tokenizer(recipe: Recipe) -> None:
     """Learns a tokenizer from the training stories, each taken once, in file order, and writes tokenizer/."""
+    if (recipe.out / "tokenizer").exists():
+        return
     texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
     with atomic_folder(recipe.out / "tokenizer") as folder:
         settings = recipe.settings

@@ -25,6 +25,8 @@ QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN_PACK}-tuned.npz"
 def quantize_models(recipe: Recipe) -> None:
     """Writes quantized/: the models to bundle, quantized. The zip2zip model has no pack yet."""
     bits = recipe.settings.bits
+    if (recipe.out / QUANTIZED).exists():
+        return
     with atomic_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
             if name == named.DEFAULT:
@@ -60,6 +62,8 @@ def tune_pack(recipe: Recipe) -> None:
 
 def make_bundle(recipe: Recipe) -> None:
     """Writes bundle/: both models to ship in the package, the zip2zip model with the tuned pack."""
+    if (recipe.out / "bundle").exists():
+        return
     with atomic_folder(recipe.out / "bundle") as folder:
         for name in recipe.settings.bundled:
             if name == named.DEFAULT:
@@ -75,6 +79,8 @@ def make_bundle(recipe: Recipe) -> None:
 
 def train_head(recipe: Recipe) -> None:
     """Trains a draft head on texts of the model's last training run, and adds the head to the bundled zip2zip model."""
+    if (recipe.out / HEAD).exists():
+        return
     settings, model = recipe.settings, f"bundle/{named.DEFAULT}"
     last = f"{packs.TEXTS}/{settings.packs.rounds[-1].prefix}{packs.OWN_PACK}.jsonl"
     for name, text in (("head", last), ("head-valid", "texts/valid.jsonl")):
@@ -129,7 +135,7 @@ def list_measurements(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]
 def measure_models(recipe: Recipe) -> None:
     """Writes figures/: bits per byte of every model, and generation rates of the bundled models.
 
-    Rates are measured for a story in the first turn and in a later turn of a conversation. Existing files are kept.
+    Rates are measured for a story in the first turn and in a later turn of a conversation.
     """
     (recipe.out / "figures").mkdir(exist_ok=True)
     for name, flags in list_measurements(recipe.settings):

@@ -22,6 +22,7 @@ from .settings import Settings
 
 RunModule = Callable[[str, Sequence[str], Path], int]  # type of `run_in_own_process`
 Word = str | Path | int | float  # of a command line
+LAST_FILES = {"prepare": "index.json", "train": "model/config.json"}  # what a command writes last in its folder --out
 STOPPED_STATUSES = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
 
 
@@ -96,10 +97,12 @@ class Recipe:
     engine: str = "mlx"
 
     def run_mlx_zip(self, name: str, flags: Mapping[str, Any]) -> None:
-        """Runs the command `mlx_zip NAME FLAGS` and shows the command line.
+        """Runs the command `mlx_zip NAME FLAGS` and shows the command line, unless the command's result exists.
 
-        flags: values by name, see `as_words`. Raises `TrainingError` if the command fails.
+        flags: values by name, see `as_words`; `out` is the result. Raises `TrainingError` if the command fails.
         """
+        if "out" in flags and (self.out / flags["out"] / LAST_FILES.get(name, "")).exists():
+            return
         if name == "train" and self.engine != "mlx" and "draft_head" not in flags:
             flags = {**flags, "engine": self.engine}
         self.run_module("mlx_zip", [*name.split(), *as_words(flags)])

@@ -65,6 +65,8 @@ def make_texts(recipe: Recipe) -> None:
 
     Raises `DataError` if there are too few texts.
     """
+    if (recipe.out / TEXTS).exists():
+        return
     sources = [_read_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
     with atomic_folder(recipe.out / TEXTS) as folder:
         for seed, (name, counts) in enumerate(list_text_parts(recipe.settings.packs)):
@@ -81,7 +83,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def learn_packs(recipe: Recipe) -> None:
-    """Learns every pack with `mlx_zip vocab pack learn` and writes packs/NAME.npz. Existing files are kept."""
+    """Learns every pack with `mlx_zip vocab pack learn` and writes packs/NAME.npz."""
     packs = recipe.settings.packs
     wanted = [(OWN_PACK, f"learn-{OWN_PACK}", packs.size)]
     wanted += [
@@ -91,15 +93,8 @@ def learn_packs(recipe: Recipe) -> None:
     wanted += [(name, "learn-unseen", size) for name, size in list_unseen_packs(packs).items()]
     (recipe.out / PACKS).mkdir(exist_ok=True)
     for name, text, size in wanted:
-        out = f"{PACKS}/{name}.npz"
-        if not (recipe.out / out).exists():
-            fixed = {"model": "runs/zip/model", "size": size, "window": packs.window, "out": out}
-            recipe.run_mlx_zip("vocab pack learn", {**fixed, **packs.codec, "data": f"{TEXTS}/{text}.jsonl"})
-
-
-def list_pack_files(packs: PackSettings) -> list[str]:
-    """Returns the paths of the files that `learn_packs` writes."""
-    return [f"{PACKS}/{name}.npz" for name in (OWN_PACK, *list_drawn_packs(packs), *list_unseen_packs(packs))]
+        fixed = {"model": "runs/zip/model", "size": size, "window": packs.window, "out": f"{PACKS}/{name}.npz"}
+        recipe.run_mlx_zip("vocab pack learn", {**fixed, **packs.codec, "data": f"{TEXTS}/{text}.jsonl"})
 
 
 def pool_size(packs: PackSettings, size: int) -> int:
@@ -135,14 +130,6 @@ def make_windows(recipe: Recipe) -> None:
     recipe.run_mlx_zip("prepare", {**plain, **valid, "out": f"{WINDOWS}/plain-valid"})
 
 
-def list_window_files(packs: PackSettings) -> list[str]:
-    """Returns the paths of the index files that `make_windows` writes."""
-    names = ["packed-valid", "plain-valid"]
-    for one in packs.rounds:
-        names += [*(f"packed-{name}" for name, _ in list_round_parts(packs, one)), f"{one.prefix}plain"]
-    return [f"{WINDOWS}/{name}/index.json" for name in names]
-
-
 def list_runs(packs: PackSettings) -> dict[str, list[str]]:
     """Returns `PACKED` or `CONTROL` -> names of the training runs of that model, in order of rounds."""
     return {name: [one.prefix + name for one in packs.rounds] for name in (PACKED, CONTROL)}
@@ -169,13 +156,12 @@ def train_control(recipe: Recipe) -> None:
 
 
 def _train_rounds(recipe: Recipe, name: str, start: str, flags: Callable[[Round], Flags]) -> None:
-    """Trains all rounds, each from the previous round's model. Skips finished rounds.
+    """Trains all rounds, each from the previous round's model.
 
     name: `PACKED` or `CONTROL`. start: run whose model the first round starts from. flags: returns a round's flags.
     """
     packs = recipe.settings.packs
     for number, (one, run) in enumerate(zip(packs.rounds, list_runs(packs)[name], strict=True)):
-        if not (recipe.out / f"runs/{run}/model/config.json").exists():
-            fixed = {"model": f"runs/{start}/model", "out": f"runs/{run}", "seed": recipe.settings.seed + number}
-            recipe.run_mlx_zip("train", {**fixed, **flags(one)})
+        fixed = {"model": f"runs/{start}/model", "out": f"runs/{run}", "seed": recipe.settings.seed + number}
+        recipe.run_mlx_zip("train", {**fixed, **flags(one)})
         start = run

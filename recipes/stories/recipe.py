@@ -21,15 +21,14 @@
     measure         measures bits per byte and generation rates of the models
     smaller         trains and quantizes smaller plain models to compare with; runs only if it is named
 
-A stage whose results exist is skipped, so the same command continues an interrupted run.
+What exists is not made again, so the same command continues an interrupted run.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
@@ -37,65 +36,34 @@ from mlx_zip.files import write_json
 from . import base, bundle, packs, smaller
 from .commands import Recipe
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of the recipe.
-
-    make: runs the stage. products: returns the paths, relative to `out`, of its results. if_named: whether the stage
-    runs only if it is named.
-    """
-
-    make: Callable[[Recipe], None]
-    products: Callable[[Recipe], list[str]]
-    if_named: bool = False
-
-
-def _window_indices(kind: str) -> Callable[[Recipe], list[str]]:
-    return lambda _: [f"{folder}/index.json" for folder in base.list_window_folders(kind)]
-
-
-def _run_model(run: str) -> Callable[[Recipe], list[str]]:
-    return lambda _: [f"{base.model_path(run)}/config.json"]
-
-
-def _round_models(name: str) -> Callable[[Recipe], list[str]]:
-    return lambda recipe: [
-        f"{base.model_path(run)}/config.json" for run in packs.list_runs(recipe.settings.packs)[name]
-    ]
-
-
-STAGES: dict[str, Stage] = {
-    "texts": Stage(base.make_texts, lambda _: ["texts/requests.jsonl"]),
-    "tokenizer": Stage(base.make_tokenizer, lambda _: ["tokenizer/tokenizer.json"]),
-    "short": Stage(lambda recipe: base.make_windows(recipe, "short"), _window_indices("short")),
-    "base-short": Stage(base.train_base, _run_model("base-short")),
-    "long": Stage(lambda recipe: base.make_windows(recipe, "long"), _window_indices("long")),
-    "base": Stage(base.train_chat, _run_model("base")),
-    "compressed": Stage(lambda recipe: base.make_windows(recipe, "compressed"), _window_indices("compressed")),
-    "zip": Stage(base.train_zip, _run_model("zip")),
-    "control": Stage(base.train_control, _run_model("control")),
-    "pack-texts": Stage(packs.make_texts, lambda _: [packs.TEXTS]),
-    "packs": Stage(packs.learn_packs, lambda recipe: packs.list_pack_files(recipe.settings.packs)),
-    "windows": Stage(packs.make_windows, lambda recipe: packs.list_window_files(recipe.settings.packs)),
-    "packed": Stage(packs.train_packed, _round_models(packs.PACKED)),
-    "packed-control": Stage(packs.train_control, _round_models(packs.CONTROL)),
-    "quantized": Stage(
-        bundle.quantize_models, lambda recipe: [f"{bundle.QUANTIZED}/{name}" for name in recipe.settings.bundled]
-    ),
-    "tuned": Stage(bundle.tune_pack, lambda _: [bundle.TUNED]),
-    "bundle": Stage(bundle.make_bundle, lambda _: [f"bundle/{bundle.RECORD}"]),
-    "head": Stage(bundle.train_head, lambda _: [bundle.HEAD]),
-    "measure": Stage(
-        bundle.measure_models,
-        lambda recipe: [f"figures/{name}.json" for name, _ in bundle.list_measurements(recipe.settings)],
-    ),
-    "smaller": Stage(smaller.make_smaller, lambda _: [smaller.BITS], if_named=True),
+STAGES: dict[str, Callable[[Recipe], None]] = {
+    "texts": base.make_texts,
+    "tokenizer": base.make_tokenizer,
+    "short": lambda recipe: base.make_windows(recipe, "short"),
+    "base-short": base.train_base,
+    "long": lambda recipe: base.make_windows(recipe, "long"),
+    "base": base.train_chat,
+    "compressed": lambda recipe: base.make_windows(recipe, "compressed"),
+    "zip": base.train_zip,
+    "control": base.train_control,
+    "pack-texts": packs.make_texts,
+    "packs": packs.learn_packs,
+    "windows": packs.make_windows,
+    "packed": packs.train_packed,
+    "packed-control": packs.train_control,
+    "quantized": bundle.quantize_models,
+    "tuned": bundle.tune_pack,
+    "bundle": bundle.make_bundle,
+    "head": bundle.train_head,
+    "measure": bundle.measure_models,
+    "smaller": smaller.make_smaller,
 }
+IF_NAMED = ("smaller",)  # stages that run only if they are named
+FOLDERS = ("bundle", "figures", "packs", packs.TEXTS, "prepared", bundle.QUANTIZED, "runs", "texts", "tokenizer")
 
 
 def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
-    """Runs the named stages in the given order, or all but `if_named` ones. Skips stages whose results exist.
+    """Runs the named stages in the given order, or all but those in `IF_NAMED`.
 
     Raises `DataError` if a name is unknown or an input or the `out` folder does not fit, and `TrainingError` if a
     command fails.
@@ -103,13 +71,9 @@ def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
     if unknown := sorted(set(stages) - set(STAGES)):
         raise DataError(f"--stage: {', '.join(unknown)} is none of {', '.join(STAGES)}")
     _check_out_folder(recipe)
-    for name in stages or [name for name, stage in STAGES.items() if not stage.if_named]:
-        stage = STAGES[name]
-        if all((recipe.out / product).exists() for product in stage.products(recipe)):
-            recipe.say(f"== {name}: done before")
-            continue
+    for name in stages or [name for name in STAGES if name not in IF_NAMED]:
         recipe.say(f"== {name}")
-        stage.make(recipe)
+        STAGES[name](recipe)
 
 
 def _check_out_folder(recipe: Recipe) -> None:
@@ -123,8 +87,7 @@ def _check_out_folder(recipe: Recipe) -> None:
         "checked": recipe.check,
     }
     path = recipe.out / bundle.RECORD
-    folders = {Path(product).parts[0] for stage in STAGES.values() for product in stage.products(recipe)}
-    begun = [name for name in sorted(folders) if (recipe.out / name).exists()]
+    begun = [name for name in FOLDERS if (recipe.out / name).exists()]
     if not begun:
         recipe.out.mkdir(parents=True, exist_ok=True)
         write_json(path, record)

@@ -23,6 +23,8 @@ BITS = "figures/bits-smaller.json"  # measured bits per byte
 
 def make_smaller(recipe: Recipe) -> None:
     """Trains all models of `SMALLER`, writes smaller/quantized/ and measures bits per byte on single test stories."""
+    if (recipe.out / BITS).exists():
+        return
     train_smaller(recipe)
     quantize_smaller(recipe)
     (recipe.out / BITS).parent.mkdir(exist_ok=True)
@@ -31,7 +33,7 @@ def make_smaller(recipe: Recipe) -> None:
 
 
 def train_smaller(recipe: Recipe) -> None:
-    """Trains each model of `SMALLER` in the same stages, on the same windows, as the control. Skips finished runs."""
+    """Trains each model of `SMALLER` in the same stages, on the same windows, as the control."""
     for name, shape in SMALLER.items():
         out = recipe.out / FOLDER / name
         out.mkdir(parents=True, exist_ok=True)
@@ -39,10 +41,8 @@ def train_smaller(recipe: Recipe) -> None:
             if not (out / shared).exists():
                 (out / shared).symlink_to(Path("../..", shared))
         one = replace(recipe, out=out, settings=replace(recipe.settings, model={**recipe.settings.model, **shape}))
-        for run, train in (("base-short", base.train_base), ("base", base.train_chat), ("control", base.train_control)):
-            if not (out / base.model_path(run) / "config.json").exists():
-                train(one)
-        packs.train_control(one)
+        for train in (base.train_base, base.train_chat, base.train_control, packs.train_control):
+            train(one)
 
 
 def quantize_smaller(recipe: Recipe) -> None:
