@@ -22,7 +22,7 @@ import mlx_zip
 from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.tensors import load_tensors_lazily, read_folder_headers, read_json_object_strictly
+from mlx_zip.converters.tensors import read_folder_tensors, read_json_object_strictly
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
@@ -61,7 +61,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
         )
     new_ids = {int(old): new for new, old in enumerate(kept.ids)}
     config = _adapted_config(read_json_object_strictly(place.folder / "config.json"), new_ids)
-    weights = _select_rows(load_tensors_lazily(read_folder_headers(place.folder)), kept.ids)
+    weights = _select_rows(read_folder_tensors(place.folder), kept.ids)
     files = _adapt_json_files(place.folder, kept, base.source, new_ids)
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)

@@ -21,7 +21,7 @@ from mlx_zip.converters.output import write_adapter, write_model_folder
 from mlx_zip.converters.prepared import DTYPES, PreparedModel, prepare_model
 from mlx_zip.converters.quantization import QuantizationRecipe, QuantPredicate, quantize_encoders, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import FLOATS, list_some_names, load_tensors_lazily, read_safetensors_header
+from mlx_zip.converters.tensors import FLOATS, dtype_name, list_some_names, read_tensors
 from mlx_zip.errors import CodecError, ConversionError, DataError, errors_as
 from mlx_zip.packs.chosen import pack_flag_with_files, read_packs
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, PackLike, pack_in_folder
@@ -217,17 +217,13 @@ def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_c
         raise ConversionError(f"{file}: its rows are for the merged model; leave out --keep-adapter")
     shape = (len(model.config.start or ()), model.config.encoder.model_size)
     wanted = ROWS[1:] if model.sides_are_one else ROWS
-    table = read_safetensors_header(file)
+    table = read_tensors(file)
     if table.keys() != set(wanted) or any(one.shape != shape or one.dtype not in FLOATS for one in table.values()):
-        found = list_some_names([f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(table.items())])
+        found = list_some_names([f"{name} {dtype_name(one.dtype)} {list(one.shape)}" for name, one in table.items()])
         raise ConversionError(
             f"{file} must hold {' and '.join(wanted)}, numbers of shape {list(shape)}; it holds {found}"
         )
-    kept = {
-        name: rows if rows.dtype == mx.float16 else rows.astype(mx.float32)
-        for name, rows in load_tensors_lazily(table).items()
-    }
-    rows = {name: np.array(value) for name, value in kept.items()}
+    rows = {name: np.array(one if one.dtype == mx.float16 else one.astype(mx.float32)) for name, one in table.items()}
     with errors_as(ConversionError, str(file), DataError):
         tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
     mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))

@@ -7,7 +7,7 @@ is refused. For a model that zip2zip would run differently, `export` warns, beca
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
 from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import read_json_object_strictly
+from mlx_zip.converters.tensors import dtype_name, read_json_object_strictly
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
@@ -43,19 +43,6 @@ _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
     "attention": "its own class fails as soon as a model calls it",
 }
-
-
-@dataclass
-class _PreparedExport:
-    """A checked model with lazy weights, not yet written.
-
-    config, zip_config: contents of the decoder's config.json and of zip2zip_config.json. facts: tokenizer properties.
-    """
-
-    model: Any
-    config: dict[str, Any]
-    zip_config: dict[str, Any]
-    facts: TokenizerFacts
 
 
 def export(
@@ -84,25 +71,24 @@ def export(
     if not source.is_converted_model(place):
         raise ConversionError(f"{place.name} is not an mlx_zip model: its config.json has no zip2zip section")
     place = source.download_all_files(place)
-    prepared = _prepare_export(place, dtype, drop_start, trust_remote_code)
-    _write_checkpoint(out, place, prepared, trust_remote_code, progress)
+    facts = read_tokenizer_facts(place.folder, trust_remote_code)
+    model = _read_exported_model(place, facts, dtype, drop_start)
+    _write_checkpoint(out, place, model, facts, trust_remote_code, progress)
     return out
 
 
 # ---- reading
 
 
-def _prepare_export(place: ModelPlace, dtype: str | None, drop_start: bool, trust_remote_code: bool) -> _PreparedExport:
+def _read_exported_model(place: ModelPlace, facts: TokenizerFacts, dtype: str | None, drop_start: bool) -> Any:
     """Reads and checks a converted model; dequantizes it, merges its adapter and casts it, all lazily."""
-    facts = read_tokenizer_facts(place.folder, trust_remote_code)
-    config = read_json_object_strictly(place.folder / "config.json")
-    model, _ = load_converted_model(place)
+    model, config = load_converted_model(place)
     _check_exportable(model, facts, drop_start, (place.folder / ADAPTED).is_file())
     model = _dequantize_model(model, place.folder, quantized=bool(config.get("quantization")))
-    stored = dtype or str(model.model.embed_tokens.weight.dtype).removeprefix("mlx.core.")
+    stored = DTYPES[dtype] if dtype else model.model.embed_tokens.weight.dtype
     model = _merge_mlx_adapter(model, place.folder / ADAPTERS)
-    cast_floats(model, DTYPES[stored])
-    return _PreparedExport(model, _decoder_config_json(config, stored), _zip2zip_config_json(model.config), facts)
+    cast_floats(model, stored)
+    return model
 
 
 def _check_exportable(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
@@ -203,19 +189,21 @@ def _zip2zip_config_json(config: ZipConfig) -> dict[str, Any]:
 
 
 def _write_checkpoint(
-    out: Path, place: ModelPlace, made: _PreparedExport, trust_remote_code: bool, progress: bool
+    out: Path, place: ModelPlace, model: Any, facts: TokenizerFacts, trust_remote_code: bool, progress: bool
 ) -> None:
-    """Writes the checkpoint `made` to the new folder `out`. place: the source, whose tokenizer files are copied."""
-    weights, parameters = output.take_weights(made.model)
+    """Writes a model as a checkpoint to the new folder `out`. place: the source, whose tokenizer files are copied."""
+    source_config = read_json_object_strictly(place.folder / "config.json")
+    config = _decoder_config_json(source_config, dtype_name(model.model.embed_tokens.weight.dtype))
+    weights, parameters = output.take_weights(model)
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
     total = len(weights) + len(encoders)
     with output.new_model_folder(out, FLAG) as folder, ProgressBar(total, "tensor", "Writing", shown=progress) as step:
         output.write_model(folder, weights, parameters, lambda *_: step(), framework="pt")
         output.write_tensors(folder / ENCODERS, encoders, lambda *_: step(), framework="pt")
-        write_json(folder / "config.json", made.config)
-        write_json(folder / source.CONFIG, made.zip_config)
-        copy_tokenizer(place.folder, folder, made.facts, trust_remote_code)
+        write_json(folder / "config.json", config)
+        write_json(folder / source.CONFIG, _zip2zip_config_json(model.config))
+        copy_tokenizer(place.folder, folder, facts, trust_remote_code)
         (folder / "README.md").write_text(_export_model_card(place), encoding="utf-8")
 
 

@@ -17,11 +17,10 @@ import mlx.core as mx
 
 from mlx_zip.converters.tensors import (
     FLOATS,
-    StoredTensor,
+    dtype_name,
     list_some_names,
-    load_tensors_lazily,
     read_json_object_strictly,
-    read_safetensors_header,
+    read_tensors,
 )
 from mlx_zip.errors import ConversionError
 
@@ -50,12 +49,12 @@ _HARMLESS = {  # about how the adapter was trained; the tensors alone decide the
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # other values change the base's weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoraPair:
     """The adapter of one linear layer W, which becomes W + scale * up @ down; down [r, in], up [out, r]."""
 
-    down: StoredTensor
-    up: StoredTensor
+    down: mx.array
+    up: mx.array
     scale: float
 
     @property
@@ -80,9 +79,9 @@ def read_lora(folder: Path) -> Lora:
     _refuse_unsupported_options(config)
     if not (folder / WEIGHTS).is_file():
         raise ConversionError(f"{folder} has {CONFIG} but no {WEIGHTS}")
-    halves: dict[str, dict[str, StoredTensor]] = {}
+    halves: dict[str, dict[str, mx.array]] = {}
     unknown = []
-    for name, tensor in read_safetensors_header(folder / WEIGHTS).items():
+    for name, tensor in read_tensors(folder / WEIGHTS).items():
         if (match := _NAME.fullmatch(name)) is None:
             unknown.append(name)
         else:
@@ -111,15 +110,16 @@ def _refuse_unsupported_options(config: Mapping[str, Any]) -> None:
         raise ConversionError(f"{CONFIG}: not supported: {list_some_names(active)}; merge the adapter in PEFT first")
 
 
-def _read_lora_pair(module: str, half: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> LoraPair:
+def _read_lora_pair(module: str, half: Mapping[str, mx.array], config: Mapping[str, Any]) -> LoraPair:
     """Returns the adapter of one module. half: the tensors "A" and "B". Raises `ConversionError` if they do not fit."""
     if half.keys() != {"A", "B"}:
         raise ConversionError(f"{WEIGHTS}: {module} has only one of lora_A and lora_B")
     down, up = half["A"], half["B"]
     if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1]:
         raise ConversionError(f"{WEIGHTS}: {module}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit")
-    if not {down.dtype, up.dtype} <= FLOATS.keys():
-        raise ConversionError(f"{WEIGHTS}: {module} has dtypes {down.dtype}, {up.dtype}, not {', '.join(FLOATS)}")
+    if odd := [dtype_name(half.dtype) for half in (down, up) if half.dtype not in FLOATS]:
+        floats = ", ".join(map(dtype_name, FLOATS))
+        raise ConversionError(f"{WEIGHTS}: {module} has the type {odd[0]}, not one of {floats}")
     rank = _read_adapter_number(
         {"r": _match_module_pattern(config, "rank_pattern", module, config.get("r"))}, "r", None
     )
@@ -175,8 +175,7 @@ def check_lora_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Non
 def merge_lora(weights: dict[str, mx.array], lora: Lora) -> None:
     """Adds the adapter to `weights`, in place and lazily. The weights that change become float32."""
     for module, pair in lora.pairs.items():
-        arrays = load_tensors_lazily({"down": pair.down, "up": pair.up})
-        down, up = arrays["down"].astype(mx.float32), arrays["up"].astype(mx.float32)
+        down, up = pair.down.astype(mx.float32), pair.up.astype(mx.float32)
         name = f"{module}.weight"
         weights[name] = weights[name].astype(mx.float32) + pair.scale * (up @ down)
 
@@ -191,8 +190,7 @@ def to_mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str,
     scale = next(iter(lora.pairs.values())).scale
     weights = {}
     for module, pair in lora.pairs.items():
-        arrays = load_tensors_lazily({"a": pair.down, "b": pair.up})
-        a, b = arrays["a"].T, arrays["b"].T
+        a, b = pair.down.T, pair.up.T
         if pair.scale != scale:
             b = (b.astype(mx.float32) * (pair.scale / scale)).astype(b.dtype)
         missing = rank - pair.rank

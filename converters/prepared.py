@@ -20,11 +20,10 @@ from mlx_zip.converters.meta_pt import read_encoder_overrides
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import (
     FLOATS,
-    StoredTensor,
-    Table,
+    Tensors,
+    dtype_name,
     list_some_names,
-    load_tensors_lazily,
-    read_folder_headers,
+    read_folder_tensors,
 )
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer_facts
 from mlx_zip.errors import ConversionError, errors_as
@@ -89,11 +88,11 @@ def _prepare_checkpoint(
     if keep_adapter and lora is None:
         raise ConversionError(f"{checkpoint.place.name} has no adapter to keep")
     plan, encoders = _plan_tensors(checkpoint, model, zip_config, lora)
-    weights = load_tensors_lazily(plan.tensors | encoders.tensors)
-    _check_tied_head(plan, weights)
+    _check_tied_head(plan)
+    weights = plan.tensors | encoders.tensors
     if lora is not None and not keep_adapter:
         merge_lora(weights, lora)
-    stored = dtype or str(FLOATS[plan.tensors[EMBEDDING].dtype]).removeprefix("mlx.core.")
+    stored = dtype or dtype_name(plan.tensors[EMBEDDING].dtype)
     model.load_weights(list(weights.items()), strict=True)
     cast_floats(model, DTYPES[stored])
     adapter = None if lora is None else "kept" if keep_adapter else "merged"
@@ -161,17 +160,14 @@ def _plan_tensors(
     return plan, _plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
 
 
-def tensors_by_name(model: nn.Module) -> dict[str, mx.array]:
+def tensors_by_name(model: nn.Module) -> Tensors:
     """Returns the model's tensors by name."""
     return dict(tree_flatten(model.parameters()))
 
 
-def _check_tied_head(plan: Plan, weights: dict[str, mx.array]) -> None:
+def _check_tied_head(plan: Plan) -> None:
     """Raises `ConversionError` if a tied model stores its embedding and its head with different values."""
-    if plan.twin is None:
-        return
-    twin = load_tensors_lazily({"twin": plan.twin})["twin"]
-    if twin.shape != weights[EMBEDDING].shape or not mx.array_equal(twin, weights[EMBEDDING]).item():
+    if plan.twin is not None and not mx.array_equal(plan.twin, plan.tensors[EMBEDDING]).item():
         raise ConversionError(
             f"{HEAD} differs from {EMBEDDING} although the word embeddings are tied; "
             "set tie_word_embeddings to false in the base's config.json to keep both"
@@ -211,7 +207,7 @@ def _record_source(
         "adapter": adapter,
         "override": sorted(checkpoint.partial),
         "meta_pt": overrides,
-        "dropped": {reason: len(found) for plan in plans for reason, found in plan.dropped.items()},
+        "dropped": {reason: count for plan in plans for reason, count in plan.dropped.items()},
         "dtype": dtype,
         "mlx_zip": mlx_zip.__version__,
     }
@@ -235,7 +231,7 @@ def load_converted_model(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
     """Returns a converted folder's model, with lazy weights, and config. Raises `ConversionError` if loading fails."""
     from mlx_lm.utils import load_model
 
-    read_folder_headers(place.folder)
+    read_folder_tensors(place.folder)
     with errors_as(ConversionError, f"{place.name} cannot be loaded", ValueError):
         return load_model(place.folder, lazy=True)
 
@@ -245,38 +241,42 @@ def load_converted_model(place: ModelPlace) -> tuple[Any, dict[str, Any]]:
 
 @dataclass
 class Plan:
-    """Maps the model's tensors to source tensors. tensors: model's name -> source tensor. dropped: reason -> names.
+    """Maps the model's tensors to source tensors. tensors: model's name -> source tensor. dropped: reason -> count.
 
     twin: the stored head of a model with tied embeddings, which must equal the embedding; None if no head is stored.
     """
 
-    tensors: Table
-    dropped: dict[str, list[str]] = field(default_factory=dict)
-    twin: StoredTensor | None = None
+    tensors: Tensors
+    dropped: dict[str, int] = field(default_factory=dict)
+    twin: mx.array | None = None
 
 
-def _plan_decoder(found: Table, expected: Shapes) -> Plan:
+def _drop(plan: Plan, reason: str, names: list[str]) -> None:
+    for name in names:
+        del plan.tensors[name]
+        plan.dropped[reason] = len(names)
+
+
+def _plan_decoder(found: Tensors, expected: Shapes) -> Plan:
     """Matches a decoder's tensors with `expected`, the model's names and shapes without the encoders.
 
     Leaves out rotary buffers, and the head of a model with tied embeddings. If such a model stores only the head, the
     head becomes the embedding. Raises `ConversionError` if names are unknown, missing or misshapen.
     """
     plan = Plan(dict(found))
-    buffers = [name for name in found if name.endswith(_ROTARY_BUFFER)]
-    if buffers:
-        plan.dropped["rotary buffers"] = [plan.tensors.pop(name).key for name in buffers]
+    _drop(plan, "rotary buffers", [name for name in found if name.endswith(_ROTARY_BUFFER)])
     if HEAD in found and HEAD not in expected:
         head = plan.tensors.pop(HEAD)
         if EMBEDDING in plan.tensors:
             plan.twin = head
-            plan.dropped["tied head"] = [HEAD]
+            plan.dropped["tied head"] = 1
         else:
             plan.tensors[EMBEDDING] = head
     check_tensors(plan.tensors, expected, "decoder")
     return plan
 
 
-def _plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -> Plan:
+def _plan_override(base: Plan, found: Tensors, expected: Shapes, file_name: str) -> Plan:
     """Returns the plan `base` with tensors replaced by those of a partial decoder.
 
     found: the partial decoder's tensors. expected: the model's names and shapes. Raises `ConversionError`, naming
@@ -295,7 +295,7 @@ def _plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -
     return Plan({**base.tensors, **extra}, base.dropped, twin)
 
 
-def _plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
+def _plan_encoders(found: Tensors, expected: Shapes, tied: bool) -> Plan:
     """Matches the tensors of the encoder file with `expected`, the encoders' names and shapes in the model.
 
     tied: whether input and output share an encoder; if so, the output encoder's tensors are left out, as in zip2zip.
@@ -303,15 +303,13 @@ def _plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
     """
     plan = Plan(dict(found))
     if tied:
-        extra = [name for name in found if name.startswith(SIDES[1])]
-        if extra:
-            plan.dropped["output_encoder of tied encoders"] = [plan.tensors.pop(name).key for name in extra]
+        _drop(plan, "output_encoder of tied encoders", [name for name in found if name.startswith(SIDES[1])])
     _check_positions(plan.tensors, expected)
     check_tensors(plan.tensors, expected, "encoders")
     return plan
 
 
-def _check_positions(found: Table, expected: Shapes) -> None:
+def _check_positions(found: Tensors, expected: Shapes) -> None:
     """Raises `ConversionError` if an encoder's number of positions differs from the config's merge size."""
     for side in SIDES:
         name = f"{side}pos_embed.weight"
@@ -321,15 +319,16 @@ def _check_positions(found: Table, expected: Shapes) -> None:
             )
 
 
-def check_tensors(found: Table, expected: Shapes, what: str) -> None:
+def check_tensors(found: Tensors, expected: Shapes, what: str) -> None:
     """Raises `ConversionError` unless names and shapes are exactly the expected ones and all tensors are floats.
 
     what: the part of the model, for the message.
     """
     if problems := find_mismatches({name: (name, one.shape) for name, one in found.items()}, expected):
         raise ConversionError(f"{what} tensors do not match the config; {'; '.join(problems)}")
-    if odd := [f"{name} {one.dtype}" for name, one in found.items() if one.dtype not in FLOATS]:
-        raise ConversionError(f"{what} tensors that are not {', '.join(FLOATS)}: {list_some_names(odd)}")
+    if odd := [f"{name} {dtype_name(one.dtype)}" for name, one in found.items() if one.dtype not in FLOATS]:
+        floats = ", ".join(map(dtype_name, FLOATS))
+        raise ConversionError(f"{what} tensors that are not {floats}: {list_some_names(odd)}")
 
 
 def find_mismatches(found: Mapping[str, tuple[str, tuple[int, ...]]], expected: Shapes) -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters.gguf.gguf_file import is_gguf
 from mlx_zip.converters.tensors import (
-    Table,
+    Tensors,
     list_some_names,
-    read_folder_headers,
+    read_folder_tensors,
     read_json_object_strictly,
-    read_safetensors_header,
+    read_tensors,
 )
 from mlx_zip.errors import ConversionError, first_message_line
 from mlx_zip.files import expand_home
@@ -64,9 +64,9 @@ class Checkpoint:
     base: ModelPlace
     zip_config: dict[str, Any]
     base_config: dict[str, Any]
-    decoder: Table
-    encoders: Table
-    partial: Table
+    decoder: Tensors
+    encoders: Tensors
+    partial: Tensors
     adapter: Path | None
     meta: Path | None
 
@@ -193,7 +193,7 @@ def check_needs_base(place: ModelPlace) -> None:
 
 
 def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkpoint:
-    """Reads the configs of a checkpoint and lists its tensors, without their data.
+    """Reads the configs of a checkpoint and its tensors, lazily.
 
     base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` if a file is
     missing or corrupt, or if the folder is not a zip2zip checkpoint.
@@ -214,9 +214,9 @@ def open_checkpoint(place: ModelPlace, base: ModelPlace | None = None) -> Checkp
         base=base,
         zip_config=zip_config,
         base_config=base_config,
-        decoder=read_folder_headers(base.folder),
-        encoders=_read_encoder_table(folder, zip_config),
-        partial=read_safetensors_header(folder / PARTIAL) if has_partial else {},
+        decoder=read_folder_tensors(base.folder),
+        encoders=_read_encoder_tensors(folder, zip_config),
+        partial=read_tensors(folder / PARTIAL) if has_partial else {},
         adapter=adapter,
         meta=meta if meta.is_file() else None,
     )
@@ -258,14 +258,14 @@ def _read_base_config(base: ModelPlace) -> dict[str, Any]:
     return config
 
 
-def _read_encoder_table(folder: Path, zip_config: dict[str, Any]) -> Table:
+def _read_encoder_tensors(folder: Path, zip_config: dict[str, Any]) -> Tensors:
     """Returns the tensors of the encoder file; {} for an averaging encoder, which has no file.
 
     Raises `ConversionError` if the file is missing or invalid.
     """
     for name in ENCODER_FILES:
         if (folder / name).is_file():
-            return read_safetensors_header(folder / name)
+            return read_tensors(folder / name)
     if zip_config.get("encoder_type") == "averaging":  # no parameters
         return {}
     raise ConversionError(f"no {' or '.join(ENCODER_FILES)} in {folder}")

@@ -1,11 +1,10 @@
-"""Reads safetensors files: headers are checked before any tensor is read, tensors are loaded lazily."""
+"""Reads JSON and safetensors files strictly: headers are checked before any tensor is read, tensors are lazy arrays."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,11 @@ from safetensors import SafetensorError, safe_open
 from mlx_zip.errors import ConversionError, DataError, errors_as, failure_reason
 from mlx_zip.files import check_regular_file, refuse_json_constant
 
-FLOATS = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
+FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+_REFUSED = ("F64", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2")  # types of tensors that MLX does not read
 INDEX = "model.safetensors.index.json"
 
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file. key: name in the file. dtype: name of the dtype in safetensors, for example "BF16"."""
-
-    path: Path
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-Table = dict[str, StoredTensor]
+Tensors = dict[str, mx.array]  # lazy arrays by name; an array's data are read when the array is first evaluated
 
 
 def read_json_object_strictly(path: Path) -> dict[str, Any]:
@@ -50,75 +39,66 @@ def read_json_object_strictly(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_safetensors_header(path: Path) -> Table:
-    """Returns the tensors that a safetensors file contains, without their data.
+def read_tensors(path: Path) -> Tensors:
+    """Returns the tensors of a safetensors file.
 
-    Raises `ConversionError` if the file is truncated, or if the header does not match the file's size.
+    Raises `ConversionError` if the file is truncated, if the header does not match the file's size, or if MLX does
+    not read the type of a tensor.
     """
     try:
         check_regular_file(path)
         path.stat()  # fails with the system's reason, which the library's own errors leave out
         with safe_open(path, framework="numpy") as file:
             names = file.keys()
-            found = {name: file.get_slice(name) for name in names}
-            return {
-                name: StoredTensor(path, name, one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()
-            }
-    except OSError as error:
-        raise ConversionError(f"{path} cannot be read: {failure_reason(error)}") from error
+            kinds = {name: file.get_slice(name).get_dtype() for name in names}
+        if odd := [f"{name} {kind}" for name, kind in kinds.items() if kind in _REFUSED]:
+            raise ConversionError(f"{path} has tensors of types that are not read: {list_some_names(odd)}")
+        return mx.load(str(path))
     except DataError as error:
         raise ConversionError(str(error)) from error
     except SafetensorError as error:
         raise ConversionError(f"{path} is no whole safetensors file: {failure_reason(error)}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # the last two: MLX refuses the file
+        raise ConversionError(f"{path} cannot be read: {failure_reason(error)}") from error
 
 
-def read_folder_headers(folder: Path) -> Table:
-    """Returns the tensors of a Hugging Face model folder, by name and without their data.
+def read_folder_tensors(folder: Path) -> Tensors:
+    """Returns the tensors of a Hugging Face model folder.
 
     Reads the files in the folder's index, or else `model.safetensors`. Raises `ConversionError` if neither is there
     or a file is invalid.
     """
     if (folder / INDEX).is_file():
-        return _read_shard_headers(folder)
+        return _read_shards(folder)
     if (folder / "model.safetensors").is_file():
-        return read_safetensors_header(folder / "model.safetensors")
+        return read_tensors(folder / "model.safetensors")
     hint = "; only safetensors weights are read" if list(folder.glob("*.bin")) else ""
     raise ConversionError(f"no model.safetensors and no {INDEX} in {folder}{hint}")
 
 
-def _read_shard_headers(folder: Path) -> Table:
+def _read_shards(folder: Path) -> Tensors:
     """Returns the tensors of all files that the index names. Raises `ConversionError` if index and files disagree."""
     weight_map = read_json_object_strictly(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{INDEX} has no weight_map")
-    table: Table = {}
+    tensors: Tensors = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file in the same folder")
         if not os.path.isfile(folder / shard):  # unlike Path.is_file, raises no error for an invalid name
             raise ConversionError(f"{INDEX} names {shard}, which is missing from {folder}")
-        for name, tensor in read_safetensors_header(folder / shard).items():
+        for name, tensor in read_tensors(folder / shard).items():
             if weight_map.get(name) != shard:
                 raise ConversionError(f"{shard} holds {name}, which {INDEX} puts in {weight_map.get(name)}")
-            table[name] = tensor
-    if absent := weight_map.keys() - table.keys():
+            tensors[name] = tensor
+    if absent := weight_map.keys() - tensors.keys():
         raise ConversionError(f"{INDEX} names tensors that no shard holds: {list_some_names(absent)}")
-    return table
+    return tensors
 
 
-def load_tensors_lazily(table: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
-    """Returns lazy arrays by name; an array's data are read when the array is first evaluated.
-
-    Raises `ConversionError` if MLX refuses a file, although `read_safetensors_header` accepted the file.
-    """
-    files: dict[Path, Any] = {}
-    arrays = {}
-    for name, tensor in table.items():
-        if tensor.path not in files:
-            with errors_as(ConversionError, f"{tensor.path} cannot be read", RuntimeError, ValueError):
-                files[tensor.path] = mx.load(str(tensor.path))
-        arrays[name] = files[tensor.path][tensor.key]
-    return arrays
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Returns the name of a type, for example "bfloat16"."""
+    return str(dtype).removeprefix("mlx.core.")
 
 
 def list_some_names(names: Iterable[str], limit: int = 12) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.converters.tensors import list_some_names
+from mlx_zip.converters.tensors import dtype_name, list_some_names
 from mlx_zip.errors import ConversionError, errors_as, import_or_explain
 
 MAGIC = b"GGUF"
@@ -131,9 +131,8 @@ class GgufFile:
         """Casts float32 values to `dtype`. Raises `ConversionError`, naming `what`, unless the results are finite."""
         made = values.astype(dtype)
         if not mx.all(mx.isfinite(made)).item():
-            kind = str(dtype).removeprefix("mlx.core.")
             hint = " (--dtype float32 may hold it)" if mx.all(mx.isfinite(values)).item() else ": the file is damaged"
-            raise ConversionError(f"{self.path}: {what} that is not finite in {kind}{hint}")
+            raise ConversionError(f"{self.path}: {what} that is not finite in {dtype_name(dtype)}{hint}")
         return made
 
     def _row_bytes(self, tensor: GgufTensor, order: np.ndarray | None) -> np.ndarray:

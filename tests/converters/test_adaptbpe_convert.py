@@ -10,8 +10,7 @@ import pytest
 from mlx_zip import ConversionError, DataError, cli, compress, convert, generate, load
 from mlx_zip.converters.adapt import adapt
 from mlx_zip.converters.export import export
-from mlx_zip.converters.tensors import load_tensors_lazily as load_tensors
-from mlx_zip.converters.tensors import read_folder_headers
+from mlx_zip.converters.tensors import read_folder_tensors
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted_vocabulary
@@ -68,7 +67,7 @@ def test_logits_of_kept_ids_are_those_of_the_full_model(made, tmp_path, bits, ti
 def test_rows_are_selected_bit_for_bit_also_packed_ones(made, tmp_path):
     folder = quantized(PLAIN, tmp_path / "quantized")
     smaller, kept = made(folder)
-    before, after = (load_tensors(read_folder_headers(path)) for path in (folder, smaller))
+    before, after = map(read_folder_tensors, (folder, smaller))
     assert before.keys() == after.keys()
     rows = [name for name in before if "embed_tokens" in name or "lm_head" in name]
     assert len(rows) == 6
@@ -198,7 +197,7 @@ def specials_last(tmp_path):
         ),
     )
     change("added_tokens.json", lambda _: {"<|eos|>": 474, "<|end|>": 479})
-    weights = load_tensors(read_folder_headers(folder))
+    weights = read_folder_tensors(folder)
     order = mx.array(np.argsort([moved(i) for i in range(512)]))
     rows = {name: mx.take(array, order, axis=0) for name, array in weights.items() if array.shape[0] == 512}
     assert rows
@@ -294,7 +293,7 @@ def test_ids_that_are_lost_are_refused_and_nothing_is_written(tmp_path, file, ch
 def test_a_tensor_as_high_as_the_embedding_that_is_not_known_is_refused_by_name(tmp_path):
     vocabulary_of(PLAIN, tmp_path / "adapted.json")
     folder = shutil.copytree(PLAIN, tmp_path / "more")
-    weights = load_tensors(read_folder_headers(folder)) | {"model.per_token.weight": mx.zeros((512, 2))}
+    weights = read_folder_tensors(folder) | {"model.per_token.weight": mx.zeros((512, 2))}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     with pytest.raises(ConversionError, match=r"model\.per_token\.weight: 512 rows, as the embedding has"):
         adapt(folder, tmp_path / "adapted.json", tmp_path / "smaller", progress=False)

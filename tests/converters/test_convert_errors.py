@@ -95,7 +95,7 @@ def test_a_file_that_is_not_safetensors_is_refused(junk: bytes, tmp_path: Path) 
         (BASE_FILE, {"lm_head.weight": None}, r"missing: lm_head"),
         (BASE_FILE, {"model.layers.9.mlp.up_proj.weight": ones(2)}, r"unknown: model\.layers\.9"),
         (BASE_FILE, {"model.norm.weight": ones(3)}, r"misshapen: model\.norm\.weight \[3\] instead of \[32\]"),
-        (BASE_FILE, {"model.norm.weight": np.ones(WIDTH, np.int32)}, r"model\.norm\.weight I32"),
+        (BASE_FILE, {"model.norm.weight": np.ones(WIDTH, np.int32)}, r"model\.norm\.weight int32"),
         (BASE_FILE, {"model.norm.weight": np.ones(WIDTH, np.float64)}, r"model\.norm\.weight F64"),
         (ENCODER_FILE, {"input_encoder.layers.0.mlp.fc1.weight": None}, r"missing: input_encoder\.layers\.0\.mlp\.fc1"),
         (ENCODER_FILE, {"output_encoder.layers.0.mlp.fc1.weight": None}, r"missing: output_encoder"),
