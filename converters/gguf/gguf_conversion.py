@@ -19,17 +19,17 @@ import mlx_zip
 from mlx_zip.converters import output
 from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, gguf_tensor_names, read_config, tensor_row_order
 from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, GgufTensor, gguf_dequantizer, read_gguf
+from mlx_zip.converters.gguf.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from mlx_zip.converters.output import LazyTensor
 from mlx_zip.converters.prepared import DTYPES, find_mismatches, tensors_by_name
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import list_some_names
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer_facts
-from mlx_zip.errors import ConfigError, ConversionError, DataError
+from mlx_zip.errors import ConfigError, ConversionError, errors_as
 from mlx_zip.files import write_json
 from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
 from mlx_zip.progress import ProgressBar
-from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
 
 @dataclass
@@ -68,14 +68,10 @@ def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: Quanti
 def _read_gguf_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
     """Reads and checks everything but the tensors' data. dtype: see `convert_gguf`, which documents the errors too."""
     file = read_gguf(place.folder)
-    try:
-        config = read_config(file)
+    config, architecture = read_config(file), file.metadata["general.architecture"]
+    with errors_as(ConversionError, str(file.path), ConfigError):
         raise_if_decoder_unsupported(config)
-        architecture = file.metadata["general.architecture"]
-        tokenizer = read_gguf_tokenizer(file.path, file.metadata, architecture, config["max_position_embeddings"])
-    except (ConfigError, DataError) as error:
-        where = "" if str(error).startswith(str(file.path)) else f"{file.path}: "
-        raise ConversionError(f"{where}{error}") from error
+    tokenizer = read_gguf_tokenizer(file.path, file.metadata, architecture, config["max_position_embeddings"])
     names = gguf_tensor_names(config, architecture)
     tensors = {names[name]: tensor for name, tensor in file.tensors.items() if name in names}
     source = _GgufSource(place, file, architecture, config, tokenizer, tensors, dtype or _stored_dtype(tensors))

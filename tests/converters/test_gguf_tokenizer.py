@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_zip.errors import DataError
+from mlx_zip.converters.gguf.gguf_tokenizer import CUTS, GgufTokenizer, read_gguf_tokenizer
+from mlx_zip.errors import ConversionError
 from mlx_zip.text.formats import read_tokenizer_file
-from mlx_zip.text.gguf_tokenizer import CUTS, GgufTokenizer, read_gguf_tokenizer
 from mlx_zip.text.sentencepiece_file import read_sentencepiece_model
 from support import gguf_vocabularies as vocabularies
 from support.gguf_vocabularies import LANGUAGES, TEXT, byte_level, pieces
@@ -151,7 +151,7 @@ def test_an_id_that_stands_for_none_is_none(missing):
     ],
 )
 def test_what_is_not_known_is_refused_by_name(culprit, changes):
-    with pytest.raises(DataError, match=culprit):
+    with pytest.raises(ConversionError, match=culprit):
         read(byte_level(**changes))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_message_line
+from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.text.formats import LOWER, PATTERNS, UPPER
 from mlx_zip.text.sentencepiece_file import BPE, SPACE, SentencePieceModel
 
@@ -93,8 +93,8 @@ def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: s
     """Returns the tokenizer in a file's metadata.
 
     metadata: all keys of the file, with arrays of numbers as NumPy arrays and arrays of strings as lists. architecture:
-    general.architecture. context: the model's number of positions. Raises `DataError`, naming the key, if a value is
-    invalid or not supported, or if a key under "tokenizer." is unknown.
+    general.architecture. context: the model's number of positions. Raises `ConversionError`, naming the key, if a value
+    is invalid or not supported, or if a key under "tokenizer." is unknown.
     """
     return _MetadataReader(path, metadata, architecture).read_tokenizer(context)
 
@@ -110,8 +110,8 @@ class _MetadataReader:
         self.types = self.numbers_per_token("token_type", "iu", _NORMAL).copy()
         self.check_tokens()
 
-    def error(self, what: str) -> DataError:
-        return DataError(f"{self.path}: {what}")
+    def error(self, what: str) -> ConversionError:
+        return ConversionError(f"{self.path}: {what}")
 
     def pop_value(self, name: str, kind: type, default: Any = ...) -> Any:
         """Removes a key and returns its value. If the key is missing, returns `default`, or raises without default."""
@@ -142,7 +142,7 @@ class _MetadataReader:
             )
 
     def read_tokenizer(self, context: int) -> GgufTokenizer:
-        """Returns the tokenizer. Raises `DataError` if a key is left over."""
+        """Returns the tokenizer. Raises `ConversionError` if a key is left over."""
         ids = {name: self.token_id(name) for name in (*_IDS, *_ENDINGS, *_OTHER_IDS)}
         try:
             with bare_exceptions_as_value_errors():
@@ -155,8 +155,6 @@ class _MetadataReader:
                 self.add_bos_and_eos(
                     library, ids["bos_token_id"] if begins else None, ids["eos_token_id"] if ends else None
                 )
-        except DataError:
-            raise
         except (ValueError, TypeError, OverflowError) as error:
             raise self.error(f"the tokenizer cannot be built: {first_message_line(error)[:300]}") from error
         names = {name: self.tokens[one] for key, name in _IDS.items() if (one := ids[key]) is not None}
