@@ -12,7 +12,7 @@ import ast
 import json
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,6 @@ NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, or the whole conversati
 
 
 # --- How conversations begin ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConversationSeed:
-    """The beginning of a conversation. number: seed of all draws. user: first user turn, None: the model writes it."""
-
-    number: int
-    kind: str
-    system: str
-    user: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,23 +86,23 @@ def list_library_functions(part: str, least: int = 200, most: int = 1200) -> lis
     return [text for text in out if least <= len(text) <= most]
 
 
-def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: set[int]) -> Iterator[ConversationSeed]:
-    """Yields an endless sequence of seeds of a part, skipping the numbers in `have`.
-
-    alone: share of the seeds whose user turn the model writes.
-    """
+def begin_conversations(
+    pools: Mapping[str, RequestPool], part: str, talk: TalkSettings, tokenizer: Any, have: set[int]
+) -> Iterator[ConversationWriter]:
+    """Yields an endless sequence of new conversations of a part, skipping the numbers in `have`."""
     names, number = list(pools), FIRST_NUMBERS[part]
     while True:
         if number not in have:
             draw = random.Random(f"seed {number}")
-            if draw.random() < alone:
+            if draw.random() < talk.alone:
                 name = draw.choice(list(SYSTEM_MESSAGES))
-                yield ConversationSeed(number, f"own {name}", SYSTEM_MESSAGES[name])
+                yield ConversationWriter(number, f"own {name}", SYSTEM_MESSAGES[name], None, talk, tokenizer)
             else:
                 name = draw.choices(names, [pools[one].share for one in names])[0]
                 pool = pools[name]
                 user = draw.choice(pool.requests).format(draw.choice(pool.texts))
-                yield ConversationSeed(number, name, SYSTEM_MESSAGES[draw.choice(pool.systems)], user)
+                system = SYSTEM_MESSAGES[draw.choice(pool.systems)]
+                yield ConversationWriter(number, name, system, user, talk, tokenizer)
         number += 1
 
 
@@ -123,10 +113,14 @@ def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: 
 class ConversationWriter:
     """A conversation that is being written in one row of `ParallelTexts`.
 
-    tokenizer: the model's tokenizer, whose special tokens include ChatML's marks.
+    number: seed of all draws. user: first user turn, None: the model writes it. tokenizer: the model's tokenizer, whose
+    special tokens include ChatML's marks.
     """
 
-    seed: ConversationSeed
+    number: int
+    kind: str
+    system: str
+    user: str | None
     talk: TalkSettings
     tokenizer: Any
     given: deque[int] = field(default_factory=deque)  # given ids that the model has not read yet
@@ -136,15 +130,15 @@ class ConversationWriter:
     dropped: str = ""  # reason for an early end, else ""
 
     def __post_init__(self) -> None:
-        self.draw = random.Random(self.seed.number)
+        self.draw = random.Random(self.number)
         self.temperature = self.draw.choice(self.talk.temperatures)
         self.turns = 4 if self.draw.random() < self.talk.second else 2
         self.end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.messages.append({"role": "system", "content": self.seed.system})
-        text = f"<|im_start|>system\n{self.seed.system}<|im_end|>\n<|im_start|>user\n"
-        if self.seed.user is not None:
-            self.messages.append({"role": "user", "content": self.seed.user})
-            text += f"{self.seed.user}<|im_end|>\n<|im_start|>assistant\n"
+        self.messages.append({"role": "system", "content": self.system})
+        text = f"<|im_start|>system\n{self.system}<|im_end|>\n<|im_start|>user\n"
+        if self.user is not None:
+            self.messages.append({"role": "user", "content": self.user})
+            text += f"{self.user}<|im_end|>\n<|im_start|>assistant\n"
         self._queue_text(text)
 
     @property
@@ -181,7 +175,7 @@ class ConversationWriter:
             if cut := not self.dropped:
                 self.messages.append({"role": "assistant", "content": text})
         messages = self.messages[: len(self.messages) - (self.messages[-1]["role"] == "user")]
-        out = {"number": self.seed.number, "kind": self.seed.kind, "length": self.length}
+        out = {"number": self.number, "kind": self.kind, "length": self.length}
         if len(messages) < 3:
             return {**out, "dropped": self.dropped or "no answer"}
         return {**out, "messages": messages, "cut": cut}
@@ -266,17 +260,14 @@ def draw_ids(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, 
 
 
 def write_conversations(
-    texts: ParallelTexts,
-    tokenizer: Any,
-    seeds: Iterator[ConversationSeed],
-    talk: TalkSettings,
-    done: Callable[[list[dict[str, Any]]], bool],
-) -> None:
-    """Writes conversations until `done` returns True. done: called with the records of conversations that ended.
+    texts: ParallelTexts, begun: Iterator[ConversationWriter], top_p: float
+) -> Iterator[list[dict[str, Any]]]:
+    """Writes conversations without end; yields the records of those that have just ended.
 
-    When a conversation ends, its row begins the next conversation at once, so all rows are always in use.
+    When a conversation ends, its row begins the next conversation at once, so all rows are always in use. top_p: total
+    probability of the ids to draw from.
     """
-    rows = [ConversationWriter(next(seeds), talk, tokenizer) for _ in range(len(texts))]
+    rows = [next(begun) for _ in range(len(texts))]
     ids, drawn = [0] * len(rows), dict[int, int]()
     while True:
         finished = []
@@ -284,17 +275,17 @@ def write_conversations(
             chosen = writing.next_id(drawn.get(row))
             if chosen is None:
                 finished.append(writing.record())
-                rows[row] = ConversationWriter(next(seeds), talk, tokenizer)
+                rows[row] = next(begun)
                 chosen = rows[row].next_id(None)
                 texts.clear(row)
             assert chosen is not None  # a new text always has a first id
             ids[row] = chosen
-        if finished and done(finished):
-            return
+        if finished:
+            yield finished
         drawing = {row: one for row, one in enumerate(rows) if not one.given}
         logits = texts.step(torch.tensor(ids), torch.tensor(list(drawing), dtype=torch.int64))
         points = [one.draw.random() for one in drawing.values()]
-        chosen_ids = draw_ids(logits, [one.temperature for one in drawing.values()], talk.top_p, points)
+        chosen_ids = draw_ids(logits, [one.temperature for one in drawing.values()], top_p, points)
         drawn = dict(zip(drawing, chosen_ids, strict=True))
 
 
@@ -322,19 +313,16 @@ def sample_conversations(
     rows, device = (min(talk.card_rows, most), "cuda") if on_card else (talk.rows, "cpu")
     texts = ParallelTexts(model, rows, talk.total, "bfloat16" if low else "float32", device)
     file.parent.mkdir(parents=True, exist_ok=True)
-    seeds = make_seeds(pools, part, talk.alone, {one["number"] for one in have})
+    begun = begin_conversations(pools, part, talk, tokenizer, {one["number"] for one in have})
     with open(file, "a", encoding="utf-8") as out:
-
-        def done(records: list[dict[str, Any]]) -> bool:
-            nonlocal kept
+        for records in write_conversations(texts, begun, talk.top_p):
             out.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
             out.flush()
             before, kept = kept, kept + sum(one["length"] for one in records if "messages" in one)
             if before * 20 // wanted < kept * 20 // wanted:
                 print_to_stderr(f"conversations, {part}: {kept:,} of {wanted:,} base ids")
-            return kept >= wanted
-
-        write_conversations(texts, tokenizer, seeds, talk, done)
+            if kept >= wanted:
+                break
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -121,8 +121,8 @@ def told(writing, answers):
 
 
 def writing(user=None, **talk):
-    seed = made.ConversationSeed(3, "a kind", "Be kind.", user)
-    return made.ConversationWriter(seed, TalkSettings(**{"second": 0.0, **talk}), chat_tokenizer())
+    settings = TalkSettings(**{"second": 0.0, **talk})
+    return made.ConversationWriter(3, "a kind", "Be kind.", user, settings, chat_tokenizer())
 
 
 def test_a_conversation_reads_as_the_chat_template_writes_it():
@@ -167,15 +167,17 @@ def test_a_question_longer_than_the_conversation_may_be_is_dropped():
     assert one.record() == {"number": 3, "kind": "a kind", "length": 50, "dropped": "empty"}
 
 
-# ---- seeds
+# ---- beginnings
 
 
 @pytest.mark.slow
-def test_seeds_repeat_and_skip_the_numbers_that_are_there():
+def test_beginnings_repeat_and_skip_the_numbers_that_are_there():
     pools = made.make_pools(None, "train")
-    seeds = list(islice(made.make_seeds(pools, "train", 0.5, set()), 20))
-    assert list(islice(made.make_seeds(pools, "train", 0.5, {1, 2}), 3)) == [seeds[0], seeds[3], seeds[4]]
-    assert {one.user is None for one in seeds} == {True, False}
+    talk, tokenizer = TalkSettings(alone=0.5), chat_tokenizer()
+    begun = list(islice(made.begin_conversations(pools, "train", talk, tokenizer, set()), 20))
+    again = list(islice(made.begin_conversations(pools, "train", talk, tokenizer, {1, 2}), 3))
+    assert again == [begun[0], begun[3], begun[4]]
+    assert {one.user is None for one in begun} == {True, False}
 
 
 @pytest.mark.slow
