@@ -77,11 +77,12 @@ def read_first_stage_tokenizer(name: str) -> Any:
     """
     from mlx_zip.named import resolve_model_name
     from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file
-    from mlx_zip.text.tokenizers import must_be_local_path, tokenizer_folder
+    from mlx_zip.text.hub import is_hub_id
+    from mlx_zip.text.tokenizers import tokenizer_folder
     from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer_file
 
     path = resolve_model_name(name)
-    if not (path.exists() or is_tokenizer_file(path) or must_be_local_path(name)):
+    if is_hub_id(name) and not path.exists() and not is_tokenizer_file(path):
         path = tokenizer_folder(name)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         path = find_gpt2_merges(path) or path

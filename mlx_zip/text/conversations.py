@@ -14,17 +14,7 @@ from mlx_zip.text.prompts import Messages, encode_prompt
 from mlx_zip.text.sources import Source, SourceReader, source_kind
 from mlx_zip.text.token_facts import encode_with_bytes
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """One request to a model: text to be continued, or chat messages to be answered."""
-
-    content: str | Messages
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is chat messages, which the chat template renders."""
-        return not isinstance(self.content, str)
+Prompt = str | Messages  # one request to a model: text to be continued, or chat messages to be answered
 
 
 def read_prompts(file: str | Path) -> list[Prompt]:
@@ -49,7 +39,7 @@ def _parse_prompt_line(where: str, line: bytes) -> Prompt:
     content = record.get("messages", record.get("prompt")) if isinstance(record, Mapping) else None
     if not content or not (isinstance(content, str) or _are_text_messages(content)):
         raise DataError(f"{where}: neither text under prompt nor chat messages under messages")
-    return Prompt(content)
+    return content
 
 
 def _are_text_messages(value: Any) -> bool:
@@ -66,7 +56,7 @@ def document_openings(tokenizer: Any, documents: Sequence[Document], base_ids: i
     if base_ids < 1:
         raise DataError(f"openings (--opening) must be at least 1 base id long, got {base_ids}")
     texts = [_text_of_first_ids(tokenizer, document.text, base_ids) for document in documents]
-    return [Prompt(text) for text in texts if text]
+    return [text for text in texts if text]
 
 
 def _text_of_first_ids(tokenizer: Any, text: str, base_ids: int) -> str:
@@ -89,7 +79,7 @@ def make_conversations(prompts: Sequence[Prompt], count: int, turns: int, repeat
         raise DataError(f"{count} continuations (--generate) of {n} prompts would repeat: greedy text never varies")
     if turns > n:
         raise DataError(f"{turns} turns (--turns) of {n} prompts would ask the same twice in one conversation")
-    if turns > 1 and len({prompt.is_chat for prompt in prompts}) > 1:
+    if turns > 1 and len({isinstance(prompt, str) for prompt in prompts}) > 1:
         raise DataError("a conversation (--turns) is of chat messages or of texts: the prompts are of both kinds")
     return [[prompts[(i + turns - 1 - turn) % n] for turn in range(turns)] for i in range(count)]
 
@@ -113,16 +103,15 @@ class Conversation:
         A chat is rendered as a whole by the template. A text is appended to the earlier texts after an eos.
         """
         prompt = self.prompts[self.turn]
-        if prompt.is_chat:
-            assert not isinstance(prompt.content, str)
-            self._messages += prompt.content
+        if not isinstance(prompt, str):
+            self._messages += prompt
             return encode_prompt(self.tokenizer, self._messages)
-        self._ids += encode_prompt(self.tokenizer, prompt.content, continues=self.turn > 0)
+        self._ids += encode_prompt(self.tokenizer, prompt, continues=self.turn > 0)
         return list(self._ids)
 
     def answer(self, text: str, base_ids: Sequence[int]) -> None:
         """Adds the model's answer to this turn. base_ids: base ids of `text`, and the eos if the model wrote one."""
-        if self.prompts[self.turn].is_chat:
+        if not isinstance(self.prompts[self.turn], str):
             self._messages.append({"role": "assistant", "content": text})
         eos = self.tokenizer.eos_token_id
         self._ids += base_ids

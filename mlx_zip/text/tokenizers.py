@@ -83,18 +83,13 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
         return path.parent
     if path.is_dir():
         return path
-    if path.exists() or must_be_local_path(str(name)):
+    if path.exists() or not hub.is_hub_id(str(name)):
         raise DataError(
             f"{name}: no folder with a tokenizer, no tokenizer file ({KINDS}), not bundled ({', '.join(KNOWN)}), and "
             "no hub id of the form owner/name"
         )
     patterns = (*hub.TOKENIZER, *(hub.CODE if trust_remote_code else ()))
     return hub.download_files(str(name), patterns, error=DataError)
-
-
-def must_be_local_path(name: str) -> bool:
-    """Returns whether `name` can only be a local path, because it does not have the form of a hub id."""
-    return not hub.is_hub_id(name)
 
 
 def _standalone_tokenizer_file(path: Path) -> Path | None:

@@ -13,7 +13,6 @@ from mlx_zip.engine.mlx.generate import load
 from mlx_zip.evaluation import evaluation_report
 from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
 from mlx_zip.evaluation.evaluate import EvaluationOptions, check_prompts_fit, evaluate
-from mlx_zip.text.conversations import Prompt
 from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
 from support.places import GOLDEN_MODELS
@@ -232,7 +231,7 @@ def test_a_prompt_that_fits_the_context_only_compressed_is_refused_for_the_plain
     tokenizer = load(zipped)[1]
     text = "The cat sat on the mat. " * positions(base)
     ids = tokenizer.encode(text)[: positions(base) + 50]
-    conversations = [[Prompt(tokenizer.decode(ids))]]
+    conversations = [[tokenizer.decode(ids)]]
     check_prompts_fit(Path(zipped), tokenizer, conversations, None, None)
     with pytest.raises(GenerationError, match="prompt 1 takes"):
         check_prompts_fit(Path(base), tokenizer, conversations, None, None)

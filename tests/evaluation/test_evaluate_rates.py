@@ -22,7 +22,7 @@ from mlx_zip.evaluation.rates import (
     summarize_turns,
 )
 from mlx_zip.packs.pack import Pack
-from mlx_zip.text.conversations import Conversation, Prompt, document_openings, make_conversations, read_prompts
+from mlx_zip.text.conversations import Conversation, document_openings, make_conversations, read_prompts
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 from support.slow_cases import slow_but
@@ -32,7 +32,7 @@ MODEL = tiny.tiny_model()
 PARAMS = MODEL.config.codec_params
 EOS = TOKENIZER.eos_token_id
 TEXTS = ["once upon a time", "a time, a time, a time", "the cat sat on the mat. the cat", "x", "no no no no", "be"]
-PROMPTS = [Prompt(text) for text in TEXTS]
+PROMPTS = list(TEXTS)
 SHORT = RateSettings(max_tokens=24, batch_size=4)
 CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a {% endif %}"
 
@@ -170,7 +170,7 @@ def test_an_answer_that_ended_by_itself_gets_no_second_eos():
 
 def test_chat_turns_are_rendered_by_the_template_with_the_answers_between():
     tokenizer = with_template()
-    talk = Conversation(tokenizer, [Prompt([{"role": "user", "content": text}]) for text in ("be", "no")])
+    talk = Conversation(tokenizer, [[{"role": "user", "content": text}] for text in ("be", "no")])
     assert TOKENIZER.decode(talk.next_prompt()) == "u be\na "
     talk.answer("yes", [7, 8])
     assert TOKENIZER.decode(talk.next_prompt()) == "u be\na yes\nu no\na "
@@ -191,7 +191,7 @@ def test_a_turns_context_is_all_that_was_said_before(keep_cache, batch_size):
     settings = RateSettings(max_tokens=24, batch_size=batch_size, keep_cache=keep_cache)
     first, second = measured([PROMPTS[:2], PROMPTS[2:4]], settings).turns
     for one, two, texts in zip(first, second, (TEXTS[:2], TEXTS[2:4]), strict=True):
-        talk = Conversation(TOKENIZER, [Prompt(text) for text in texts])
+        talk = Conversation(TOKENIZER, texts)
         talk.next_prompt()
         talk.answer(one.text, one.base_ids)
         assert two.prompt == len(talk.next_prompt())
@@ -274,7 +274,7 @@ def test_no_prompt_is_asked_twice_in_one_conversation():
 
 def test_a_conversation_is_of_one_kind_of_prompt():
     """Neither would see what the other said."""
-    mixed = [PROMPTS[0], Prompt([{"role": "user", "content": "hi"}])]
+    mixed = [PROMPTS[0], [{"role": "user", "content": "hi"}]]
     with pytest.raises(DataError, match="prompts are of both kinds"):
         make_conversations(mixed, 2, 2, repeat=False)
     assert make_conversations(mixed, 2, 1, repeat=False) == [[mixed[0]], [mixed[1]]]
@@ -283,7 +283,7 @@ def test_a_conversation_is_of_one_kind_of_prompt():
 def test_prompts_are_text_or_chat_messages(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "once"}) + "\n\n" + json.dumps({"messages": messages}))
-    assert read_prompts(tmp_path / "p.jsonl") == [Prompt("once"), Prompt(messages)]
+    assert read_prompts(tmp_path / "p.jsonl") == ["once", messages]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_file_that_is_no_list_of_prompts_is_an_error(tmp_path):
 
 def test_openings_are_the_first_base_ids_of_documents_as_text():
     found = document_openings(TOKENIZER, [Document("once upon", "a"), Document("be", "b"), Document("😀😀", "c")], 6)
-    assert [prompt.content for prompt in found] == ["once u", "be", "😀"]
+    assert found == ["once u", "be", "😀"]
 
 
 # ---- totals

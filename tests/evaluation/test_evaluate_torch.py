@@ -18,7 +18,6 @@ from mlx_zip.errors import DataError  # noqa: E402
 from mlx_zip.evaluation.bits import measure_bits  # noqa: E402
 from mlx_zip.evaluation.rates import RateSettings, measure_rates  # noqa: E402
 from mlx_zip.packs.pack import Pack  # noqa: E402
-from mlx_zip.text.conversations import Prompt  # noqa: E402
 from support import tiny, tiny_text  # noqa: E402
 from support.evaluating import windows  # noqa: E402
 from support.torch_folders import save, save_weights  # noqa: E402
@@ -110,7 +109,7 @@ def test_ids_after_a_whole_row_are_as_likely_as_in_a_row_of_their_own(case, tmp_
 
 
 TOKENIZER = tiny_text.byte_level()
-PROMPTS = [[Prompt(text)] for text in ("once upon a time", "a time, a time, a time", "x", "no no no no")]
+PROMPTS = [[text] for text in ("once upon a time", "a time, a time, a time", "x", "no no no no")]
 
 
 def test_rates_of_greedy_texts_are_those_of_mlx(tmp_path):
@@ -124,7 +123,7 @@ def test_rates_of_greedy_texts_are_those_of_mlx(tmp_path):
 
 def test_a_seed_gives_sampled_texts_again_and_each_conversation_has_its_own(tmp_path):
     _, other = both("llama", tmp_path / "m")
-    same = [[Prompt("once upon a time")]] * 3
+    same = [["once upon a time"]] * 3
     settings = RateSettings(max_tokens=24, batch_size=2, temp=1.0, seed=5, pack=Pack(START))
     first, second = (measure_rates(other, TOKENIZER, same, settings).record()["texts"] for _ in range(2))
     assert first == second

@@ -216,7 +216,7 @@ def measure_writing(
     continuations. A share is None if no gain was possible.
     """
     own = sum(
-        count_canonical_steps(Codebook(codec_of_model(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
+        count_canonical_steps(Codebook(codec_of_model(model, pack)), encode_prompt(tokenizer, prompt), ids)
         for prompt, ids in opened
     )
     own_rate = sum(len(ids) for _, ids in opened) / own
