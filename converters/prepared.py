@@ -252,8 +252,10 @@ class Plan:
 
 
 def _drop(plan: Plan, reason: str, names: list[str]) -> None:
+    """Leaves out tensors, and records their number unless it is 0."""
     for name in names:
         del plan.tensors[name]
+    if names:
         plan.dropped[reason] = len(names)
 
 
