@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
+from mlx_zip.engine import Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
 from mlx_zip.engine.submissions import prediction_too_long_error
 from mlx_zip.errors import (
@@ -31,7 +31,6 @@ from mlx_zip.errors import (
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
 from mlx_zip.server.answers.answer_deltas import AnswerDeltas, mask_letters_and_digits
 from mlx_zip.server.answers.constraint import make_grammar_constraint
-from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
 from mlx_zip.server.options import Options
@@ -41,32 +40,13 @@ from mlx_zip.text.token_facts import TokenTexts
 
 log = logging.getLogger(__name__)
 Some = TypeVar("Some")
+Inbox = asyncio.Queue[tuple[int, Event] | None]  # events of answers, with the index of the turn
 _THREAD_COUNT = 4
 _LONG_CHARACTERS = (
     1 << 18
 )  # turns with more characters are encoded one by one in a thread of their own, so that shorter ones do not wait
 _UNSHORTENED_ROLES = ("system", "user", "tool")  # roles of messages that chat templates never shorten
 _MOST_REPORTED = 100  # number of left-out tools that the log names
-
-
-class AnswerStop:
-    """Ends one answer when called: the answer's deltas then end without a `Done`. Call it from the event loop only."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._inbox: asyncio.Queue[Event | None] | None = None
-
-    def attach(self, inbox: asyncio.Queue[Event | None]) -> None:
-        """Sets the event queue of the answer to end. Ends the answer at once if the stop was called before `attach`."""
-        self._inbox = inbox
-        if self.asked:
-            self()
-
-    def __call__(self) -> None:
-        """Ends the answer after the events that are already in its queue."""
-        self.asked = True
-        if self._inbox is not None:
-            self._inbox.put_nowait(None)
 
 
 class Core:
@@ -92,56 +72,61 @@ class Core:
         self._scoring_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-scored-prompts")
         self._scoring_count = 0  # number of prompts in this pool, running or queued, for which a client waits
 
-    async def answer(self, turn: Turn, stop: AnswerStop | None = None) -> AsyncGenerator[Delta, None]:
-        """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called.
+    async def answer(self, turn: Turn, inbox: Inbox | None = None) -> AsyncGenerator[Delta, None]:
+        """Yields the deltas of one answer. inbox: queue for the answer's events, in which None ends the answer.
 
-        The first delta is `Waiting(0, 0)`, yielded when the engine has accepted the request. Raises, before that, what
-        `Engine.submit` and the chat template raise; later, the error of a failed request. Closing the generator, or
-        cancelling the task, cancels the engine's request at once.
+        Otherwise like `answers`. An answer that None has ended has no `Done`.
         """
-        inbox: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._log_left_out_tools(turn.left_out)
-        ticket, splitter = await self._submit(turn, _make_deliver(inbox))
+        async with aclosing(self.answers([turn], inbox)) as deltas:
+            async for _, delta in deltas:
+                yield delta
+
+    async def answers(
+        self, turns: Sequence[Turn], inbox: Inbox | None = None
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yields the deltas of all answers as they arrive, as (index of the turn, delta).
+
+        The first delta of each answer is `Waiting(0, 0)`, yielded when the engine has accepted all turns; the last one
+        is a `Done`. inbox: see `answer`. Raises `GenerationError` if there are more turns than the engine takes at a
+        time and, before the first delta, what `Engine.submit` and the chat template raise; later, the error of a failed
+        request, which ends all answers. Closing the generator, or cancelling the task, cancels the engine's requests at
+        once.
+        """
+        self._check_turn_count(len(turns))
+        inbox = asyncio.Queue() if inbox is None else inbox
+        running: list[tuple[Ticket, AnswerDeltas]] = []
         try:
-            yield Waiting(0, 0)
-            answering = self._make_answer_deltas(turn, ticket, splitter)
-            if stop is not None:
-                stop.attach(inbox)
-            while (event := await inbox.get()) is not None:
-                for delta in answering.add_event(event):
-                    if isinstance(delta, Done):
-                        self._finish_answer(turn, ticket, answering, delta)
-                        yield delta
-                        return
-                    yield delta
+            for index, turn in enumerate(turns):
+                self._log_left_out_tools(turn.left_out)
+                running.append(await self._submit(turn, _make_deliver(inbox, index)))
+            for index in range(len(turns)):
+                yield index, Waiting(0, 0)
+            left = len(turns)
+            while left and (arrived := await inbox.get()) is not None:
+                index, event = arrived
+                for delta in self._add_event(*running[index], event):
+                    left -= isinstance(delta, Done)
+                    yield index, delta
         finally:
-            self.engine.cancel(ticket)
+            for ticket, _ in running:
+                self.engine.cancel(ticket)
 
-    async def answers(self, turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields the deltas of several answers as they arrive, as (index of the turn, delta).
-
-        All turns are submitted before the first delta is yielded. An error of one answer ends all answers. Raises
-        `GenerationError` if there are more turns than the engine takes at a time.
-        """
+    def _check_turn_count(self, count: int) -> None:
         most = self.engine.info.max_requests
-        if most is not None and len(turns) > most:
+        if most is not None and count > most:
             raise GenerationError(
-                f"this request asks for {len(turns)} answers, and this server takes at most {most} at a time: ask for "
+                f"this request asks for {count} answers, and this server takes at most {most} at a time: ask for "
                 "fewer (prompts, n)"
             )
-        if len(turns) == 1:
-            async with aclosing(self.answer(turns[0])) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
-            return
-        async with contextlib.AsyncExitStack() as open_ones:
-            running = [await open_ones.enter_async_context(aclosing(self.answer(turn))) for turn in turns]
-            first = [(i, await anext(deltas)) for i, deltas in enumerate(running)]
-            for pair in first:
-                yield pair
-            async with aclosing(_merge_delta_streams(running)) as merged:
-                async for pair in merged:
-                    yield pair
+
+    def _add_event(self, ticket: Ticket, answering: AnswerDeltas, event: Event) -> list[Delta]:
+        """Returns the deltas of an event. Cancels the request if a stop string has ended the answer's text."""
+        deltas = answering.add_event(event)
+        if answering.hit_stop_string:
+            self.engine.cancel(ticket)
+        if deltas and isinstance(deltas[-1], Done):
+            self._finish_answer(ticket, answering, deltas[-1])
+        return deltas
 
     async def prompt_ids(self, turn: Turn) -> list[int]:
         """Returns the base ids of a turn's prompt; stops if the task is cancelled. Raises `GenerationError`."""
@@ -195,10 +180,6 @@ class Core:
         """Returns the packs that a `Turn` can name."""
         return await self.run_in_thread(self.named_packs.pack_infos, self.engine)
 
-    async def ceiling(self) -> Ceiling | None:
-        """Returns the upper bound of the model's speed on this machine; see `Engine.ceiling`."""
-        return await self.run_in_thread(self.engine.ceiling)
-
     async def run_in_thread(self, work: Callable[..., Some], *args: Any) -> Some:
         """Calls a blocking function in a thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
@@ -247,17 +228,18 @@ class Core:
             assert self._texts.most is not None
             raise prediction_too_long_error(self._texts.most) from error
 
-    async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, Splitter]:
+    async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, AnswerDeltas]:
         """Submits a turn; if the task is cancelled meanwhile, cancels the request as soon as its ticket is known.
 
-        Returns the ticket, and the `Splitter` of the answer's text.
+        Returns the ticket, and what turns the request's events into deltas.
         """
+        hide = str if self.options.show_text else mask_letters_and_digits
 
-        def submit(check: Check) -> tuple[Ticket, Splitter]:
+        def submit(check: Check) -> tuple[Ticket, AnswerDeltas]:
             prompt_ids = self._encode_prompt(turn, check)
             prediction = self._encode_prediction(turn.prediction, check)
-            splitter = Splitter(self.engine.tokenizer, turn, prompt_ids)
-            return self.engine.submit(self._make_submission(turn, prompt_ids, prediction), deliver), splitter
+            answering = AnswerDeltas(self.engine.tokenizer, turn, prompt_ids, self.tokens, hide)
+            return self.engine.submit(self._make_submission(turn, prompt_ids, prediction), deliver), answering
 
         return await self._await_encoding(turn, submit, lambda submitted: self.engine.cancel(submitted[0]))
 
@@ -296,11 +278,6 @@ class Core:
             future.add_done_callback(ended)
             raise
 
-    def _make_answer_deltas(self, turn: Turn, ticket: Ticket, splitter: Splitter) -> AnswerDeltas:
-        hide = str if self.options.show_text else mask_letters_and_digits
-        cancel = lambda: self.engine.cancel(ticket)
-        return AnswerDeltas(self.engine.tokenizer, turn, splitter, self.tokens, cancel, hide)
-
     def _log_left_out_tools(self, left_out: tuple[str, ...]) -> None:
         """Logs the tools of a request that this server cannot run, each tool once."""
         new = [label for label in dict.fromkeys(left_out) if label not in self._reported]
@@ -308,8 +285,8 @@ class Core:
             self._reported.update(new)
             log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, new)))
 
-    def _finish_answer(self, turn: Turn, ticket: Ticket, answering: AnswerDeltas, done: Done) -> None:
-        if turn.prompt is None and answering.whole and answering.text:
+    def _finish_answer(self, ticket: Ticket, answering: AnswerDeltas, done: Done) -> None:
+        if answering.turn.prompt is None and answering.whole and answering.text:
             with contextlib.suppress(EngineStoppedError):  # the answer was the last one before the server stops
                 self.engine.note_answer(ticket, answering.text, answering.base_ids)
         for call in self.on_done:
@@ -332,34 +309,15 @@ def _count_characters(value: Any) -> int:
     return sum(map(_count_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _make_deliver(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
+def _make_deliver(inbox: Inbox, index: int) -> Callable[[Event], None]:
+    """Returns a function that puts (`index`, event) into the inbox, for the engine's thread."""
     loop = asyncio.get_running_loop()
 
     def deliver(event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
-            loop.call_soon_threadsafe(inbox.put_nowait, event)
+            loop.call_soon_threadsafe(inbox.put_nowait, (index, event))
 
     return deliver
-
-
-async def _merge_delta_streams(
-    running: Sequence[AsyncGenerator[Delta, None]],
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yields the deltas of several answers as they arrive, as (index of the answer, delta)."""
-    waiting = {asyncio.ensure_future(anext(deltas)): i for i, deltas in enumerate(running)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                i = waiting.pop(task)
-                delta = task.result()
-                yield i, delta
-                if not isinstance(delta, Done):
-                    waiting[asyncio.ensure_future(anext(running[i]))] = i
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 class Cores:

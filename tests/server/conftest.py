@@ -27,4 +27,4 @@ def served(server_of_the_file: Served) -> Iterator[Served]:
     assert until(lambda: not engine.figures().running)
     engine.told = Told()
     yield server_of_the_file
-    vars(server_of_the_file.core).pop("answer", None)
+    vars(server_of_the_file.core).pop("answers", None)

@@ -84,7 +84,7 @@ def test_a_task_that_is_cancelled_while_it_waits_for_a_model_gives_it_back():
 
 def test_a_chat_stream_says_that_it_waits_in_a_comment_only():
     with serving(FakeEngine()) as served:
-        served.core.answer = replay([Waiting(0, 0), Waiting(0, 0, waits_for="b"), Text("Hi"), Done("stop", COUNTS)])
+        served.core.answers = replay([Waiting(0, 0), Waiting(0, 0, waits_for="b"), Text("Hi"), Done("stop", COUNTS)])
         body = served.chat(stream=True).body
     assert b": waiting for another model" in body
     assert sum(one["choices"][0]["delta"].get("role") == "assistant" for one in events(body)[:-1]) == 1

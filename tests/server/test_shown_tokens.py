@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from mlx_zip.engine import Counts, Emitted, Finished, Origin, Started
 from mlx_zip.packs.pack import Pack
 from mlx_zip.server.answers.answer_deltas import AnswerDeltas
-from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Done, LearnedEntries, LiveCounts, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.server.options import Options
 from mlx_zip.text.token_facts import TokenTexts
@@ -46,8 +45,7 @@ def asked(**fields):
 
 def answered(vocab, turn, expansions, reason="length"):
     """The deltas of an answer whose ids expand to these base ids; those of several are hypertokens."""
-    splitter = Splitter(vocab, turn)
-    answering = AnswerDeltas(vocab, turn, splitter, TokenTexts(vocab), lambda: None)
+    answering = AnswerDeltas(vocab, turn, (), TokenTexts(vocab))
     deltas = answering.add_event(Started(5, 0, 5))
     for nth, base_ids in enumerate(expansions):
         one = base_ids[0] if len(base_ids) == 1 else len(vocab) + nth

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Turn
-from mlx_zip.server.core import AnswerStop, Core
+from mlx_zip.server.core import Core, Inbox
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.http import (
@@ -118,7 +118,7 @@ async def _delete_response(store: ResponseStore, running: dict[str, _ResponseReq
 class _ResponseRequest:
     """One request. items: the whole conversation. running: requests in flight, by the id of the response.
 
-    stores: whether the response may be stored; it is stored if `body.store` is set too.
+    stores: whether the response may be stored; it is stored if `body.store` is set too. inbox: see `Core.answer`.
     """
 
     core: Core
@@ -129,7 +129,7 @@ class _ResponseRequest:
     turn: Turn
     builder: ResponseBuilder
     stores: bool = True
-    stop: AnswerStop = field(default_factory=AnswerStop)
+    inbox: Inbox = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def whole_response(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class _ResponseRequest:
         name = self.builder.response["id"]
         self.running[name] = self
         try:
-            async with aclosing(self.core.answer(self.turn, self.stop)) as deltas:
+            async with aclosing(self.core.answer(self.turn, self.inbox)) as deltas:
                 async for delta in deltas:
                     yield self._add_delta(delta)
             if self.builder.response["status"] == "in_progress":
@@ -168,7 +168,7 @@ class _ResponseRequest:
 
     async def cancel(self) -> dict[str, Any]:
         """Stops the answer, waits up to `CANCEL_S` seconds for its end, and returns the response."""
-        self.stop()
+        self.inbox.put_nowait(None)
         with suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_S):
                 await self.ended.wait()
