@@ -20,7 +20,6 @@ from mlx_zip.apps.chat.running_answers import (
     make_frame,
     new_message,
     strip_end,
-    turn_messages,
 )
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
@@ -136,8 +135,14 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
     max_tokens: limit if the conversation sets none. prefill: text with which the answer begins.
     """
     sampling = dict(conversation["sampling"])
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": system}] if (system := conversation["system"]) else []
+    )
+    for message in path:
+        reasoning = {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
+        messages.append({"role": message["role"], "content": message["text"], **reasoning})
     return Turn(
-        messages=turn_messages(conversation["system"], path),
+        messages=messages,
         prefill=prefill or None,
         max_tokens=sampling.pop("max_tokens", max_tokens),
         sampling=sampling,
