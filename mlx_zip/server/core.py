@@ -1,7 +1,4 @@
-"""The core of the server, which all APIs share: answers a `Turn` with `Delta`s.
-
-`Cores` holds the cores of the main model and of one other model; `NamedPacks` holds the packs that requests can choose.
-"""
+"""The core of the server, which all APIs share: answers a `Turn` with `Delta`s."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Engine, Event, PromptId, Submission, Ticket
-from mlx_zip.engine.engines import Engines
 from mlx_zip.engine.submissions import prediction_too_long_error
 from mlx_zip.errors import (
     EngineBusyError,
@@ -33,6 +28,8 @@ from mlx_zip.server.answers.answer_deltas import AnswerDeltas, mask_letters_and_
 from mlx_zip.server.answers.constraint import make_grammar_constraint
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
+from mlx_zip.server.metrics import Metrics
+from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 from mlx_zip.server.options import Options
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_size
 from mlx_zip.text.prompts import Chat, check_unicode, encode_prompt
@@ -46,6 +43,7 @@ _LONG_CHARACTERS = (
     1 << 18
 )  # turns with more characters are encoded one by one in a thread of their own, so that shorter ones do not wait
 _UNSHORTENED_ROLES = ("system", "user", "tool")  # roles of messages that chat templates never shorten
+_MOST_MERGED_PACKS = 16  # number of merged packs that are kept
 _MOST_REPORTED = 100  # number of left-out tools that the log names
 
 
@@ -53,19 +51,19 @@ class Core:
     """Answers turns with an engine. Call all methods from one event loop; the engine may run in other threads.
 
     Attributes: `model`, name of the model in answers; `created`, start of the server in seconds since 1970; `tokens`,
-    texts of ids; `named_packs`, the packs that requests can choose.
+    texts of ids; `metrics`, figures for Prometheus; `responses`, stored responses of OpenAI's Responses.
     """
 
     def __init__(self, engine: Engine, options: Options | None = None) -> None:
         self.engine, self.options = engine, options or Options()
         self.model = self.options.model or engine.info.name
         self.created = int(time.time())
-        self.on_close: list[Callable[[], None]] = []  # called when the server ends
-        self.on_purge: list[Callable[[], int]] = []  # each deletes kept answers and returns their number
-        self.on_done: list[Callable[[Done], None]] = []  # called with the `Done` of each answer
+        self.metrics = Metrics(engine)
+        files = None if self.options.responses_folder is None else ResponseFiles(self.options.responses_folder)
+        self.responses = ResponseStore(self.options.max_responses, self.options.max_responses_bytes, files)
         self.tokens = TokenTexts(engine.tokenizer)
         self._reported: set[str] = set()
-        self.named_packs = NamedPacks(self.options.packs, self.options.pack)
+        self._merge_packs = lru_cache(_MOST_MERGED_PACKS)(partial(_merge_named_packs, self.options.packs))
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="mlx_zip-server")
         self._long_prompts_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
@@ -130,7 +128,7 @@ class Core:
 
     async def prompt_ids(self, turn: Turn) -> list[int]:
         """Returns the base ids of a turn's prompt; stops if the task is cancelled. Raises `GenerationError`."""
-        return await self._await_encoding(turn, partial(self._encode_prompt, turn), lambda ids: None)
+        return await self._await_encoding(turn, partial(self._encode_prompt, turn))
 
     async def score_prompt(self, turn: Turn, base_ids: Sequence[int]) -> list[PromptId]:
         """Compresses a turn's prompt to ids, as for generation, and returns the ids with their log-probabilities.
@@ -147,14 +145,14 @@ class Core:
         def work(check: Check) -> list[PromptId]:
             check()
             found = []
-            for one in self.engine.score_prompt_ids(base_ids, turn.logprobs or 0, self.named_packs.resolve(turn.pack)):
+            for one in self.engine.score_prompt_ids(base_ids, turn.logprobs or 0, self.resolve_pack(turn.pack)):
                 check()
                 found.append(one)
             return found
 
         self._scoring_count += 1
         try:
-            return await self._await_encoding(turn, work, lambda ids: None, self._scoring_pool)
+            return await self._await_encoding(turn, work, self._scoring_pool)
         finally:
             self._scoring_count -= 1
 
@@ -176,18 +174,27 @@ class Core:
         long = tools and self.engine.info.context is not None  # without a context length it might not end
         return self.options.max_tokens_with_tools if long else self.options.max_tokens
 
-    async def packs(self) -> list[PackInfo]:
-        """Returns the packs that a `Turn` can name."""
-        return await self.run_in_thread(self.named_packs.pack_infos, self.engine)
+    def resolve_pack(self, names: str | Sequence[str] | None) -> Any:
+        """Returns the pack with this name, or the packs with these names merged in order; the default pack for None.
+
+        Raises `GenerationError` if a name is unknown or the packs cannot be merged.
+        """
+        several, packs = (names,) if isinstance(names, str) else tuple(names or ()), self.options.packs
+        for name in several:
+            if name not in packs:
+                known = ", ".join(sorted(packs)) or "none"
+                raise GenerationError(f"pack: there is no pack {name!r:.80}; the server was started with: {known}")
+        if len(several) < 2:
+            return packs[several[0]] if several else self.options.pack
+        return self._merge_packs(several)
 
     async def run_in_thread(self, work: Callable[..., Some], *args: Any) -> Some:
         """Calls a blocking function in a thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     def close(self) -> None:
-        """Calls the functions in `on_close` and ends the threads. Does not close the engine."""
-        for call in self.on_close:
-            call()
+        """Closes the store of responses and ends the threads. Does not close the engine."""
+        self.responses.close()
         for pool in (self._pool, self._long_prompts_pool, self._scoring_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -200,7 +207,7 @@ class Core:
             sampling={**self.options.sampling, **turn.sampling},
             top_logprobs=turn.logprobs,
             constraint=make_grammar_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
-            pack=self.named_packs.resolve(turn.pack),
+            pack=self.resolve_pack(turn.pack),
             show=turn.show,
             prediction=prediction,
         )
@@ -241,20 +248,19 @@ class Core:
             answering = AnswerDeltas(self.engine.tokenizer, turn, prompt_ids, self.tokens, hide)
             return self.engine.submit(self._make_submission(turn, prompt_ids, prediction), deliver), answering
 
-        return await self._await_encoding(turn, submit, lambda submitted: self.engine.cancel(submitted[0]))
+        return await self._await_encoding(turn, submit, undo=lambda submitted: self.engine.cancel(submitted[0]))
 
     async def _await_encoding(
         self,
         turn: Turn,
         work: Callable[[Check], Some],
-        undo: Callable[[Some], None],
         pool: ThreadPoolExecutor | None = None,
+        undo: Callable[[Some], object] = lambda result: None,
     ) -> Some:
         """Calls `work`, which encodes a turn's prompt, in a thread, and returns its result.
 
         work: called with a function that raises `EngineStoppedError` once the task is cancelled or the engine has
-        ended. undo: called with the result of `work` if the task is cancelled before `work` returns. pool: None to
-        choose a pool by the length of the prompt.
+        ended. pool: None to choose a pool by the length of the prompt. undo: see `result_or_undo`.
         """
         gone = threading.Event()
 
@@ -264,18 +270,12 @@ class Core:
             if not self.engine.alive:
                 raise EngineStoppedError("the server is stopping, so this prompt was not read to its end")
 
-        def ended(future: asyncio.Future[Some]) -> None:
-            if not future.cancelled() and future.exception() is None:
-                undo(future.result())
-
         if pool is None:
             pool = self._long_prompts_pool if _has_long_text(turn) else self._pool
-        future = asyncio.get_running_loop().run_in_executor(pool, work, check)
         try:
-            return await asyncio.shield(future)
+            return await result_or_undo(asyncio.get_running_loop().run_in_executor(pool, work, check), undo)
         except asyncio.CancelledError:
             gone.set()
-            future.add_done_callback(ended)
             raise
 
     def _log_left_out_tools(self, left_out: tuple[str, ...]) -> None:
@@ -289,8 +289,21 @@ class Core:
         if answering.turn.prompt is None and answering.whole and answering.text:
             with contextlib.suppress(EngineStoppedError):  # the answer was the last one before the server stops
                 self.engine.note_answer(ticket, answering.text, answering.base_ids)
-        for call in self.on_done:
-            call(done)
+        self.metrics.observe_answer(done)
+
+
+async def result_or_undo(work: asyncio.Future[Some], undo: Callable[[Some], object]) -> Some:
+    """Returns the result of work in a thread. If the task is cancelled first, calls `undo` with the later result."""
+
+    def ended(work: asyncio.Future[Some]) -> None:
+        if not work.cancelled() and work.exception() is None:
+            undo(work.result())
+
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(ended)
+        raise
 
 
 def _has_long_text(turn: Turn) -> bool:
@@ -320,106 +333,6 @@ def _make_deliver(inbox: Inbox, index: int) -> Callable[[Event], None]:
     return deliver
 
 
-class Cores:
-    """The cores of several models by name, for one event loop. main: the core of `engines.main`."""
-
-    def __init__(self, engines: Engines, main: Core) -> None:
-        self.engines, self.main = engines, main
-        self._other: Core | None = None
-
-    @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[Core]:
-        """Context manager: opens the model `name` unless it is open, yields its core, and keeps it open in the block.
-
-        Waits and raises as `Engines.acquire` does. The main model is always open.
-        """
-        if name in (self.main.model, self.main.engine.info.name):
-            yield self.main
-            return
-        engine = await self._acquire_engine(name)
-        try:
-            yield self._get_core(name, engine)
-        finally:
-            self.engines.release(engine)
-
-    async def _acquire_engine(self, name: str) -> Engine:
-        """Returns the engine of a model. If the task is cancelled meanwhile, releases the engine once it has opened."""
-        loop = asyncio.get_running_loop()
-        waiting: Any = loop.run_in_executor(None, self.engines.acquire, name)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            waiting.add_done_callback(self._release_when_opened)
-            raise
-
-    def _release_when_opened(self, waiting: Future[Engine]) -> None:
-        if not waiting.cancelled() and waiting.exception() is None:
-            self.engines.release(waiting.result())
-
-    def _get_core(self, name: str, engine: Engine) -> Core:
-        """Returns the core of an engine, with the main core's options but no packs, which fit the main model only."""
-        if self._other is None or self._other.engine is not engine:
-            if self._other is not None:
-                self._other.close()
-            self._other = Core(engine, replace(self.main.options, model=name, packs={}, pack=None))
-        return self._other
-
-    def close(self) -> None:
-        """Closes the model that is open besides the main one, if any, and ends the threads of its core."""
-        self.engines.close()
-        if self._other is not None:
-            self._other.close()
-
-
-# ---- the packs that requests can choose, alone or merged
-
-_MOST_MERGED_PACKS = 16
-
-
-@dataclass(frozen=True)
-class PackInfo:
-    """A pack that requests can name. entries: number of entries. reason: why it cannot be used, None if it can."""
-
-    name: str
-    entries: int
-    reason: str | None = None
-
-
-class NamedPacks:
-    """Packs by name, for any thread. packs: name -> path or `Pack`. default: pack of requests that name none."""
-
-    def __init__(self, packs: Mapping[str, Any], default: Any) -> None:
-        self._packs, self._default = packs, default
-        self._merged = lru_cache(_MOST_MERGED_PACKS)(self._merge_named_packs)
-
-    def resolve(self, names: str | Sequence[str] | None) -> Any:
-        """Returns the pack with this name, or the packs with these names merged in order; the default pack for None.
-
-        Raises `GenerationError` if a name is unknown or the packs cannot be merged.
-        """
-        several = (names,) if isinstance(names, str) else tuple(names or ())
-        for name in several:
-            if name not in self._packs:
-                known = ", ".join(sorted(self._packs)) or "none"
-                raise GenerationError(f"pack: there is no pack {name!r:.80}; the server was started with: {known}")
-        if len(several) < 2:
-            return self._packs[several[0]] if several else self._default
-        return self._merged(several)
-
-    def _merge_named_packs(self, names: tuple[str, ...]) -> Pack:
-        with errors_as(GenerationError, f"pack: {' and '.join(names)}", MlxZipError):
-            return merge_packs([as_pack(self._packs[name]) for name in names])
-
-    def pack_infos(self, engine: Engine) -> list[PackInfo]:
-        """Returns one `PackInfo` per pack, which says whether requests to `engine` can use the pack."""
-        return [self._make_pack_info(name, pack, engine) for name, pack in self._packs.items()]
-
-    def _make_pack_info(self, name: str, pack: Any, engine: Engine) -> PackInfo:
-        entries = 0
-        try:
-            found = as_pack(pack)
-            entries = len(found.entries)
-            engine.check_pack(found)
-        except MlxZipError as error:
-            return PackInfo(name, entries, str(error))
-        return PackInfo(name, entries)
+def _merge_named_packs(packs: Mapping[str, Any], names: tuple[str, ...]) -> Pack:
+    with errors_as(GenerationError, f"pack: {' and '.join(names)}", MlxZipError):
+        return merge_packs([as_pack(packs[name]) for name in names])

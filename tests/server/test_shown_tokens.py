@@ -240,16 +240,3 @@ def test_packs_that_cannot_be_merged_are_a_request_s_error():
         answer = served.chat(pack=["x", "y"])
     assert answer.status == 400
     assert "different tokenizers" in answer.json["error"]["message"]
-
-
-def test_packs_are_listed_with_their_entries_and_why_they_do_not_fit():
-    import asyncio
-
-    from mlx_zip.server.core import Core
-
-    core = Core(FakeEngine(), Options(packs=PACKS))
-    found = {one.name: one for one in asyncio.run(core.packs())}
-    core.close()
-    assert [found[name].entries for name in PACKS] == [2, 1, 1]
-    assert [found[name].reason is None for name in PACKS] == [True, True, False]
-    assert "no base id" in found["wrong"].reason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,6 +90,11 @@ class ResponseStore:
         for name in names:
             self.delete(name)
         return len(names)
+
+    def close(self) -> None:
+        """Waits until all files are written; later changes are kept in memory only."""
+        if self._files is not None:
+            self._files.close()
 
     def resolve_references(self, items: Sequence[Json]) -> list[Json]:
         """Returns the items of an input, with each reference replaced by the output item of a stored response.
@@ -206,6 +210,5 @@ def _log_disk_errors(work: Callable[[], None]) -> None:
 
 def _write_private_file(path: Path, text: bytes) -> None:
     with atomic_file(path) as partial:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(handle, "wb") as file:
-            file.write(text)
+        partial.touch(mode=0o600)
+        partial.write_bytes(text)
