@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -147,7 +147,7 @@ def _json_depth_error(most: int) -> RequestError:
     return RequestError(400, f"the body is nested deeper than {most} levels", "too_deep")
 
 
-async def run_unless_client_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some:
+async def run_unless_client_gone(request: Request, work: Awaitable[Some]) -> Some:
     """Returns the result of `work`; if the client closes the connection, cancels `work` and raises `ClientGone`."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -190,7 +190,7 @@ async def stream_response(
     of the stream: the frame that `on_error` returns or, if None, the error object of `dialect`. Closes `frames` when
     the client disconnects.
     """
-    first = await run_unless_client_gone(request, _first_frame(frames))
+    first = await run_unless_client_gone(request, anext(frames, b""))
     return EventSourceResponse(
         _frames_until_error(first, frames, on_error or (lambda error: event_bytes(error.body(dialect)))),
         ping=core.options.ping_s,
@@ -198,10 +198,6 @@ async def stream_response(
         shutdown_grace_period=core.options.drain_s + 5,
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"},
     )
-
-
-async def _first_frame(frames: AsyncIterator[bytes]) -> bytes:
-    return await anext(frames, b"")
 
 
 async def _frames_until_error(

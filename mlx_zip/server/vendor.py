@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from mlx_zip.engine import Counts
@@ -22,14 +21,10 @@ def vendor_json(done: Done, counts: Counts | None = None) -> dict[str, Any]:
 
     counts: counts of all answers of the response together, None for those of `done`.
     """
-    return _figures_json(done.counts if counts is None else counts) | vendor_notes(done)
-
-
-def _figures_json(counts: Counts) -> dict[str, Any]:
+    counts = done.counts if counts is None else counts
     names = ("steps", "hypertokens", "prompt_ids", "entries", "codebook_size", "kv_bytes_saved", "proposed", "accepted")
-    times = ("queued_s", "first_id_s", "total_s")
-    figures = {name: getattr(counts, name) for name in names}
-    return figures | _rates_json(counts) | {name: round(getattr(counts, name), 6) for name in times}
+    times = {name: round(getattr(counts, name), 6) for name in ("queued_s", "first_id_s", "total_s")}
+    return {name: getattr(counts, name) for name in names} | _rates_json(counts) | times | vendor_notes(done)
 
 
 def _rates_json(counts: Counts) -> dict[str, float]:
@@ -58,16 +53,8 @@ def shown_token_json(token: ShownToken) -> dict[str, Any]:
 
 def live_counts_json(counts: Counts) -> dict[str, Any]:
     """Returns an answer's counts so far as JSON. seconds: since the request. base_tokens_per_s: since the first id."""
-    names = (
-        "base_tokens",
-        "steps",
-        "hypertokens",
-        "entries",
-        "codebook_size",
-        "kv_bytes_saved",
-        "proposed",
-        "accepted",
-    )
+    names = ("base_tokens", "steps", "hypertokens", "entries", "codebook_size", "kv_bytes_saved")
+    names += ("proposed", "accepted")
     since_first = counts.total_s - counts.first_id_s if counts.first_id_s else 0.0
     return {
         **{name: getattr(counts, name) for name in names},
@@ -75,12 +62,3 @@ def live_counts_json(counts: Counts) -> dict[str, Any]:
         "seconds": round(counts.total_s, 4),
         "base_tokens_per_s": round(counts.base_tokens / since_first, 1) if since_first > 0 else 0.0,
     }
-
-
-def sum_answer_counts(counts: Sequence[Counts]) -> Counts:
-    """Returns the counts of several answers together: maxima of times, entries and codebook sizes, else sums."""
-    added = ("prompt_tokens", "cached_tokens", "prompt_ids", "base_tokens", "steps", "hypertokens", "kv_bytes_saved")
-    added += ("proposed", "accepted", "proposed_tokens", "accepted_tokens")
-    largest = ("entries", "codebook_size", "queued_s", "first_id_s", "total_s")
-    sums = {name: sum(getattr(one, name) for one in counts) for name in added}
-    return replace(Counts(), **sums, **{name: max(getattr(one, name) for one in counts) for name in largest})
