@@ -11,8 +11,9 @@ from typing import Any
 
 from mlx_zip.apps.chat.database_file import StoreError
 from mlx_zip.apps.chat.store import Store, extend_message, new_id
+from mlx_zip.engine import Counted
 from mlx_zip.errors import EngineStoppedError
-from mlx_zip.server.answers.turn import Delta, Done, LearnedEntries, LiveCounts, Reasoning, Text, Turn, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, LearnedEntries, Reasoning, Text, Turn, Waiting
 from mlx_zip.server.core import Core, Inbox
 from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
@@ -121,7 +122,7 @@ class _RunningAnswer:
         extend_message(self._message, piece)
         for name, value in piece.items():
             self._piece[name] = self._piece[name] + value if name in self._piece else value
-        if isinstance(delta, LiveCounts | Done):
+        if isinstance(delta, Counted | Done):
             frame |= _sum_figures(self._before, frame)
             self._message["figures"] = {name: value for name, value in frame.items() if name != "type"}
         if isinstance(delta, Done):
@@ -241,7 +242,7 @@ def make_frame(delta: Delta) -> dict[str, Any] | None:
         case Waiting():
             names = ("read", "total", "cached_tokens", "waits_for")
             return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
-        case LiveCounts():
+        case Counted():
             return {"type": "figures", **live_counts_json(delta.counts)}
         case Done():
             return {"type": "figures", **live_counts_json(delta.counts), **vendor_notes(delta)}

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_zip.engine import Counts, Emitted, Finished, Origin, Started
+from mlx_zip.engine import Counted, Counts, Emitted, Finished, Origin, Started
 from mlx_zip.packs.pack import Pack
 from mlx_zip.server.answers.answer_deltas import AnswerDeltas
-from mlx_zip.server.answers.turn import Done, LearnedEntries, LiveCounts, Reasoning, Text, Tool, ToolCall, Turn
+from mlx_zip.server.answers.turn import Done, LearnedEntries, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.server.options import Options
 from mlx_zip.text.token_facts import TokenTexts
 from mlx_zip.text.tokenizers import REPLACEMENT
@@ -159,10 +159,10 @@ def test_entries_and_figures_come_beside_the_text_when_they_are_wanted():
     assert next(delta for delta in deltas if isinstance(delta, LearnedEntries)).entries[0] == tuple(
         TokenTexts(vocab)[(one,)][0] for one in (5, 6)
     )
-    assert isinstance(deltas[-2], LiveCounts)
+    assert isinstance(deltas[-2], Counted)
     assert isinstance(deltas[-1], Done)
     plain = answered(vocab, Turn(messages=USER), [[5, 6], [7]])
-    assert not any(isinstance(delta, LearnedEntries | LiveCounts) for delta in plain)
+    assert not any(isinstance(delta, LearnedEntries | Counted) for delta in plain)
     assert all(delta.tokens == () for delta in texts(plain))
 
 

@@ -16,7 +16,6 @@ from mlx_zip.server.answers.turn import (
     Delta,
     Done,
     LearnedEntries,
-    LiveCounts,
     PromptDifference,
     ShownToken,
     TokenLogprob,
@@ -84,7 +83,7 @@ class AnswerDeltas:
         if isinstance(event, Held):
             return [Waiting(0, 0, waits_for=event.engine)]
         if isinstance(event, Counted):
-            return [LiveCounts(event.counts)] if self._ended is None else []
+            return [event] if self._ended is None else []
         if isinstance(event, Failed):
             raise event.error
         return self._finish_answer(event)
@@ -163,7 +162,7 @@ class AnswerDeltas:
         counts = self._corrected_counts(event.counts)
         if self._splitter.called and reason == "stop":
             reason = "tool_calls"
-        live: list[Delta] = [LiveCounts(counts)] if self.turn.show else []
+        live: list[Delta] = [Counted(counts)] if self.turn.show else []
         ended = Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens, self.turn.left_out)
         unshown = () if self.hit_stop_string else self._placed_tokens.logprobs_without_text()
         return [*deltas, *live, replace(ended, differs=self._differs, unshown=unshown)]

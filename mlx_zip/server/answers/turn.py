@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_zip.engine import Counts
+from mlx_zip.engine import Counted, Counts
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Turn:
     `Sampling`. stop: stop strings. logprobs: number of likely tokens to report per token, None for no
     log-probabilities. template_options: further arguments of the chat template. pack: name of a pack, or names of packs
     to merge in this order; None for the model's own pack. show: whether each `Text` has its tokens, and deltas
-    `LearnedEntries` and `LiveCounts` are sent. prediction: likely text of the answer, used for drafts; it never changes
+    `LearnedEntries` and `Counted` are sent. prediction: likely text of the answer, used for drafts; it never changes
     the answer.
     """
 
@@ -141,13 +141,6 @@ class LearnedEntries:
 
 
 @dataclass(frozen=True)
-class LiveCounts:
-    """The answer's counts so far, sent at most ten times per second and once before `Done`."""
-
-    counts: Counts
-
-
-@dataclass(frozen=True)
 class PromptDifference:
     """Where a prompt first differs from the kept conversation that shares the longest beginning with it.
 
@@ -177,4 +170,4 @@ class Done:
     unshown: tuple[TokenLogprob, ...] = ()
 
 
-Delta = Waiting | Text | Reasoning | ToolCall | LearnedEntries | LiveCounts | Done
+Delta = Waiting | Text | Reasoning | ToolCall | LearnedEntries | Counted | Done

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_zip.engine import Counted
 from mlx_zip.server.answers.turn import (
     Done,
     LearnedEntries,
-    LiveCounts,
     Reasoning,
     Text,
     TokenLogprob,
@@ -126,7 +126,7 @@ class _ChatStream:
     async def frames(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._core.answers(turns)) as answers:
             async for index, delta in answers:
-                if not isinstance(delta, LearnedEntries | LiveCounts):
+                if not isinstance(delta, LearnedEntries | Counted):
                     yield self._delta_frame(index, delta)
         if self._asked.include_usage:
             done = [self._done[i] for i in sorted(self._done)]
