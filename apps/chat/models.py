@@ -47,7 +47,7 @@ class Models:
         The model stays open in the block. Waits and raises as `Engines.acquire` does. Raises `RequestError` if no model
         has that name.
         """
-        if name is None or name == self.main.model:
+        if not name or name == self.main.model:
             yield self.main
             return
         if name not in self.engines.others:

@@ -245,7 +245,7 @@ def _cut_message(db: sqlite3.Connection, row: sqlite3.Row) -> None:
     db.execute("DELETE FROM pieces WHERE message = ?", (row["id"],))
 
 
-def _decode_row(row: sqlite3.Row | dict[str, Any]) -> dict[str, Any]:
+def _decode_row(row: Any) -> dict[str, Any]:
     found = dict(row)
     for name in found.keys() & _AS_JSON.keys():
         kind: type[Any] = _AS_JSON[name]
